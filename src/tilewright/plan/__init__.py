@@ -1,0 +1,1 @@
+"""Arithmetic that needs no GPU and no torch."""
