@@ -1,0 +1,1 @@
+"""What a run really did: clocks, ceilings, the machine it ran on."""

@@ -1,0 +1,26 @@
+"""What this GPU gives at its best, measured: the denominators of every "% of limit"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.measure.clock import interleaved_device_time
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes a second of a 2 GiB copy (read plus written) and FLOP/s of an 8192^3 bfloat16 product."""
+
+    copy_bytes_per_second: float
+    bf16_flops: float
+
+
+def measure_ceilings() -> Ceilings:
+    """Measure both on the current CUDA device, on random data."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = interleaved_device_time({"copy": lambda: target.copy_(source), "product": lambda: a @ b}, seconds=0.3)
+    return Ceilings(2 * source.nbytes / times["copy"].median, 2 * 8192**3 / times["product"].median)

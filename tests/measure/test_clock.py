@@ -1,0 +1,31 @@
+import pytest
+import torch
+
+from ops.contract import on_gpu
+from tilewright.measure.clock import Timing, interleaved_device_time, interleaved_graph_time, interleaved_wall_time
+from tilewright.measure.numerics import relative_error, tolerance
+
+
+def test_timing_is_median_and_quartiles():
+    timing = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (timing.low, timing.median, timing.high, timing.runs) == (2.0, 3.0, 4.0, 5)
+
+
+def test_nan_never_passes_for_close():
+    error = relative_error(torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0]))
+    assert not error <= 1.0
+
+
+def test_tolerances_grow_with_the_sum_and_shrink_with_the_dtype():
+    assert tolerance(torch.float32, 10_000) > tolerance(torch.float32, 100)
+    assert tolerance(torch.float64, 100) < 1e-13 < tolerance(torch.float32, 100) < tolerance(torch.bfloat16, 100)
+
+
+@on_gpu
+def test_the_three_clocks_agree_on_a_long_kernel():
+    a = torch.randn(4096, 4096, device="cuda")
+    function = lambda: a @ a  # noqa: E731
+    device = interleaved_device_time({"f": function})["f"].median
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert interleaved_graph_time({"f": function})[0]["f"].median == pytest.approx(device, rel=0.2)
+    assert interleaved_wall_time({"f": function})["f"].median == pytest.approx(device, rel=0.3)
