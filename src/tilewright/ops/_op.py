@@ -1,0 +1,131 @@
+"""What every op shares: where it runs, what it refuses, how its kernel starts."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+# Read once: Triton itself decides between interpreter and compiler when a kernel is decorated.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def dtypes(tensors: Sequence[torch.Tensor | None]) -> tuple[torch.dtype | None, ...]:
+    return tuple([None if t is None else t.dtype for t in tensors])
+
+
+def runs_kernel(x: torch.Tensor) -> bool:
+    """Whether ops on `x` run their Triton kernel; everything else runs the plain PyTorch reference."""
+    if not (INTERPRETED or x.is_cuda):
+        return False
+    if not HAS_TRITON:
+        raise RuntimeError("Tilewright's kernels need Triton 3.6 or later: pip install 'triton>=3.6'.")
+    return True
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether somebody other than eager autograd must see the op: a compiler, a dispatch mode, a tensor subclass."""
+    plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+    return not plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_capturing(x: torch.Tensor) -> bool:
+    """Whether the current stream records a CUDA graph, so that the host's time does not count."""
+    return x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
+
+
+def eager(function: type[torch.autograd.Function]) -> Any:
+    """`function.apply` without the wrapping that functorch transforms would need: microseconds, on every call."""
+    direct = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*args: Any) -> Any:
+        return (function.apply if torch._C._are_functorch_transforms_active() else direct)(*args)
+
+    return apply
+
+
+def check_tensor(op: str, name: str, tensor: Any, shape: torch.Size | None = None, x: Any = None) -> None:
+    """Refuse a tensor that the op cannot take, with one sentence. `None` passes: it is an option left out."""
+    if tensor is None:
+        return
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, not {type(tensor).__name__}.")
+    dtype = tensor.dtype
+    if dtype not in FLOATS:
+        allowed = "bfloat16, float16, float32 or float64"
+        raise TypeError(f"{op}: {name} has dtype {dtype}; convert it to {allowed}.")
+    if x is None:
+        return
+    if tensor.shape != shape:
+        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, but {tuple(shape or ())} is needed.")
+    if tensor.device != x.device:
+        raise ValueError(f"{op}: {name} is on {tensor.device}, but x is on {x.device}; move one of them.")
+    if dtype is not x.dtype and torch.float64 in (dtype, x.dtype):
+        raise TypeError(f"{op}: {name} is {dtype} and x is {x.dtype}; float64 mixes with no other dtype.")
+
+
+def check_probability(op: str, p: Any) -> None:
+    if not isinstance(p, (int, float)) or not 0.0 <= p < 1.0:
+        raise ValueError(f"{op}: p is {p!r}; a dropout probability lies in [0, 1).")
+
+
+def packed(tensors: Sequence[Any]) -> list[Any]:
+    """The tensors as kernels want them: contiguous, from a multiple of 16 bytes on (copied only where they are not)."""
+    return [
+        t
+        if t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0)
+        else t.clone(memory_format=torch.contiguous_format)
+        for t in tensors
+    ]
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side; a small number under the interpreter, where they run one by one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take."""
+    if device.type != "cuda":
+        return 100_000
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+class Launch:
+    """A kernel with its constants, ready to start on one device at a fraction of Triton's own host cost.
+
+    Triton inspects every argument of every call to find the compiled kernel. Here the caller keeps one `Launch` for
+    each combination of constants, argument dtypes and absent arguments (`functools.cache` on the function that makes
+    it), tensors are `packed`, and scalars are annotated with a type and marked not to be specialised: nothing is left
+    to inspect. The first call goes through Triton and keeps the binary; later ones start it directly.
+    """
+
+    def __init__(self, kernel: Any, device: torch.device, constants: tuple[Any, ...], warps: int) -> None:
+        self.kernel, self.device, self.constants, self.warps = kernel, device, constants, warps
+        self.binary: Any = None
+
+    def __call__(self, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]) -> None:
+        if self.device.type == "cuda" and self.device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device):
+                return self(grid, tensors, scalars)
+        binary = self.binary
+        if binary is None:
+            binary = self.kernel[grid](*tensors, *scalars, *self.constants, num_warps=self.warps)
+            self.binary = None if INTERPRETED else binary
+            return
+        # Addresses instead of tensors spare the launcher a driver query for each.
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        binary.run(
+            grid[0], grid[1], 1, stream, binary.function, binary.packed_metadata, None, None, None,
+            *addresses, *scalars, *self.constants,
+        )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Dropout without a stored mask: a seed from torch's generator, and the same Philox draws in forward and backward."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tilewright.ops import _op
+
+
+def draw_seed(x: torch.Tensor, *, as_tensor: bool) -> int | torch.Tensor:
+    """A 64-bit seed from torch's generator of the device of `x`, advancing it as torch's own dropout would.
+
+    In eager CUDA the generator's state lives on the host: reading and advancing it there costs no kernel. Under
+    graph capture, under a compiler (`as_tensor`) and on the CPU the seed is drawn as a tensor instead, so that every
+    replay of a captured graph draws a new one.
+    """
+    if as_tensor or not x.is_cuda or _op.is_capturing(x):
+        return torch.randint(1 << 62, (1,), dtype=torch.int64, device=x.device)
+    generator = torch.cuda.default_generators[x.device.index]
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)  # offsets count in fours: one Philox call
+    mixed = generator.initial_seed() * 0x9E3779B97F4A7C15 + offset * 0xD1342543DE82EF95
+    return mixed >> 1 & (1 << 62) - 1
+
+
+def split_seed(seed: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """The two kernel arguments that `load_seed` takes."""
+    return (seed, 0) if isinstance(seed, torch.Tensor) else (None, seed or 0)
+
+
+def drop_threshold(p: float) -> int:
+    """Draws are 16 bits wide: a draw below this drops the element, so p is met to within 2**-17."""
+    return round(p * 65536)
+
+
+@torch.library.custom_op("tilewright::dropout_mask", mutates_args=())
+def _registered_mask(x: torch.Tensor, seed: torch.Tensor, p: float, stream: int) -> torch.Tensor:
+    return _launch_mask(x, seed, p, stream)
+
+
+@_registered_mask.register_fake
+def _(x: torch.Tensor, seed: torch.Tensor, p: float, stream: int) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=torch.bool, device=x.device)
+
+
+def _launch_mask(x: torch.Tensor, seed: int | torch.Tensor, p: float, stream: int) -> torch.Tensor:
+    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    rows = x.numel() // x.shape[-1]
+    if rows:
+        seed_tensor, seed_value = split_seed(seed)
+        launch = _mask_launch(x.device, x.shape[-1], stream, seed_tensor is None)
+        launch((rows, 1), (mask, seed_tensor), (seed_value, rows, drop_threshold(p)))
+    return mask
+
+
+@functools.cache
+def _mask_launch(device: torch.device, width: int, stream: int, seed_by_value: bool) -> _op.Launch:
+    from tilewright.ops import _random_kernels as kernels
+
+    return _op.Launch(kernels.mask, device, (width, 1024, stream), 4)
+
+
+def dropout_mask(x: torch.Tensor, seed: int | torch.Tensor | None, p: float, stream: int) -> torch.Tensor:
+    """The elements of a tensor shaped like `x` that a kernel given this seed keeps."""
+    if seed is None:
+        return torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    return (_registered_mask if _op.is_traced(x) else _launch_mask)(x, seed, p, stream)

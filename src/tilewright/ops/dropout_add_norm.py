@@ -1,0 +1,513 @@
+"""Dropout, residual add and a norm in one pass over memory.
+
+    residual_out = dropout(x * rowscale * layerscale) + dropout(second) + residual      rounded to residual_dtype
+    out          = norm(residual_out) * weight + bias                                   LayerNorm or RMSNorm
+
+Saved for backward: residual_out, 1/std and mean of every row, the weight and a 64-bit seed; x only when a scale needs
+its gradient. The dropout mask is never stored: backward draws it again from the seed.
+
+Floor at 2 bytes an element, prenorm: forward reads x and residual, writes out and residual_out: 8 bytes. Backward
+reads two gradients and residual_out, writes two gradients: 10 bytes, or 8 when p = 0 lets one tensor serve as the
+gradient of both x and residual. Arithmetic is far below that on any current GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewright.ops import _op
+from tilewright.ops._random import draw_seed, drop_threshold, dropout_mask, split_seed
+from tilewright.plan.cost import dropout_add_norm as cost
+
+__all__ = ["cost", "dropout_add_norm", "reference"]
+
+_NAME = "dropout_add_norm"
+_WIDEST = 65536
+_WIDEST_ROW_BYTES = 32768  # of x or the residual, that one program of forward holds in registers
+_WIDEST_TILE = 8192  # columns that one program of backward holds in registers
+_HOST_BOUND = 65536  # elements up to which an eager call is the host's time alone
+
+
+def reference(
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    second: torch.Tensor | None = None,
+    rowscale: torch.Tensor | None = None,
+    layerscale: torch.Tensor | None = None,
+    p: float = 0.0,
+    eps: float = 1e-5,
+    norm: str = "layer",
+    zero_centered: bool = False,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    masks: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, residual_out) in plain PyTorch: the definition. `masks` names the elements that dropout keeps."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if masks is None:
+        masks = _draw_masks(x, second, p)
+    z = x.to(compute)
+    if rowscale is not None:
+        z = z * rowscale.to(compute).unsqueeze(-1)
+    if layerscale is not None:
+        z = z * layerscale.to(compute)
+    if p > 0.0:
+        z = torch.where(masks[0], z / (1.0 - p), 0.0)
+    if second is not None:
+        branch = second.to(compute)
+        z = z + (torch.where(masks[1], branch / (1.0 - p), 0.0) if p > 0.0 else branch)
+    if residual is not None:
+        z = z + residual.to(compute)
+    residual_out = z.to(residual_dtype or (x if residual is None else residual).dtype)
+    z = residual_out.to(compute)
+    if norm == "layer":
+        z = z - z.mean(-1, keepdim=True)
+    out = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        out = out * (weight.to(compute) + 1.0 if zero_centered else weight.to(compute))
+    if bias is not None:
+        out = out + bias.to(compute)
+    return out.to(out_dtype or x.dtype), residual_out
+
+
+def _draw_masks(x: torch.Tensor, second: torch.Tensor | None, p: float) -> list[torch.Tensor]:
+    return [torch.rand(x.shape, device=x.device) >= p for _ in range(0 if p == 0.0 else 1 if second is None else 2)]
+
+
+def _power_of_two(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _chunks(width: int, widest_block: int) -> tuple[int, int]:
+    """(block, chunks): the fewest chunks that cover `width` with at most a fifth more lanes than columns."""
+    block = min(widest_block, _power_of_two(width))
+    while block > 1024 and -(-width // block) * block * 5 > width * 6:
+        block //= 2
+    return block, -(-width // block)
+
+
+# The shapes below were measured on an H200; `results/` has what they reach.
+
+
+@functools.cache
+def _forward_launch(
+    device: torch.device, width: int, dtypes: tuple[Any, ...], rms: bool, zero_centered: bool, dropout: bool
+) -> tuple[int, _op.Launch]:
+    """The kernel, and how many rows a program of it takes."""
+    from tilewright.ops import dropout_add_norm_kernels as kernels
+
+    flags = (rms, zero_centered, dropout, dtypes[0] == torch.float64)
+    element = max(dtypes[0].itemsize, dtypes[-1].itemsize)
+    if width * element > _WIDEST_ROW_BYTES:
+        block, warps = (2048, 4) if element == 2 else (4096, 8)
+        return 1, _op.Launch(kernels.wide_forward, device, (width, block, *flags), warps)
+    block = _power_of_two(width)
+    rows = max(1, 1024 // block)
+    warps = 2 if block <= 1024 else max(4, block // 1024)
+    return rows, _op.Launch(kernels.forward, device, (width, block, rows, *flags), warps)
+
+
+def _forward(
+    x: torch.Tensor,
+    second: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    rowscale: torch.Tensor | None,
+    layerscale: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    seed: torch.Tensor | int | None,
+    p: float,
+    eps: float,
+    rms: bool,
+    zero_centered: bool,
+    residual_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, residual_out, statistics); statistics holds 1/std and, for LayerNorm, the mean of every row."""
+    inputs = _op.packed((x, second, residual, rowscale, layerscale, weight, bias))
+    width = x.shape[-1]
+    rows = x.numel() // width
+    out = torch.empty_like(inputs[0], dtype=out_dtype)
+    residual_out = torch.empty_like(inputs[0], dtype=residual_dtype)
+    statistics = x.new_empty((1 if rms else 2, rows), dtype=_statistics_dtype(x))
+    if rows:
+        seed_tensor, seed_value = split_seed(seed)
+        tensors = (*inputs, seed_tensor, out, residual_out)
+        tile_rows, launch = _forward_launch(x.device, width, _op.dtypes(tensors), rms, zero_centered, p > 0.0)
+        scalars = (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p), eps)
+        launch((-(-rows // tile_rows), 1), (*tensors, statistics), scalars)
+    return out, residual_out, statistics
+
+
+def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class _BackwardPlan(NamedTuple):
+    programs: int  # at the most
+    rows: int
+    slices: int
+    row_sums: _op.Launch | None
+    main: _op.Launch
+    add_partials: _op.Launch
+
+
+@functools.cache
+def _backward_plan(
+    device: torch.device, width: int, dtypes: tuple[Any, ...], compute: torch.dtype, seed_by_value: bool,
+    x_dtype: torch.dtype, needs: tuple[bool, ...], rms: bool, zero_centered: bool, dropout: bool,
+) -> _BackwardPlan:  # fmt: skip
+    from tilewright.ops import dropout_add_norm_kernels as kernels
+
+    element = max(dtypes[0].itemsize, dtypes[2].itemsize)
+    loaded = sum(dtype.itemsize for dtype in (*dtypes[:4], dtypes[5]) if dtype is not None)
+    programs = _op.multiprocessors(device)
+    rows, chunks, slices, stages = 1, 1, 1, 3
+    if width <= 2048:
+        block = _power_of_two(width)
+        rows = min(4096 // block, max(2, 1 << (6144 // element // width).bit_length() - 1))
+        warps, stages, programs = (8, 4, programs) if block == 2048 else (4, 3, 2 * programs)
+    elif width <= _WIDEST_TILE:
+        block, chunks = _chunks(width, 2048)
+        warps, stages, programs = block // 256, 4 if block == 2048 and chunks <= 3 else 3, programs * 2048 // block
+    elif width <= 2 * _WIDEST_TILE:
+        slices = 2
+        half = -(-width // 2)
+        block, chunks = _chunks(half, 2048 if half <= 6144 else _WIDEST_TILE)
+        warps, programs = 8 if element == 2 or half <= 6144 else 16, programs // 2
+        loaded += dtypes[0].itemsize + dtypes[2].itemsize
+    else:
+        block, slices, warps = 2048, -(-width // 2048), 8
+        programs = 4 * programs // slices
+    staged = rows * block * chunks * loaded
+    while stages > 1 and (stages - 1) * staged + 16384 > _op.shared_memory(device):
+        stages -= 1
+    double = compute == torch.float64
+    constants = (width, rows, block, chunks, slices == 2, stages, rms, zero_centered, dropout, double)
+    return _BackwardPlan(
+        max(1, programs),
+        rows,
+        slices,
+        _op.Launch(kernels.row_sums, device, (width, 4096, rms, zero_centered, double), 8) if slices > 2 else None,
+        _op.Launch(kernels.backward, device, constants, warps),
+        _op.Launch(kernels.add_partials, device, (width, 32, 64), 4),
+    )
+
+
+def _backward(
+    dout: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+    z: torch.Tensor,
+    x: torch.Tensor | None,
+    rowscale: torch.Tensor | None,
+    layerscale: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    statistics: torch.Tensor,
+    seed: torch.Tensor | int | None,
+    p: float,
+    rms: bool,
+    zero_centered: bool,
+    x_dtype: torch.dtype,
+    needs: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """The gradients of x, second, residual, rowscale, layerscale, weight and bias, those that are needed."""
+    inputs = _op.packed((dout, dresidual_out, z, x, rowscale, layerscale, weight))
+    z = inputs[2]
+    seed_tensor, seed_value = split_seed(seed)
+    width = z.shape[-1]
+    rows = z.numel() // width
+    plan = _backward_plan(
+        z.device, width, _op.dtypes(inputs), statistics.dtype, seed_tensor is None, x_dtype, tuple(needs),
+        rms, zero_centered, p > 0.0,
+    )  # fmt: skip
+    programs = max(1, min(-(-rows // plan.rows), plan.programs))  # with no rows, one writes zeros
+    dx = torch.empty_like(z, dtype=x_dtype) if needs[0] else None
+    dsecond = torch.empty_like(z, dtype=x_dtype) if needs[1] else None
+    dresidual = torch.empty_like(z) if needs[2] else None
+    drowscale = z.new_empty((plan.slices, rows), dtype=statistics.dtype) if needs[3] else None
+    parameters = [
+        torch.empty_like(parameter) if need and parameter is not None else None
+        for parameter, need in zip((layerscale, weight, weight), needs[4:], strict=True)
+    ]
+    partials = z.new_empty((3, programs, width), dtype=statistics.dtype)
+    sums = [None if parameter is None else partials[i] for i, parameter in enumerate(parameters)]
+    row_sums = None
+    if plan.row_sums is not None:
+        row_sums = z.new_empty((2, rows), dtype=statistics.dtype)
+        if rows:
+            plan.row_sums((rows, 1), (inputs[0], z, inputs[6], statistics, row_sums), (rows,))
+    plan.main(
+        (programs, plan.slices),
+        (*inputs, statistics, row_sums, seed_tensor, dx, dsecond, dresidual, drowscale, *sums),
+        (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p)),
+    )
+    if any(needs[4:]):
+        plan.add_partials((-(-width // 64), 3), (partials, *parameters), (programs,))
+    if drowscale is not None and rowscale is not None:
+        drowscale = drowscale.sum(0).to(rowscale.dtype).reshape(z.shape[:-1])
+    return [dx, dsecond, dresidual, drowscale, *parameters]
+
+
+# Autograd. Both ways in, the light eager one and the registered one, save and differentiate by the same two functions.
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, _, _, rowscale, layerscale, weight, _, seed, p, _, rms, zero_centered, _, _ = inputs
+    needs = ctx.needs_input_grad
+    seed_tensor, seed_value = split_seed(seed)
+    kept_x = x if needs[3] or needs[4] else None
+    ctx.save_for_backward(output[1], kept_x, rowscale, layerscale, weight, output[2], seed_tensor)
+    # With nothing between x and the sum, the gradients of the summands are the same numbers: one tensor serves all.
+    shared = p == 0.0 and rowscale is None and layerscale is None and x.dtype == output[1].dtype
+    wanted = (any(needs[:3]), False, False, *needs[3:7]) if shared else needs[:7]
+    ctx.options = (seed_value or None, p, rms, zero_centered, x.dtype, wanted, shared)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, backward: Any, dout: Any, dresidual_out: Any) -> tuple[torch.Tensor | None, ...]:
+    z, x, rowscale, layerscale, weight, statistics, seed = ctx.saved_tensors
+    seed_value, p, rms, zero_centered, x_dtype, wanted, shared = ctx.options
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`.")
+    if dout is None:
+        if dresidual_out is None:
+            return (None,) * 14
+        dout = torch.zeros(z.shape, dtype=x_dtype, device=z.device)
+    dx, dsecond, dresidual, *rest = backward(
+        dout, dresidual_out, z, x, rowscale, layerscale, weight, statistics, seed_value if seed is None else seed,
+        p, rms, zero_centered, x_dtype, wanted,
+    )  # fmt: skip
+    if shared:
+        needs = ctx.needs_input_grad
+        dx, dsecond, dresidual = (dx if need else None for need in needs[:3])
+    return dx, dsecond, dresidual, *rest, *(None,) * 7
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        return output[:2]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dresidual_out: Any) -> Any:
+        return _differentiate(ctx, _backward, dout, dresidual_out)
+
+
+_eager = _op.eager(_Function)
+
+
+@torch.library.custom_op(
+    "tilewright::dropout_add_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? second, Tensor? residual, Tensor? rowscale, Tensor? layerscale, Tensor? weight, "
+    "Tensor? bias, Tensor? seed, float p, float eps, bool rms, bool zero_centered, ScalarType residual_dtype, "
+    "ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+)
+def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    return _forward(*inputs)
+
+
+@_registered.register_fake
+def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    x, rms, residual_dtype, out_dtype = inputs[0], inputs[10], inputs[12], inputs[13]
+    return (
+        torch.empty(x.shape, dtype=out_dtype, device=x.device),
+        torch.empty(x.shape, dtype=residual_dtype, device=x.device),
+        torch.empty((1 if rms else 2, x.numel() // x.shape[-1]), dtype=_statistics_dtype(x), device=x.device),
+    )
+
+
+@torch.library.custom_op(
+    "tilewright::dropout_add_norm_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor? dresidual_out, Tensor z, Tensor? x, Tensor? rowscale, Tensor? layerscale, "
+    "Tensor? weight, Tensor statistics, Tensor? seed, float p, bool rms, bool zero_centered, ScalarType x_dtype, "
+    "bool[] needs) -> Tensor[]",
+)
+def _registered_backward(*inputs: Any) -> list[torch.Tensor]:
+    # A registered op cannot return None: an empty tensor stands for a gradient nobody asked for.
+    return [inputs[2].new_empty(0) if gradient is None else gradient for gradient in _backward(*inputs)]
+
+
+@_registered_backward.register_fake
+def _(*inputs: Any) -> list[torch.Tensor]:
+    z, rowscale, layerscale, weight, x_dtype, needs = (inputs[i] for i in (2, 4, 5, 6, 12, 13))
+    like = [(z.shape, x_dtype), (z.shape, x_dtype), (z.shape, z.dtype)]
+    like += [(t.shape, t.dtype) if t is not None else (0, z.dtype) for t in (rowscale, layerscale, weight, weight)]
+    return [
+        torch.empty(shape if need else 0, dtype=dtype if need else z.dtype, device=z.device)
+        for (shape, dtype), need in zip(like, needs, strict=True)
+    ]
+
+
+def _registered_differentiate(ctx: Any, dout: Any, dresidual_out: Any, _: Any) -> Any:
+    def backward(*inputs: Any) -> list[torch.Tensor | None]:
+        gradients = _registered_backward(*inputs)
+        return [gradient if need else None for gradient, need in zip(gradients, inputs[-1], strict=True)]
+
+    return _differentiate(ctx, backward, dout, dresidual_out)
+
+
+_registered.register_autograd(
+    _registered_differentiate, setup_context=lambda ctx, inputs, output: _save(ctx, inputs, output)
+)
+
+
+def dropout_add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    second: torch.Tensor | None = None,
+    rowscale: torch.Tensor | None = None,
+    layerscale: torch.Tensor | None = None,
+    p: float = 0.0,
+    eps: float = 1e-5,
+    norm: str = "layer",
+    zero_centered: bool = False,
+    prenorm: bool = False,
+    residual_dtype: torch.dtype | None = None,
+    return_mask: bool = False,
+) -> Any:
+    """Dropout, residual add and LayerNorm or RMSNorm, fused.
+
+    Computes ``residual_out = dropout(x * rowscale * layerscale) + dropout(second) + residual`` and
+    ``out = norm(residual_out) * weight + bias``.
+
+    Args:
+        x: the branch's output, any shape ``(..., width)`` with width from 1 to 65,536.
+        residual: the residual stream, same shape, in its own dtype (float32 beside bfloat16 activations works).
+        weight, bias: ``(width,)``, of one dtype, which may differ from that of x.
+        second: a second branch for parallel residual blocks, same shape and dtype as x; it has its own dropout mask
+            and takes no scale.
+        rowscale: one factor a row, shape ``x.shape[:-1]`` (stochastic depth).
+        layerscale: one factor a column, shape ``(width,)``.
+        p: dropout probability in [0, 1), met to within 2**-17; 0 draws nothing. There is no training flag: pass 0 to
+            evaluate. The mask follows ``torch.manual_seed`` and is drawn again, not stored, for backward.
+        norm: ``"layer"`` or ``"rms"``.
+        zero_centered: the weight is stored as its distance from one (RMSNorm).
+        prenorm: also return ``residual_out``.
+        residual_dtype: dtype of ``residual_out`` where no residual is given; default: that of x.
+        return_mask: also return the boolean mask of what dropout kept, and that of `second` behind it.
+
+    Returns:
+        ``out``, in autocast's dtype inside ``torch.autocast``, else in that of x; or a tuple ``(out, residual_out,
+        mask, second_mask)`` of the parts asked for, in this order.
+
+    >>> import torch
+    >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    >>> out, new_residual = dropout_add_norm(x, residual, torch.ones(8), p=0.1, prenorm=True)
+    >>> out.shape, torch.allclose(out.mean(-1), torch.zeros(2, 3), atol=1e-5)
+    (torch.Size([2, 3, 8]), True)
+    """
+    _check(x, residual, weight, bias, second, rowscale, layerscale, p, norm, zero_centered, residual_dtype)
+    if residual_dtype is None:
+        residual_dtype = (x if residual is None else residual).dtype
+    kind = x.device.type
+    autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    out_dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+    masks: list[torch.Tensor] = []
+    if residual is not None and _suits_torch(
+        x, residual, weight, bias, second, rowscale, layerscale, norm, zero_centered, return_mask, out_dtype
+    ):
+        out, residual_out = _by_torch(x, residual, weight, bias, p, eps, norm)
+    elif _op.runs_kernel(x):
+        traced = _op.is_traced(x)
+        seed = draw_seed(x, as_tensor=traced) if p > 0.0 else None
+        out, residual_out, *_ = (_registered if traced else _eager)(
+            x, second, residual, rowscale, layerscale, weight, bias, seed,
+            p, eps, norm == "rms", zero_centered, residual_dtype, out_dtype,
+        )  # fmt: skip
+        if return_mask:
+            masks = [dropout_mask(x, seed, p, stream) for stream in range(1 if second is None else 2)]
+    else:
+        masks = _draw_masks(x, second, p)
+        out, residual_out = reference(
+            x, residual, weight, bias, second=second, rowscale=rowscale, layerscale=layerscale, p=p, eps=eps, norm=norm,
+            zero_centered=zero_centered, residual_dtype=residual_dtype, out_dtype=out_dtype, masks=masks,
+        )  # fmt: skip
+        if return_mask and p == 0.0:
+            masks = [dropout_mask(x, None, p, 0)] * (1 if second is None else 2)
+    if not prenorm and not return_mask:
+        return out
+    return (out, *((residual_out,) if prenorm else ()), *(masks if return_mask else ()))
+
+
+def _suits_torch(
+    x: torch.Tensor, residual: torch.Tensor, weight: Any, bias: Any, second: Any, rowscale: Any, layerscale: Any,
+    norm: str, zero_centered: bool, return_mask: bool, out_dtype: torch.dtype,
+) -> bool:  # fmt: skip
+    """Whether PyTorch's own ops do the same and sooner: small, plain, of one dtype, and with the host in the way.
+
+    Up to some 64 thousand elements the device idles most of the time, and what counts is the host. There, three ops
+    whose backward is C++ take less of it than one whose backward is Python. A compiler or a captured graph takes the
+    host out of the way, so under those the kernel runs at every size.
+    """
+    dtype = x.dtype
+    return (
+        x.is_cuda
+        and 0 < x.numel() <= _HOST_BOUND
+        and not (zero_centered or return_mask)
+        and second is None
+        and rowscale is None
+        and layerscale is None
+        and (bias is None or norm == "layer")
+        and residual.dtype is dtype
+        and out_dtype is dtype
+        and (weight is None or weight.dtype is dtype)
+        and not _op.is_traced(x)
+        and not _op.is_capturing(x)
+    )
+
+
+def _by_torch(
+    x: torch.Tensor, residual: torch.Tensor, weight: Any, bias: Any, p: float, eps: float, norm: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    residual = residual + (torch.native_dropout(x, p, True)[0] if p > 0.0 else x)
+    if norm == "rms":
+        return torch.rms_norm(residual, residual.shape[-1:], weight, eps), residual
+    return torch.native_layer_norm(residual, residual.shape[-1:], weight, bias, eps)[0], residual
+
+
+def _check(
+    x: Any, residual: Any, weight: Any, bias: Any, second: Any, rowscale: Any, layerscale: Any,
+    p: Any, norm: Any, zero_centered: bool, residual_dtype: Any,
+) -> None:  # fmt: skip
+    _op.check_tensor(_NAME, "x", x)
+    shape = x.shape
+    width = shape[-1] if shape else 0
+    if not 1 <= width <= _WIDEST:
+        raise ValueError(f"{_NAME}: x has shape {tuple(shape)}; its last dimension must be 1 to {_WIDEST} wide.")
+    _op.check_probability(_NAME, p)
+    if norm not in ("layer", "rms"):
+        raise ValueError(f"{_NAME}: norm is {norm!r}; choose 'layer' or 'rms'.")
+    _op.check_tensor(_NAME, "residual", residual, shape, x)
+    _op.check_tensor(_NAME, "second", second, shape, x)
+    _op.check_tensor(_NAME, "weight", weight, shape[-1:], x)
+    _op.check_tensor(_NAME, "bias", bias, shape[-1:], x)
+    _op.check_tensor(_NAME, "layerscale", layerscale, shape[-1:], x)
+    _op.check_tensor(_NAME, "rowscale", rowscale, shape[:-1], x)
+    if second is not None and second.dtype != x.dtype:
+        raise TypeError(f"{_NAME}: second is {second.dtype}, but x is {x.dtype}; convert one of them.")
+    if bias is not None and (weight is None or weight.dtype != bias.dtype):
+        raise TypeError(f"{_NAME}: a bias needs a weight of the same dtype, {bias.dtype}.")
+    if zero_centered and (norm != "rms" or weight is None):
+        raise ValueError(f"{_NAME}: zero_centered needs norm='rms' and a weight.")
+    if residual_dtype is None:
+        return
+    if residual_dtype not in _op.FLOATS or (residual_dtype == torch.float64) != (x.dtype == torch.float64):
+        raise TypeError(
+            f"{_NAME}: residual_dtype is {residual_dtype}; choose a floating-point dtype, float64 only for x."
+        )
+    if residual is not None and residual_dtype != residual.dtype:
+        raise TypeError(f"{_NAME}: residual_dtype is {residual_dtype}, but residual is {residual.dtype}; leave it out.")

@@ -1,0 +1,330 @@
+"""The kernels of `dropout_add_norm`, by how they move the data.
+
+Forward: a program holds whole rows in registers, so that one read and one write suffice. A row of more than 32 KiB is
+walked twice, the second time out of L2.
+
+Backward: a fixed grid of programs strides over the rows, the next ones always on their way into shared memory, and
+carries the sums for weight and bias in registers; each program writes its sums once and a small second kernel adds
+them in a fixed order, so the result is the same on every run. A row is held as CHUNKS tiles of BLOCK columns, BLOCK a
+power of two as Triton wants it: 6144 columns are three tiles of 2048 and not one of 8192, a quarter of it idle. Beyond
+8192 columns the sums leave no registers for the row: two programs share it, each with half of the columns, and each
+also reads the other half for the sums over the row, out of L2, where its neighbour's reads have just put it. Beyond
+16384 a kernel of its own takes the sums over the row first: 14 bytes an element in place of 10.
+
+All arithmetic is in COMPUTE: float32, or float64 for float64 input.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.ops._random_kernels import keep_mask, load_seed
+
+
+@triton.jit
+def _tile(row, first_column, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a tile's elements are, which of them exist, and which columns they are in."""
+    column = first_column + tl.arange(0, BLOCK)
+    return row[:, None] * WIDTH + column[None, :], (row < rows)[:, None] & (column < WIDTH)[None, :], column
+
+
+@triton.jit
+def _load_columns(vector, column, WIDTH: tl.constexpr, COMPUTE: tl.constexpr):
+    """A number for each column, loaded as a tile of one row: so it lies in registers as the tiles of data do, whatever
+    its dtype, where a vector of another dtype than theirs would have to move between threads."""
+    return tl.load(vector + column[None, :], (column < WIDTH)[None, :], 0.0).to(COMPUTE)
+
+
+@triton.jit
+def _residual_sum(
+    x, second, residual, rowscale, layerscale, seed, rows, first_column, threshold, scale, row, at, inside, column,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """dropout(x * rowscale * layerscale) + dropout(second) + residual for one tile, not yet rounded."""
+    z = tl.load(x + at, inside, 0.0).to(COMPUTE)
+    if rowscale is not None:
+        z *= tl.load(rowscale + row, row < rows, 0.0).to(COMPUTE)[:, None]
+    if layerscale is not None:
+        z *= _load_columns(layerscale, column, WIDTH, COMPUTE)
+    if DROPOUT:
+        z = tl.where(keep_mask(seed, row, first_column, threshold, 0, BLOCK), z * scale, 0.0)
+    if second is not None:
+        branch = tl.load(second + at, inside, 0.0).to(COMPUTE)
+        if DROPOUT:
+            branch = tl.where(keep_mask(seed, row, first_column, threshold, 1, BLOCK), branch * scale, 0.0)
+        z += branch
+    if residual is not None:
+        z += tl.load(residual + at, inside, 0.0).to(COMPUTE)
+    return z
+
+
+@triton.jit
+def _load_weight(weight, column, WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr, COMPUTE: tl.constexpr):
+    """The factor of each column: ones where there is no weight."""
+    if weight is None:
+        factor = tl.full([1, column.shape[0]], 1.0, COMPUTE)
+    else:
+        factor = _load_columns(weight, column, WIDTH, COMPUTE)
+        if ZERO_CENTERED:
+            factor += 1.0
+    return factor
+
+
+@triton.jit
+def _normalise(
+    z, mean, rstd, weight, bias, column, WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr, COMPUTE: tl.constexpr
+):  # fmt: skip
+    y = (z - mean[:, None]) * rstd[:, None] * _load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE)
+    if bias is not None:
+        y += _load_columns(bias, column, WIDTH, COMPUTE)
+    return y
+
+
+@triton.jit(do_not_specialize=["seed", "rows", "threshold"])
+def forward(
+    x, second, residual, rowscale, layerscale, weight, bias, seed_tensor, out, residual_out, statistics,
+    seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64, eps: tl.float64,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, RMS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """ROWS whole rows in registers."""
+    COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    seed = load_seed(seed_tensor, seed)
+    scale = tl.full([], scale, COMPUTE)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at, inside, column = _tile(row, 0, rows, WIDTH, BLOCK)
+    z = _residual_sum(
+        x, second, residual, rowscale, layerscale, seed, rows, 0, threshold, scale, row, at, inside, column,
+        WIDTH, BLOCK, DROPOUT, COMPUTE,
+    ).to(residual_out.dtype.element_ty)  # fmt: skip
+    tl.store(residual_out + at, z, inside)
+    z = z.to(COMPUTE)
+    mean = tl.zeros([ROWS], COMPUTE)
+    if not RMS:
+        mean = tl.sum(z, 1) / WIDTH
+        tl.store(statistics + rows + row, mean, row < rows)
+    distance = tl.where(inside, z - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(distance * distance, 1) / WIDTH + tl.full([], eps, COMPUTE))
+    tl.store(statistics + row, rstd, row < rows)
+    y = _normalise(z, mean, rstd, weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE)
+    tl.store(out + at, y.to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["seed", "rows", "threshold"])
+def wide_forward(
+    x, second, residual, rowscale, layerscale, weight, bias, seed_tensor, out, residual_out, statistics,
+    seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64, eps: tl.float64,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """One row that registers do not hold: tile by tile for the sum and its statistics, then again for the output."""
+    COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    seed = load_seed(seed_tensor, seed)
+    scale = tl.full([], scale, COMPUTE)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    # Welford's running mean and squared distance, one lane a column of the tile.
+    count = tl.zeros([1, BLOCK], COMPUTE)
+    lane_mean = tl.zeros([1, BLOCK], COMPUTE)
+    squares = tl.zeros([1, BLOCK], COMPUTE)
+    for first_column in tl.range(0, WIDTH, BLOCK, num_stages=3):
+        at, inside, column = _tile(row, first_column, rows, WIDTH, BLOCK)
+        z = _residual_sum(
+            x, second, residual, rowscale, layerscale, seed, rows, first_column, threshold, scale, row, at, inside,
+            column, WIDTH, BLOCK, DROPOUT, COMPUTE,
+        ).to(residual_out.dtype.element_ty)  # fmt: skip
+        tl.store(residual_out + at, z, inside)
+        z = z.to(COMPUTE)
+        if RMS:
+            squares += z * z
+        else:
+            count += tl.where(inside, 1.0, 0.0)
+            distance = z - lane_mean
+            lane_mean += tl.where(inside, distance / count, 0.0)
+            squares += tl.where(inside, distance * (z - lane_mean), 0.0)
+    mean = tl.sum(lane_mean * count, 1) / WIDTH
+    if not RMS:
+        squares += count * (lane_mean - mean[:, None]) * (lane_mean - mean[:, None])
+        tl.store(statistics + rows + row, mean)
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, 1) / WIDTH + tl.full([], eps, COMPUTE))
+    tl.store(statistics + row, rstd)
+    tl.debug_barrier()  # what the threads stored above, other threads may read below
+    LAST: tl.constexpr = (WIDTH - 1) // BLOCK * BLOCK
+    for step in tl.range(0, WIDTH, BLOCK, num_stages=3):
+        # Backwards: what was stored last is the likeliest to be in L2 still.
+        at, inside, column = _tile(row, LAST - step, rows, WIDTH, BLOCK)
+        z = tl.load(residual_out + at, inside, 0.0).to(COMPUTE)
+        y = _normalise(z, mean, rstd, weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE)
+        tl.store(out + at, y.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _load_statistics(statistics, row, rows, RMS: tl.constexpr):
+    rstd = tl.load(statistics + row, row < rows, 0.0)
+    mean = tl.zeros_like(rstd)
+    if not RMS:
+        mean = tl.load(statistics + rows + row, row < rows, 0.0)
+    return mean, rstd
+
+
+@triton.jit
+def _norm_terms(dout, z, factor, mean, rstd, at, inside, COMPUTE: tl.constexpr):
+    """The incoming gradient, the normalised value and the gradient of the normalised value, for one tile."""
+    normed = (tl.load(z + at, inside, 0.0).to(COMPUTE) - mean[:, None]) * rstd[:, None]
+    dy = tl.load(dout + at, inside, 0.0).to(COMPUTE)
+    return dy, normed, dy * factor
+
+
+@triton.jit(do_not_specialize=["rows"])
+def row_sums(
+    dout, z, weight, statistics, sums, rows: tl.int64,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """The two sums over each row that the gradient of the norm needs, for rows of more than two slices."""
+    COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    mean, rstd = _load_statistics(statistics, row, rows, RMS)
+    along = tl.zeros([1, BLOCK], COMPUTE)
+    plain = tl.zeros([1, BLOCK], COMPUTE)
+    for first_column in tl.range(0, WIDTH, BLOCK, num_stages=3):
+        at, inside, column = _tile(row, first_column, rows, WIDTH, BLOCK)
+        factor = _load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE)
+        _, normed, dnormed = _norm_terms(dout, z, factor, mean, rstd, at, inside, COMPUTE)
+        along += normed * dnormed
+        plain += dnormed
+    tl.store(sums + row, tl.sum(along, 1) / WIDTH)
+    tl.store(sums + rows + row, tl.sum(plain, 1) / WIDTH)
+
+
+@triton.jit(do_not_specialize=["seed", "rows", "threshold"])
+def backward(
+    dout, dresidual_out, z, x, rowscale, layerscale, weight, statistics, sums, seed_tensor,
+    dx, dsecond, dresidual, drowscale, dlayerscale, dweight, dbias,
+    seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PAIRED: tl.constexpr,
+    STAGES: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr,
+    DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j) takes every num_programs(0)-th group of rows and the j-th slice of CHUNKS x BLOCK columns.
+
+    The sums over whole rows come from `sums` or, with at most two slices, from reading both (PAIRED). The sums over
+    its rows go to row i of dlayerscale, dweight and dbias.
+    """
+    COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    program = tl.program_id(0).to(tl.int64)
+    slice_start = tl.program_id(1) * (CHUNKS * BLOCK)
+    other_start = CHUNKS * BLOCK - slice_start
+    seed = load_seed(seed_tensor, seed)
+    scale = tl.full([], scale, COMPUTE)
+    lane = tl.arange(0, BLOCK)
+    zeros = tl.zeros([ROWS, BLOCK], COMPUTE)
+    factors, other_factors, weight_sums, bias_sums, layerscale_sums = (), (), (), (), ()
+    for chunk in tl.static_range(CHUNKS):
+        start = slice_start + chunk * BLOCK
+        factors = factors + (_load_weight(weight, start + lane, WIDTH, ZERO_CENTERED, COMPUTE),)
+        if PAIRED:
+            start = other_start + chunk * BLOCK
+            other_factors = other_factors + (_load_weight(weight, start + lane, WIDTH, ZERO_CENTERED, COMPUTE),)
+        weight_sums = weight_sums + (zeros,)
+        bias_sums = bias_sums + (zeros,)
+        layerscale_sums = layerscale_sums + (zeros,)
+    for first_row in tl.range(program * ROWS, rows, tl.num_programs(0).to(tl.int64) * ROWS, num_stages=STAGES):
+        row = (first_row + tl.arange(0, ROWS)).to(tl.int64)
+        mean, rstd = _load_statistics(statistics, row, rows, RMS)
+        by_row = tl.full([ROWS], 1.0, COMPUTE)
+        if rowscale is not None:
+            by_row = tl.load(rowscale + row, row < rows, 0.0).to(COMPUTE)
+        tiles, new_weight_sums, new_bias_sums, new_layerscale_sums = (), (), (), ()
+        along_tile = zeros
+        plain_tile = zeros
+        for chunk in tl.static_range(CHUNKS):
+            at, inside, column = _tile(row, slice_start + chunk * BLOCK, rows, WIDTH, BLOCK)
+            dy, normed, dnormed = _norm_terms(dout, z, factors[chunk], mean, rstd, at, inside, COMPUTE)
+            along_tile += normed * dnormed
+            plain_tile += dnormed
+            tiles = tiles + ((normed, dnormed),)
+            if dweight is not None:
+                new_weight_sums = new_weight_sums + (weight_sums[chunk] + dy * normed,)
+            if dbias is not None:
+                new_bias_sums = new_bias_sums + (bias_sums[chunk] + dy,)
+            if PAIRED:
+                at, inside, column = _tile(row, other_start + chunk * BLOCK, rows, WIDTH, BLOCK)
+                _, normed, dnormed = _norm_terms(dout, z, other_factors[chunk], mean, rstd, at, inside, COMPUTE)
+                along_tile += normed * dnormed
+                plain_tile += dnormed
+        if dweight is not None:
+            weight_sums = new_weight_sums
+        if dbias is not None:
+            bias_sums = new_bias_sums
+        if sums is not None:
+            along = tl.load(sums + row, row < rows, 0.0)
+            plain = tl.load(sums + rows + row, row < rows, 0.0)
+        else:
+            along = tl.sum(along_tile, 1) / WIDTH
+            plain = tl.sum(plain_tile, 1) / WIDTH
+        rowscale_tile = zeros
+        for chunk in tl.static_range(CHUNKS):
+            start = slice_start + chunk * BLOCK
+            at, inside, column = _tile(row, start, rows, WIDTH, BLOCK)
+            normed, dnormed = tiles[chunk]
+            dz = dnormed - normed * along[:, None]
+            if not RMS:
+                dz -= plain[:, None]
+            dz *= rstd[:, None]
+            if dresidual_out is not None:
+                dz += tl.load(dresidual_out + at, inside, 0.0).to(COMPUTE)
+            if dresidual is not None:
+                tl.store(dresidual + at, dz.to(dresidual.dtype.element_ty), inside)
+            if dsecond is not None:
+                branch = dz
+                if DROPOUT:
+                    branch = tl.where(keep_mask(seed, row, start, threshold, 1, BLOCK), dz * scale, 0.0)
+                tl.store(dsecond + at, branch.to(dsecond.dtype.element_ty), inside)
+            if DROPOUT:
+                dz = tl.where(keep_mask(seed, row, start, threshold, 0, BLOCK), dz * scale, 0.0)
+            by_column = tl.full([1, BLOCK], 1.0, COMPUTE)
+            if layerscale is not None:
+                by_column = _load_columns(layerscale, column, WIDTH, COMPUTE)
+            if x is not None:
+                product = dz * tl.load(x + at, inside, 0.0).to(COMPUTE)
+                rowscale_tile += product * by_column
+                if dlayerscale is not None:
+                    new_layerscale_sums = new_layerscale_sums + (layerscale_sums[chunk] + product * by_row[:, None],)
+            if dx is not None:
+                dz *= by_row[:, None] * by_column
+                tl.store(dx + at, dz.to(dx.dtype.element_ty), inside)
+        if dlayerscale is not None:
+            layerscale_sums = new_layerscale_sums
+        if drowscale is not None:
+            tl.store(drowscale + tl.program_id(1) * rows + row, tl.sum(rowscale_tile, 1), row < rows)
+    for chunk in tl.static_range(CHUNKS):
+        column = slice_start + chunk * BLOCK + lane
+        _store_sum(dlayerscale, layerscale_sums[chunk], program, column, WIDTH)
+        _store_sum(dweight, weight_sums[chunk], program, column, WIDTH)
+        _store_sum(dbias, bias_sums[chunk], program, column, WIDTH)
+
+
+@triton.jit
+def _store_sum(sums, tile, program, column, WIDTH: tl.constexpr):
+    if sums is not None:
+        tl.store(sums + program * WIDTH + column, tl.sum(tile, 0).to(sums.dtype.element_ty), column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def add_partials(
+    partials, first, second, third, programs: tl.int64, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Column sums over the programs of each slot of partials[3, programs, WIDTH], always in the same order."""
+    slot = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    written = (slot == 0) & (first is not None) | (slot == 1) & (second is not None) | (slot == 2) & (third is not None)
+    if written:
+        total = tl.zeros([ROWS, BLOCK], partials.dtype.element_ty)
+        for start in range(0, programs, ROWS):
+            row = start + tl.arange(0, ROWS)
+            inside = (row < programs)[:, None] & (column < WIDTH)[None, :]
+            total += tl.load(partials + (slot * programs + row)[:, None] * WIDTH + column[None, :], inside, 0.0)
+        if slot == 0:
+            _store_sum(first, total, 0, column, WIDTH)
+        if slot == 1:
+            _store_sum(second, total, 0, column, WIDTH)
+        if slot == 2:
+            _store_sum(third, total, 0, column, WIDTH)
