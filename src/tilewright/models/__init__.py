@@ -1,0 +1,5 @@
+"""Whole models, each on one page."""
+
+from tilewright.models.gpt import GPT
+
+__all__ = ["GPT"]

@@ -1,0 +1,88 @@
+"""`ops.dropout_add_norm` as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops import dropout_add_norm
+
+
+class DropoutAddNorm(torch.nn.Module):
+    """Dropout on `x`, add to the residual stream, LayerNorm or RMSNorm: one kernel.
+
+    Its parameters are named as in ``torch.nn.LayerNorm`` and ``torch.nn.RMSNorm``, so their checkpoints load.
+
+    Args:
+        width: size of the last dimension.
+        p: dropout probability, applied in training mode.
+        norm: ``"layer"`` (weight and bias) or ``"rms"`` (weight).
+        bias: whether a LayerNorm has a bias.
+        layerscale: initial value of a learned factor for each column of x, or None for none.
+        prenorm: return ``(out, residual)`` instead of ``out``.
+
+    >>> norm = DropoutAddNorm(8, p=0.1)
+    >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    >>> out, residual = norm(x, residual)
+    >>> out.shape, sorted(norm.state_dict())
+    (torch.Size([2, 3, 8]), ['bias', 'weight'])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        p: float = 0.0,
+        *,
+        norm: str = "layer",
+        eps: float = 1e-5,
+        bias: bool = True,
+        zero_centered: bool = False,
+        layerscale: float | None = None,
+        prenorm: bool = True,
+        residual_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.p, self.norm, self.eps = p, norm, eps
+        self.zero_centered, self.prenorm, self.residual_dtype = zero_centered, prenorm, residual_dtype
+        self.weight = torch.nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        has_bias = bias and norm == "layer"
+        self.bias = torch.nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if has_bias else None
+        self.layerscale = None
+        if layerscale is not None:
+            self.layerscale = torch.nn.Parameter(torch.full((width,), layerscale, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        second: torch.Tensor | None = None,
+        rowscale: torch.Tensor | None = None,
+    ) -> Any:
+        return dropout_add_norm(
+            x,
+            residual,
+            self.weight,
+            self.bias,
+            second=second,
+            rowscale=rowscale,
+            layerscale=self.layerscale,
+            p=self.p if self.training else 0.0,
+            eps=self.eps,
+            norm=self.norm,
+            zero_centered=self.zero_centered,
+            prenorm=self.prenorm,
+            residual_dtype=self.residual_dtype if residual is None else None,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, p={self.p}, norm={self.norm!r}, eps={self.eps}, prenorm={self.prenorm}"

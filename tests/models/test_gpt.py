@@ -1,0 +1,134 @@
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ops.contract import DEVICE, on_gpu
+from tilewright.errors import UserError
+from tilewright.models import GPT
+from tilewright.plan.gpt import PRESETS, GPTConfig, preset
+
+SMALL = GPTConfig(width=32, layers=2, heads=2, vocabulary=64, sequence=16)
+
+
+def pair(config=SMALL):
+    """A standard and an optimized model with the same weights."""
+    torch.manual_seed(0)
+    standard = GPT(config).to(DEVICE)
+    optimized = GPT(dataclasses.replace(config, gpt_block="optimized")).to(DEVICE)
+    optimized.load_state_dict(standard.state_dict())
+    return standard, optimized
+
+
+def tokens(batch=2):
+    return torch.randint(64, (batch, 16), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+
+
+def test_both_blocks_have_the_same_state():
+    standard, optimized = pair()
+    assert list(standard.state_dict()) == list(optimized.state_dict())
+    assert {k: v.shape for k, v in standard.state_dict().items()} == {
+        k: v.shape for k, v in optimized.state_dict().items()
+    }
+
+
+def test_losses_and_gradients_agree():
+    batch = tokens()
+    models = pair()
+    losses = [model(batch, batch) for model in models]
+    torch.testing.assert_close(losses[0], losses[1])
+    for loss in losses:
+        loss.backward()
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_checkpoint_of_either_continues_in_the_other(tmp_path):
+    standard, optimized = pair()
+    optimizer = torch.optim.SGD(optimized.parameters(), lr=0.1)
+    optimized(tokens(), tokens()).backward()
+    optimizer.step()
+    torch.save(optimized.state_dict(), tmp_path / "weights.pt")
+    standard.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    torch.testing.assert_close(standard(tokens(), tokens()), optimized(tokens(), tokens()))
+
+
+def test_training_curves_agree_step_by_step():
+    batch = tokens(4)
+    curves = []
+    for model in pair():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        curve = []
+        for _ in range(8):
+            loss = model(batch, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+    assert curves[0][-1] < curves[0][0]
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_add_norm_or_dropout_is_left_beside_the_fused_op():
+    _, optimized = pair(dataclasses.replace(SMALL, dropout=0.1))
+    with Names() as names:
+        optimized(tokens())
+    fused = names.seen.count("tilewright::dropout_add_norm")
+    assert fused == 2 * SMALL.layers + 1
+    assert not {"aten::native_layer_norm", "aten::native_dropout", "aten::bernoulli_"} & set(names.seen)
+    assert names.seen.count("aten::add") == 1  # token + position
+
+
+def test_dropout_changes_the_loss_in_training_only():
+    _, optimized = pair(dataclasses.replace(SMALL, dropout=0.3))
+    assert optimized(tokens(), tokens()) != optimized(tokens(), tokens())
+    optimized.eval()
+    assert torch.equal(optimized(tokens(), tokens()), optimized(tokens(), tokens()))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_parameters_they_count(name):
+    with torch.device("meta"):
+        model = GPT(preset(name, layers=2))
+    assert sum(p.numel() for p in model.parameters()) == model.config.parameters
+
+
+def test_too_many_tokens_are_refused():
+    standard, _ = pair()
+    with pytest.raises(ValueError, match="17 tokens are more than the 16 positions"):
+        standard(torch.zeros(1, 17, dtype=torch.long, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("gpt_block", "fast", "choose standard or optimized"),
+        ("heads", 3, "does not divide"),
+        ("dropout", 1.0, r"must lie in \[0, 1\)"),
+        ("width", 0, "at least 1"),
+    ],
+)
+def test_bad_configurations_are_one_sentence(field, value, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(SMALL, **{field: value})
+
+
+@on_gpu
+def test_autocast_losses_agree_and_the_residual_stays_float32():
+    config = dataclasses.replace(SMALL, width=256, heads=4)
+    batch = tokens()
+    with torch.autocast("cuda", torch.bfloat16):
+        losses = [model(batch, batch).item() for model in pair(config)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
