@@ -1,0 +1,192 @@
+"""dropout_add_norm against eager PyTorch, torch.compile and Liger, in one run with the GPU's own ceilings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tilewright.bench.protocol import head, measure_case, sentence
+from tilewright.measure.ceilings import measure_ceilings
+from tilewright.measure.clock import interleaved_graph_time, interleaved_wall_time
+from tilewright.measure.machine import package_version
+from tilewright.ops import dropout_add_norm
+from tilewright.ops.dropout_add_norm import cost
+
+ROWS = 16384
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CASES = (
+    ("bf16", ("layer", "rms"), (768, 1024, 2048, 2560, 4096, 5120, 8192, 12288, 16384)),
+    ("fp16", ("layer",), (2048, 8192, 16384)),
+    ("fp32", ("layer", "rms"), (768, 4096, 16384)),
+    ("bf16", ("layer",), (65536,)),
+)
+
+Implementation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def _plain(x, residual, weight, bias, p, norm):  # type: ignore[no-untyped-def]
+    residual = F.dropout(x, p) + residual
+    if norm == "rms":
+        return F.rms_norm(residual, (x.shape[-1],), weight, 1e-5), residual
+    return F.layer_norm(residual, (x.shape[-1],), weight, bias, 1e-5), residual
+
+
+def _ours(x, residual, weight, bias, p, norm):  # type: ignore[no-untyped-def]
+    return dropout_add_norm(x, residual, weight, bias, p=p, norm=norm, prenorm=True)
+
+
+def _liger(p: float, norm: str) -> Implementation | str:
+    """Liger's fused add + RMSNorm, behind torch's dropout; a sentence where there is none."""
+    if package_version("liger-kernel") is None:
+        return "liger-kernel is not installed"
+    if norm == "layer":
+        from liger_kernel.transformers.functional import liger_layer_norm
+
+        def layer(x, residual, weight, bias, p, norm):  # type: ignore[no-untyped-def]
+            residual = F.dropout(x, p) + residual
+            return liger_layer_norm(residual, weight, bias, 1e-5), residual
+
+        return layer
+    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
+
+    def rms(x, residual, weight, bias, p, norm):  # type: ignore[no-untyped-def]
+        return liger_fused_add_rms_norm(F.dropout(x, p) if p else x, residual, weight, 1e-5)
+
+    return rms
+
+
+def _inputs(rows: int, width: int, dtype: torch.dtype, norm: str) -> list[torch.Tensor | None]:
+    x, residual = (torch.randn(rows, width, device="cuda", dtype=dtype).requires_grad_() for _ in range(2))
+    weight = torch.randn(width, device="cuda", dtype=dtype).requires_grad_()
+    bias = torch.randn(width, device="cuda", dtype=dtype).requires_grad_() if norm == "layer" else None
+    return [x, residual, weight, bias]
+
+
+def _forward_backward(
+    function: Implementation, inputs: list[torch.Tensor | None], p: float, norm: str
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    outputs = function(*inputs, p, norm)
+    gradients = tuple(torch.randn_like(t) for t in outputs)
+    leaves = [t for t in inputs if t is not None]
+
+    def backward() -> object:
+        return torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
+
+    return lambda: function(*inputs, p, norm), backward
+
+
+def cases(quick: bool) -> Iterator[dict[str, Any]]:
+    """Every case measured."""
+    for dtype, norms, widths in (("bf16", ("layer",), (2048, 8192)),) if quick else CASES:
+        for norm in norms:
+            for p in (0.1, 0.0):
+                for width in widths:
+                    yield {"dtype": dtype, "norm": norm, "p": p, "rows": ROWS, "width": width}
+
+
+def _retain_graphs() -> None:
+    # Backward is timed by running it many times on one graph, which compiled code refuses where it donates buffers.
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+
+
+def run(quick: bool, progress: Callable[[str], None], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Measure every case, saving what there is after each; `results/<gpu>/dropout_add_norm.json` holds the whole."""
+    result = head("dropout_add_norm")
+    _retain_graphs()
+    ceilings = measure_ceilings()
+    result["ceilings"] = {"copy_bytes_per_second": ceilings.copy_bytes_per_second, "bf16_flops": ceilings.bf16_flops}
+    result["peers"] = {"liger-kernel": package_version("liger-kernel") or "missing"}
+    result["cases"] = []
+    progress(f"copy {ceilings.copy_bytes_per_second / 1e9:.0f} GB/s, product {ceilings.bf16_flops / 1e12:.0f} TFLOPS")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for case in cases(quick):
+            result["cases"].append(_measure(case, ceilings.copy_bytes_per_second))
+            progress(_line(result["cases"][-1]))
+            save(result)
+            torch.cuda.empty_cache()
+        result["small"] = _small()
+    progress(_small_line(result["small"]))
+    save(result)
+    return result
+
+
+def _measure(case: dict[str, Any], copy_bytes_per_second: float) -> dict[str, Any]:
+    rows, width, p, norm = case["rows"], case["width"], case["p"], case["norm"]
+    dtype = DTYPES[case["dtype"]]
+    torch.compiler.reset()
+    implementations: dict[str, Implementation] = {"tilewright": _ours, "eager": _plain}
+    implementations["compile"] = torch.compile(_plain, dynamic=False)
+    if case["dtype"] == "bf16" and norm == "layer" and 2048 <= width <= 12288:
+        implementations["compile-max"] = torch.compile(_plain, dynamic=False, mode="max-autotune-no-cudagraphs")
+    liger = _liger(p, norm)
+    if not isinstance(liger, str):
+        implementations["liger"] = liger
+    inputs = _inputs(rows, width, dtype, norm)
+    failed: dict[str, dict[str, str]] = {}
+    passes: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
+    for name, function in implementations.items():
+        try:
+            passes[name] = _forward_backward(function, inputs, p, norm)
+            passes[name][1]()
+        except Exception as error:
+            failed[name] = {"error": sentence(error)}
+            passes.pop(name, None)
+    size = dtype.itemsize
+    measured = dict(case)
+    for step, index in (("forward", 0), ("backward", 1)):
+        limit = cost(rows, width, x_bytes=size, residual_bytes=size, backward=step == "backward", dropout=p > 0.0)
+        measured[step] = measure_case({name: f[index] for name, f in passes.items()}, limit, copy_bytes_per_second)
+        measured[step]["implementations"].update(failed)
+    return measured
+
+
+def _small() -> dict[str, Any]:
+    """64 x 768: where the host rules. Wall time of forward + backward, and device time replayed from a graph."""
+    rows, width = 64, 768
+    inputs = _inputs(rows, width, torch.bfloat16, "layer")
+    leaves = [t for t in inputs if t is not None]
+    gradients = [torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    small: dict[str, Any] = {"dtype": "bf16", "norm": "layer", "rows": rows, "width": width}
+    for p in (0.1, 0.0):
+
+        def both(function: Implementation, p: float = p) -> Callable[[], object]:
+            return lambda: torch.autograd.grad(function(*inputs, p, "layer"), leaves, gradients)
+
+        def forward(function: Implementation, p: float = p) -> Callable[[], object]:
+            return lambda: function(*inputs, p, "layer")
+
+        functions = {"tilewright": _ours, "eager": _plain}
+        small[f"p={p}"] = {
+            "wall_forward": _times(interleaved_wall_time({n: forward(f) for n, f in functions.items()})),
+            "wall_forward_backward": _times(interleaved_wall_time({n: both(f) for n, f in functions.items()})),
+            "device_forward_backward": _times(interleaved_graph_time({n: both(f) for n, f in functions.items()})[0]),
+        }
+    return small
+
+
+def _times(timings: dict[str, Any]) -> dict[str, Any]:
+    return {name: timing.as_dict() for name, timing in timings.items()}
+
+
+def _line(case: dict[str, Any]) -> str:
+    parts = [f"{case['dtype']} {case['norm']:5} p={case['p']} {case['width']:>5}"]
+    for step in ("forward", "backward"):
+        timed = {n: r for n, r in case[step]["implementations"].items() if "median" in r}
+        ours = timed.get("tilewright")
+        if ours is None:
+            parts.append(f"{step} failed")
+            continue
+        peers = " ".join(f"{n} {r['median'] / ours['median']:.2f}x" for n, r in timed.items() if n != "tilewright")
+        parts.append(f"{step} {ours['median'] * 1e6:.0f} us {ours['limit_share']:.1%} of limit ({peers})")
+    return " | ".join(parts)
+
+
+def _small_line(small: dict[str, Any]) -> str:
+    wall = small["p=0.1"]["wall_forward_backward"]
+    times = ", ".join(f"{name} {timing['median'] * 1e6:.0f} us" for name, timing in wall.items())
+    return f"64 x 768 p=0.1, forward + backward, wall time: {times}"

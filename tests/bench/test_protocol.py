@@ -1,0 +1,30 @@
+import pytest
+
+from ops.contract import on_gpu
+from tilewright.bench import dropout_add_norm, protocol
+from tilewright.plan.cost import Cost
+
+
+def test_every_width_norm_and_dropout_is_measured():
+    cases = list(dropout_add_norm.cases(quick=False))
+    assert {(c["norm"], c["p"]) for c in cases} == {("layer", 0.1), ("layer", 0.0), ("rms", 0.1), ("rms", 0.0)}
+    assert {c["dtype"] for c in cases} == {"bf16", "fp16", "fp32"}
+    assert max(c["width"] for c in cases) == 65536
+
+
+@on_gpu
+def test_an_impossible_figure_is_an_error_and_a_failing_peer_shows_its_error():
+    import torch
+
+    x = torch.randn(2**24, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="the measurement is wrong"):
+        protocol.measure_case({"copy": lambda: x.clone()}, Cost(0, 10**12, 0), 4e12)
+
+    def broken():
+        raise ValueError("no such kernel")
+
+    functions = {"copy": lambda: x.clone(), "broken": broken}
+    with torch.cuda.stream(torch.cuda.Stream()):
+        measured = protocol.measure_case(functions, Cost(0, x.nbytes, x.nbytes), 1e14)
+    assert measured["implementations"]["broken"] == {"error": "ValueError: no such kernel"}
+    assert measured["implementations"]["copy"]["median"] > 0
