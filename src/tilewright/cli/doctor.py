@@ -1,0 +1,145 @@
+"""`tilewright doctor`: what this machine has, what will work, what will not and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import tilewright
+from tilewright import hardware
+from tilewright.measure.machine import gpu_facts, package_version
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: what was found, and where it falls short, what to do."""
+
+    what: str
+    found: str
+    ok: bool
+    advice: str = ""
+
+
+def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table.")) -> None:
+    """Say what this machine has, what will therefore work, and what to do about the rest.
+
+    Exit code 1 when something that every command needs is missing.
+    """
+    findings = examine()
+    if as_json:
+        print(json.dumps({"findings": [asdict(f) for f in findings], "works": works(findings)}))
+    else:
+        _show(findings)
+    if not all(f.ok for f in findings if f.what in ("Python", "torch")):
+        raise typer.Exit(1)
+
+
+def examine() -> list[Finding]:
+    """Look at everything once."""
+    findings = [Finding("tilewright", tilewright.__version__, True), _python(), _torch()]
+    if findings[-1].ok:
+        findings += [_accelerator(), _triton()]
+    findings += [_compiler(), _memory(), *_optional()]
+    return findings
+
+
+def _python() -> Finding:
+    ok = sys.version_info >= (3, 11)
+    return Finding("Python", platform.python_version(), ok, "" if ok else "install Python 3.11 or later")
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def _torch() -> Finding:
+    version = package_version("torch")
+    if version is None:
+        return Finding("torch", "missing", False, "pip install 'torch>=2.11'")
+    ok = _release(version) >= (2, 11)
+    return Finding("torch", version, ok, "" if ok else "pip install --upgrade 'torch>=2.11'")
+
+
+def _accelerator() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        advice = "this torch is a CPU build: install one with CUDA"
+        if torch.version.cuda:
+            advice = f"torch is built for CUDA {torch.version.cuda}: check the driver with nvidia-smi"
+        return Finding("accelerator", "none", False, f"{advice}; on the CPU, kernels run their plain PyTorch reference")
+    facts = gpu_facts() or {}
+    known = hardware.by_driver_name(facts["name"])
+    found = f"{facts['name']}, {facts['memory_bytes'] / 2**30:.0f} GiB, driver {facts.get('driver', 'unknown')}"
+    if "power_limit_watts" in facts:
+        found += f", {facts['power_limit_watts']:.0f} W"
+    if known is None:
+        return Finding("accelerator", found, True, "not in the table of peaks: MFU needs --peak-tflops")
+    return Finding("accelerator", f"{found} ({known.name})", True)
+
+
+def _triton() -> Finding:
+    version = package_version("triton")
+    if version is None:
+        return Finding("triton", "missing", False, "pip install 'triton>=3.6'; without it no kernel runs")
+    ok = _release(version) >= (3, 6)
+    return Finding("triton", version, ok, "" if ok else "pip install --upgrade 'triton>=3.6'")
+
+
+def _compiler() -> Finding:
+    compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name and shutil.which(name)]
+    nvcc = shutil.which("nvcc")
+    found = ", ".join([*compilers[:1], *(["nvcc"] if nvcc else [])]) or "none"
+    advice = "" if compilers else "install g++: torch.compile on a CPU, and Triton's first launch, need a C compiler"
+    return Finding("compilers", found, bool(compilers), advice)
+
+
+def _memory() -> Finding:
+    gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return Finding("host", f"{os.cpu_count()} CPUs, {gigabytes:.0f} GiB", True)
+
+
+def _optional() -> list[Finding]:
+    version = package_version("liger-kernel")
+    advice = "" if version else "optional: pip install liger-kernel to have it as a peer in benchmarks"
+    return [Finding("liger-kernel", version or "missing", True, advice)]
+
+
+def works(findings: list[Finding]) -> dict[str, str]:
+    """For each capability, "yes" or why not."""
+    state = {f.what: f for f in findings}
+    gpu = state.get("accelerator")
+    has_gpu = gpu is not None and gpu.ok
+    has_triton = "triton" in state and state["triton"].ok
+    kernels = "yes" if has_gpu and has_triton else "no GPU" if not has_gpu else "no Triton"
+    if not has_gpu and has_triton:
+        kernels += "; TRITON_INTERPRET=1 runs them slowly on the CPU, for tests"
+    return {
+        "tune": "yes" if state["torch"].ok else "no torch",
+        "fused kernels": kernels,
+        "bench": "yes" if has_gpu and has_triton else "no GPU" if not has_gpu else "no Triton",
+        "torch.compile": "yes" if state["compilers"].ok else "no C++ compiler",
+    }
+
+
+def _show(findings: list[Finding]) -> None:
+    console = Console()
+    table = Table("", "found", "what to do", title="This machine", title_justify="left")
+    for f in findings:
+        table.add_row(("[green]ok[/] " if f.ok else "[yellow]!![/] ") + f.what, f.found, f.advice)
+    console.print(table)
+    answers: dict[str, Any] = works(findings)
+    table = Table("", "works", title="What will work", title_justify="left")
+    for what, answer in answers.items():
+        table.add_row(what, answer)
+    console.print(table)

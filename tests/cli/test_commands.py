@@ -1,0 +1,85 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tilewright.cli.tune import _peak
+from tilewright.errors import UserError
+
+
+def tilewright(*arguments, **environment):
+    plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-c", "from tilewright.cli.main import main; main()", *arguments],
+        capture_output=True, text=True, env={**plain, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", **environment},
+    )  # fmt: skip
+
+
+def test_help_names_every_command_and_does_not_load_torch():
+    done = tilewright("--help")
+    assert done.returncode == 0
+    for command in ("tune", "bench", "doctor"):
+        assert command in done.stdout
+    code = "import sys\nimport tilewright.cli.main\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("tune", "--preset", "1B"), "did you mean '1b'"),
+        (("tune", "--dropout", "1.5"), "dropout is 1.5; it must lie in [0, 1)"),
+        (("tune", "--mode", "egaer"), "mode is 'egaer'; choose all, eager, compile"),
+        (("tune", "--peak-tflops", "-3"), "give the accelerator's dense peak"),
+        (("bench", "dropout_norm"), "did you mean 'dropout_add_norm'"),
+        (("bench", "dropout_add_norm"), "needs a CUDA GPU"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, sentence):
+    done = tilewright(*arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_doctor_says_what_works_without_a_gpu():
+    done = tilewright("doctor", "--json")
+    assert done.returncode == 0
+    report = json.loads(done.stdout)
+    found = {f["what"]: f for f in report["findings"]}
+    assert found["torch"]["found"] == torch.__version__
+    assert not found["accelerator"]["ok"] and found["accelerator"]["advice"]
+    assert report["works"]["tune"] == "yes" and "no GPU" in report["works"]["fused kernels"]
+    assert "What will work" in tilewright("doctor").stdout
+
+
+def test_doctor_names_the_fix_for_a_missing_compiler():
+    done = tilewright("doctor", "--json", PATH="", CXX="")
+    found = {f["what"]: f for f in json.loads(done.stdout)["findings"]}
+    assert "install g++" in found["compilers"]["advice"]
+
+
+def test_tune_prints_one_table_and_valid_json(tmp_path):
+    arguments = ("tune", "--batch", "2", "--sequence", "16", "--steps", "2", "--dropout", "0.1")
+    file = tmp_path / "result.json"
+    done = tilewright(*arguments, "--json", "--out", str(file))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert json.loads(file.read_text()) == result
+    assert [(r["setting"]["gpt_block"], r["setting"]["compile"]) for r in result["rows"]] == [
+        ("standard", False), ("standard", True), ("optimized", False), ("optimized", True)
+    ]  # fmt: skip
+    for row in result["rows"]:
+        assert row["result"]["error"] is None and row["mfu"] is None and row["loss_difference"] < 1e-4
+    assert "optimized, compile: started" in done.stderr  # progress, as plain lines where there is no terminal
+
+
+def test_an_unknown_accelerator_has_no_mfu_and_the_flag_is_named():
+    peak, source = _peak(True, "NVIDIA H200 NVL", None)
+    assert peak is None and "--peak-tflops" in source and "NVIDIA H200 NVL" in source
+    assert _peak(True, "NVIDIA H200", None)[0] == 989.5e12
+    assert _peak(True, "NVIDIA H200 NVL", 800.0)[0] == 800e12
+    with pytest.raises(UserError):
+        _peak(True, "NVIDIA H200", 0.0)
