@@ -18,13 +18,13 @@ def test_an_impossible_figure_is_an_error_and_a_failing_peer_shows_its_error():
 
     x = torch.randn(2**24, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="the measurement is wrong"):
-        protocol.measure_case({"copy": lambda: x.clone()}, Cost(0, 10**12, 0), 4e12)
+        protocol.measure_case({"copy": lambda: x.clone()}, Cost(0, 10**12, 0), 4e12, from_graph=True)
 
     def broken():
         raise ValueError("no such kernel")
 
     functions = {"copy": lambda: x.clone(), "broken": broken}
     with torch.cuda.stream(torch.cuda.Stream()):
-        measured = protocol.measure_case(functions, Cost(0, x.nbytes, x.nbytes), 1e14)
+        measured = protocol.measure_case(functions, Cost(0, x.nbytes, x.nbytes), 1e14, from_graph=True)
     assert measured["implementations"]["broken"] == {"error": "ValueError: no such kernel"}
     assert measured["implementations"]["copy"]["median"] > 0

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ops.contract import on_gpu
-from tilewright.measure.clock import Timing, interleaved_device_time, interleaved_graph_time, interleaved_wall_time
+from tilewright.measure.clock import Timing, interleaved_event_time, interleaved_graph_time, interleaved_wall_time
 from tilewright.measure.numerics import relative_error, tolerance
 
 
@@ -25,7 +25,7 @@ def test_tolerances_grow_with_the_sum_and_shrink_with_the_dtype():
 def test_the_three_clocks_agree_on_a_long_kernel():
     a = torch.randn(4096, 4096, device="cuda")
     function = lambda: a @ a  # noqa: E731
-    device = interleaved_device_time({"f": function})["f"].median
+    device = interleaved_event_time({"f": function})[0]["f"].median
     with torch.cuda.stream(torch.cuda.Stream()):
         assert interleaved_graph_time({"f": function})[0]["f"].median == pytest.approx(device, rel=0.2)
     assert interleaved_wall_time({"f": function})["f"].median == pytest.approx(device, rel=0.3)

@@ -164,11 +164,12 @@ def test_any_combination_of_options(rows, width, p, norm, extra, missing):
         torch.testing.assert_close(a, t, rtol=1e-7, atol=1e-7)
 
 
-def test_float32_residual_beside_bfloat16_activations_and_float32_parameters():
-    tensors, keywords = arguments((6, 160), torch.bfloat16, {"p": 0.1}, torch.float32, torch.float32)
+@pytest.mark.parametrize("width", [160, 2048, 8704])
+def test_float32_residual_beside_bfloat16_activations_and_float32_parameters(width):
+    tensors, keywords = arguments((6, width), torch.bfloat16, {"p": 0.1}, torch.float32, torch.float32)
     actual, truth, _, _ = forward_and_gradients(tensors, keywords)
     assert [t.dtype for t in actual] == [torch.bfloat16, torch.float32, torch.bfloat16, *[torch.float32] * 3]
-    assert_near_truth(actual[:4], truth[:4], reduced=160)
+    assert_near_truth(actual[:4], truth[:4], reduced=width)
     assert_near_truth(actual[4:], truth[4:], reduced=6, compute=torch.bfloat16)  # sums of bfloat16 gradients of out
 
 
@@ -449,6 +450,42 @@ def test_the_reference_needs_no_triton_at_all():
     assert done.stdout.strip() == "ok", done.stderr
 
 
+DTYPES_TOGETHER = (  # of x, residual and weight
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float32, torch.float32, None),
+    (torch.float64, torch.float64, torch.float64),
+)
+
+
+@pytest.mark.parametrize("shared_memory", [49_152, 101_376, 166_912, 232_448])
+def test_every_width_and_dtype_has_a_shape_that_triton_and_the_gpu_can_take(monkeypatch, shared_memory):
+    monkeypatch.setattr(_op, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(_op, "shared_memory", lambda device: shared_memory)
+    device = torch.device("cuda", 0)
+    widths = {*range(1, 70), *(2**k + d for k in range(7, 17) for d in (-1, 0, 1)), 768, 2560, 5120, 7168, 12288, 14336}
+    for width in sorted(w for w in widths if w <= 65536):
+        for x, residual, weight in DTYPES_TOGETHER:
+            full = (x, residual, residual, x, x, x, weight)
+            plain = (x, residual, residual, None, None, None, weight)
+            for dtypes in (full, plain):
+                plan = OP._backward_plan.__wrapped__(
+                    device, width, dtypes, torch.float32, True, x, (True,) * 7, False, False, True
+                )
+                _, rows, block, chunks, paired, stages, *_ = plan.main.constants
+                assert plan.programs >= 1 and plan.slices * block * chunks >= width
+                assert paired == (plan.slices == 2) and (plan.row_sums is not None) == (plan.slices > 2)
+                assert all(n & (n - 1) == 0 for n in (rows, block, plan.main.warps)) and plan.main.warps <= 32
+                loaded = sum(d.itemsize for d in (*dtypes[:4], dtypes[5]) if d is not None)
+                assert stages == 1 or (stages - 1) * rows * block * chunks * loaded < shared_memory
+            rows, launch = OP._forward_launch.__wrapped__(
+                device, width, (x, *[None] * 7, x, residual), False, False, True
+            )
+            block = launch.constants[1]
+            assert all(n & (n - 1) == 0 for n in (rows, block, launch.warps)) and 1 <= launch.warps <= 32
+            assert block >= width or rows == 1
+
+
 def test_cost_counts_the_bytes_of_the_tensors_it_names():
     n = 6 * 40
     assert cost(6, 40).bytes == 8 * n
@@ -498,20 +535,23 @@ def test_cuda_graph_replays_draw_new_masks_and_follow_the_seed():
 
 @on_gpu
 def test_cuda_graph_of_forward_and_backward_equals_eager():
-    tensors, _ = arguments((64, 768), torch.bfloat16, {})
-    leaves = list(tensors.values())
+    # Backward runs on the stream of its forward, so that all of it belongs on the stream that is captured.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        tensors, _ = arguments((64, 768), torch.bfloat16, {})
+        leaves = list(tensors.values())
 
-    def both():
-        out = call(dropout_add_norm, tensors, {}, prenorm=True)
-        return [*out, *gradients(out, leaves, [torch.ones_like(t) for t in out])]
+        def both():
+            out = call(dropout_add_norm, tensors, {}, prenorm=True)
+            return [t.detach() for t in (*out, *gradients(out, leaves, [torch.ones_like(t) for t in out]))]
 
-    expected = both()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both()
-    for _ in range(3):
-        graph.replay()
-        assert_equal(expected, captured)
+        expected = both()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            captured = both()
+        for _ in range(3):
+            graph.replay()
+            torch.cuda.current_stream().synchronize()
+            assert_equal(expected, captured)
 
 
 @on_gpu

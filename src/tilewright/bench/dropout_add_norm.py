@@ -140,7 +140,8 @@ def _measure(case: dict[str, Any], copy_bytes_per_second: float) -> dict[str, An
     measured = dict(case)
     for step, index in (("forward", 0), ("backward", 1)):
         limit = cost(rows, width, x_bytes=size, residual_bytes=size, backward=step == "backward", dropout=p > 0.0)
-        measured[step] = measure_case({name: f[index] for name, f in passes.items()}, limit, copy_bytes_per_second)
+        functions = {name: f[index] for name, f in passes.items()}
+        measured[step] = measure_case(functions, limit, copy_bytes_per_second, from_graph=step == "backward")
         measured[step]["implementations"].update(failed)
     return measured
 

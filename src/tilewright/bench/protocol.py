@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.errors import UserError
-from tilewright.measure.clock import interleaved_graph_time
+from tilewright.measure.clock import interleaved_event_time, interleaved_graph_time
 from tilewright.measure.machine import describe
 from tilewright.measure.results import SCHEMA
 from tilewright.plan.cost import Cost
@@ -22,15 +22,16 @@ def head(name: str) -> dict[str, Any]:
 
 
 def measure_case(
-    functions: dict[str, Callable[[], object]], cost: Cost, copy_bytes_per_second: float
+    functions: dict[str, Callable[[], object]], cost: Cost, copy_bytes_per_second: float, *, from_graph: bool
 ) -> dict[str, Any]:
     """Device time of each implementation, in turns, and how far each is from the memory's limit.
 
-    An implementation that raises on its first call is reported with its error, not left out. The functions are to be
-    made, and this to be called, under a `torch.cuda.stream` other than the default: it captures them.
+    An implementation that raises is reported with its error, not left out. `from_graph`: for work whose host time
+    would show, such as a backward through autograd; the functions are then to be made, and this to be called, under a
+    `torch.cuda.stream` other than the default.
     """
     floor = cost.floor_seconds(copy_bytes_per_second)
-    timings, errors = interleaved_graph_time(functions)
+    timings, errors = (interleaved_graph_time if from_graph else interleaved_event_time)(functions)
     rows: dict[str, Any] = {name: {"error": sentence(error)} for name, error in errors.items()}
     for name, timing in timings.items():
         share = floor / timing.median

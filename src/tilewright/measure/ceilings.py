@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.measure.clock import interleaved_device_time
+from tilewright.measure.clock import interleaved_event_time
 
 
 @dataclass(frozen=True)
@@ -22,5 +22,5 @@ def measure_ceilings() -> Ceilings:
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = interleaved_device_time({"copy": lambda: target.copy_(source), "product": lambda: a @ b}, seconds=0.3)
+    times, _ = interleaved_event_time({"copy": lambda: target.copy_(source), "product": lambda: a @ b}, seconds=0.3)
     return Ceilings(2 * source.nbytes / times["copy"].median, 2 * 8192**3 / times["product"].median)

@@ -37,28 +37,30 @@ class Timing:
         return asdict(self)
 
 
-def interleaved_device_time(
-    functions: dict[str, Callable[[], object]], *, seconds: float = 0.1, warmup: int = 3
-) -> dict[str, Timing]:
+Functions = dict[str, Callable[[], object]]
+Times = tuple[dict[str, Timing], dict[str, Exception]]  # of what ran, and why the rest did not
+
+
+def interleaved_event_time(functions: Functions, *, seconds: float = 0.1) -> Times:
     """Device time of each function, from events around single calls, the cache flushed before each.
 
     The calls take turns, so that a change of clock or temperature meets all of them alike. The host runs ahead of
-    the device behind the flush, so launch gaps do not count unless a call's host time exceeds the flush's.
+    the device behind the flush: its time does not show unless a call takes it longer than the flush takes the device.
     """
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    for function in functions.values():
-        for _ in range(warmup):
-            function()
+    sound, errors = _try_each(functions)
+    if not sound:
+        return {}, errors
     torch.cuda.synchronize()
     began = time.perf_counter()
-    for function in functions.values():
+    for function in sound.values():
         flush.zero_()
         function()
     torch.cuda.synchronize()
-    rounds = min(200, max(10, round(seconds * len(functions) / (time.perf_counter() - began))))
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in functions}
+    rounds = min(200, max(10, round(seconds * len(sound) / (time.perf_counter() - began))))
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in sound}
     for _ in range(rounds):
-        for name, function in functions.items():
+        for name, function in sound.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
             start.record()
@@ -66,25 +68,37 @@ def interleaved_device_time(
             end.record()
             events[name].append((start, end))
     torch.cuda.synchronize()
-    return {name: Timing.of([a.elapsed_time(b) / 1e3 for a, b in pairs]) for name, pairs in events.items()}
+    return {name: Timing.of([a.elapsed_time(b) / 1e3 for a, b in pairs]) for name, pairs in events.items()}, errors
 
 
-def interleaved_graph_time(
-    functions: dict[str, Callable[[], object]], *, calls: int = 5, rounds: int = 15
-) -> tuple[dict[str, Timing], dict[str, Exception]]:
+def _try_each(functions: Functions) -> tuple[Functions, dict[str, Exception]]:
+    """Those that run, warmed up, and the exceptions of the others."""
+    sound: Functions = {}
+    errors: dict[str, Exception] = {}
+    for name, function in functions.items():
+        try:
+            for _ in range(3):
+                function()
+            torch.cuda.synchronize()
+            sound[name] = function
+        except Exception as error:
+            errors[name] = error
+    return sound, errors
+
+
+def interleaved_graph_time(functions: Functions, *, calls: int = 5, rounds: int = 15) -> Times:
     """Device time of a call, from CUDA graphs of several calls that take turns: no host in it at all.
 
     Captures on the current stream, which must not be the default one: backward runs on the stream of its forward, so
     both belong under the same `torch.cuda.stream`. The cache is not flushed between calls; give it work that is
-    larger than the cache. Functions that raise come back with their exceptions instead.
+    larger than the cache.
     """
     stream = torch.cuda.current_stream()
+    sound, errors = _try_each(functions)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    errors: dict[str, Exception] = {}
-    for name, function in functions.items():
+    for name, function in sound.items():
         graph = torch.cuda.CUDAGraph()
         try:
-            function()
             with torch.cuda.graph(graph, stream=stream):
                 for _ in range(calls):
                     function()
@@ -104,9 +118,7 @@ def interleaved_graph_time(
     return {name: Timing.of(values) for name, values in seconds.items()}, errors
 
 
-def interleaved_wall_time(
-    functions: dict[str, Callable[[], object]], *, rounds: int = 15, calls: int = 100
-) -> dict[str, Timing]:
+def interleaved_wall_time(functions: Functions, *, rounds: int = 15, calls: int = 100) -> dict[str, Timing]:
     """What a caller waits for one call, in a loop of calls that ends with the device idle. The loops take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for round_number in range(rounds + 1):

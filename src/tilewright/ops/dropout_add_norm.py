@@ -82,7 +82,8 @@ def _draw_masks(x: torch.Tensor, second: torch.Tensor | None, p: float) -> list[
 
 
 def _power_of_two(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
+    """The smallest power of two that is not below `n`."""
+    return 1 << (n - 1).bit_length()
 
 
 def _chunks(width: int, widest_block: int) -> tuple[int, int]:
@@ -108,7 +109,7 @@ def _forward_launch(
     if width * element > _WIDEST_ROW_BYTES:
         block, warps = (2048, 4) if element == 2 else (4096, 8)
         return 1, _op.Launch(kernels.wide_forward, device, (width, block, *flags), warps)
-    block = _power_of_two(width)
+    block = max(16, _power_of_two(width))
     rows = max(1, 1024 // block)
     warps = 2 if block <= 1024 else max(4, block // 1024)
     return rows, _op.Launch(kernels.forward, device, (width, block, rows, *flags), warps)
@@ -167,27 +168,27 @@ def _backward_plan(
     from tilewright.ops import dropout_add_norm_kernels as kernels
 
     element = max(dtypes[0].itemsize, dtypes[2].itemsize)
+    # What a program has on its way, a column: the gradients, the sum, x and layerscale.
     loaded = sum(dtype.itemsize for dtype in (*dtypes[:4], dtypes[5]) if dtype is not None)
     programs = _op.multiprocessors(device)
     rows, chunks, slices, stages = 1, 1, 1, 3
     if width <= 2048:
-        block = _power_of_two(width)
-        rows = min(4096 // block, max(2, 1 << (6144 // element // width).bit_length() - 1))
+        block = max(16, _power_of_two(width))
+        rows = max(2, min(4096 // block, _power_of_two(6144 // element // width + 1) // 2))
         warps, stages, programs = (8, 4, programs) if block == 2048 else (4, 3, 2 * programs)
     elif width <= _WIDEST_TILE:
         block, chunks = _chunks(width, 2048)
-        warps, stages, programs = block // 256, 4 if block == 2048 and chunks <= 3 else 3, programs * 2048 // block
+        warps, programs = block // 256, programs * 2048 // block
+        stages = 4 if block == 2048 and chunks <= 3 else 3
     elif width <= 2 * _WIDEST_TILE:
         slices = 2
-        half = -(-width // 2)
-        block, chunks = _chunks(half, 2048 if half <= 6144 else _WIDEST_TILE)
-        warps, programs = 8 if element == 2 or half <= 6144 else 16, programs // 2
-        loaded += dtypes[0].itemsize + dtypes[2].itemsize
+        block, chunks = _chunks(-(-width // 2), 2048)
+        warps, programs = block // 256, programs // 2
+        loaded += dtypes[0].itemsize + dtypes[2].itemsize + (0 if dtypes[6] is None else dtypes[6].itemsize)
     else:
         block, slices, warps = 2048, -(-width // 2048), 8
         programs = 4 * programs // slices
-    staged = rows * block * chunks * loaded
-    while stages > 1 and (stages - 1) * staged + 16384 > _op.shared_memory(device):
+    while stages > 1 and (stages - 1) * rows * block * chunks * loaded + 2048 > _op.shared_memory(device):
         stages -= 1
     double = compute == torch.float64
     constants = (width, rows, block, chunks, slices == 2, stages, rms, zero_centered, dropout, double)

@@ -216,13 +216,10 @@ def backward(
     scale = tl.full([], scale, COMPUTE)
     lane = tl.arange(0, BLOCK)
     zeros = tl.zeros([ROWS, BLOCK], COMPUTE)
-    factors, other_factors, weight_sums, bias_sums, layerscale_sums = (), (), (), (), ()
+    factors, weight_sums, bias_sums, layerscale_sums = (), (), (), ()
     for chunk in tl.static_range(CHUNKS):
         start = slice_start + chunk * BLOCK
         factors = factors + (_load_weight(weight, start + lane, WIDTH, ZERO_CENTERED, COMPUTE),)
-        if PAIRED:
-            start = other_start + chunk * BLOCK
-            other_factors = other_factors + (_load_weight(weight, start + lane, WIDTH, ZERO_CENTERED, COMPUTE),)
         weight_sums = weight_sums + (zeros,)
         bias_sums = bias_sums + (zeros,)
         layerscale_sums = layerscale_sums + (zeros,)
@@ -232,9 +229,16 @@ def backward(
         by_row = tl.full([ROWS], 1.0, COMPUTE)
         if rowscale is not None:
             by_row = tl.load(rowscale + row, row < rows, 0.0).to(COMPUTE)
-        tiles, new_weight_sums, new_bias_sums, new_layerscale_sums = (), (), (), ()
         along_tile = zeros
         plain_tile = zeros
+        if PAIRED:
+            for chunk in tl.static_range(CHUNKS):
+                at, inside, column = _tile(row, other_start + chunk * BLOCK, rows, WIDTH, BLOCK)
+                factor = _load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE)
+                _, normed, dnormed = _norm_terms(dout, z, factor, mean, rstd, at, inside, COMPUTE)
+                along_tile += normed * dnormed
+                plain_tile += dnormed
+        tiles, new_weight_sums, new_bias_sums, new_layerscale_sums = (), (), (), ()
         for chunk in tl.static_range(CHUNKS):
             at, inside, column = _tile(row, slice_start + chunk * BLOCK, rows, WIDTH, BLOCK)
             dy, normed, dnormed = _norm_terms(dout, z, factors[chunk], mean, rstd, at, inside, COMPUTE)
@@ -245,11 +249,6 @@ def backward(
                 new_weight_sums = new_weight_sums + (weight_sums[chunk] + dy * normed,)
             if dbias is not None:
                 new_bias_sums = new_bias_sums + (bias_sums[chunk] + dy,)
-            if PAIRED:
-                at, inside, column = _tile(row, other_start + chunk * BLOCK, rows, WIDTH, BLOCK)
-                _, normed, dnormed = _norm_terms(dout, z, other_factors[chunk], mean, rstd, at, inside, COMPUTE)
-                along_tile += normed * dnormed
-                plain_tile += dnormed
         if dweight is not None:
             weight_sums = new_weight_sums
         if dbias is not None:

@@ -1,0 +1,159 @@
+"""Write the tables in README.md and docs/ from the JSON in results/; with --check, fail where they have drifted.
+
+A table stands between `<!-- table: NAME results/PATH.json -->` and `<!-- end -->`; NAME is a function below.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"(<!-- table: (\w+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table, its first column to the left and the others to the right."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def machine(result: dict[str, Any]) -> str:
+    """What it was measured on."""
+    facts = result["machine"]
+    gpu = facts["gpu"]
+    return (
+        f"{gpu['name']}, driver {gpu.get('driver', 'unknown')}, {gpu.get('power_limit_watts', 0):.0f} W; torch "
+        f"{facts['torch']}, Triton {facts['triton']}; commit {facts['commit']}, {facts['date'][:10]}."
+    )
+
+
+def _share(cell: dict[str, Any]) -> str:
+    return f"{cell['median'] * 1e6:.0f} µs, {cell['limit_share']:.0%}" if "median" in cell else "failed"
+
+
+def _ratio(cell: dict[str, Any] | None, ours: dict[str, Any]) -> str:
+    if cell is None:
+        return ""
+    return f"{cell['median'] / ours['median']:.2f}x" if "median" in cell else "failed"
+
+
+def dropout_add_norm(result: dict[str, Any]) -> str:
+    """Every case: our time and share of the limit, and how much longer each peer takes."""
+    peers = ("eager", "compile", "compile-max", "liger")
+    header = ["dtype, norm, p, width"]
+    for step in ("forward", "backward"):
+        header += [step, *peers]
+    rows = []
+    for case in result["cases"]:
+        row = [f"{case['dtype']}, {case['norm']}, {case['p']}, {case['width']}"]
+        for step in ("forward", "backward"):
+            cells = case[step]["implementations"]
+            row += [_share(cells["tilewright"]), *(_ratio(cells.get(peer), cells["tilewright"]) for peer in peers)]
+        rows.append(row)
+    ceilings = result["ceilings"]
+    return (
+        f"{machine(result)} Measured ceilings: copy {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, bf16 product "
+        f"{ceilings['bf16_flops'] / 1e12:.0f} TFLOPS. {result['cases'][0]['rows']} rows; device time, all "
+        f"taking turns; liger-kernel {result['peers']['liger-kernel']}.\n\n{markdown(header, rows)}"
+    )
+
+
+def dropout_add_norm_small(result: dict[str, Any]) -> str:
+    """64 x 768: wall time and device time beside eager."""
+    small = result["small"]
+    rows = []
+    for key in ("p=0.1", "p=0.0"):
+        for what, timings in small[key].items():
+            row = [f"{key}, {what.replace('_', ' ')}"]
+            for name in ("tilewright", "eager"):
+                median, low, high = (timings[name][part] * 1e6 for part in ("median", "low", "high"))
+                row.append(f"{median:.0f} ({low:.0f} to {high:.0f})")
+            rows.append(row)
+    header = [f"{small['rows']} x {small['width']}, µs (quartiles)", "tilewright", "eager"]
+    return markdown(header, rows)
+
+
+def headline(result: dict[str, Any]) -> str:
+    """The forward of LayerNorm with dropout in bf16, for the README."""
+    rows = []
+    for case in result["cases"]:
+        if (case["dtype"], case["norm"], case["p"]) != ("bf16", "layer", 0.1) or case["width"] < 2048:
+            continue
+        row = [f"{case['width']:,}"]
+        for step in ("forward", "backward"):
+            cells = case[step]["implementations"]
+            ours = cells["tilewright"]
+            row += [f"{ours['limit_share']:.0%}", _ratio(cells["eager"], ours), _ratio(cells["compile"], ours)]
+        rows.append(row)
+    header = ["width", "forward, % of limit", "vs eager", "vs torch.compile"]
+    header += ["backward, % of limit", "vs eager", "vs torch.compile"]
+    return markdown(header, rows) + "\n" + machine(result) + "\n"
+
+
+def tune(result: dict[str, Any]) -> str:
+    """What `tilewright tune` printed."""
+    trial = result["trial"]
+    model = trial["model"]
+    rows = []
+    for row in result["rows"]:
+        setting = f"{row['setting']['gpt_block']}, {'compile' if row['setting']['compile'] else 'eager'}"
+        done = row["result"]
+        if done["error"]:
+            rows.append([setting, f"failed: {done['error']}", "", "", "", ""])
+            continue
+        rows.append(
+            [
+                setting,
+                f"{done['tokens_per_second']:,.0f}",
+                f"{row['speedup']:.2f}x" if row["speedup"] else "n/a",
+                f"{done['peak_memory_bytes'] / 2**30:.1f} GiB",
+                f"{row['mfu']:.1%}" if row["mfu"] else "n/a",
+                f"{row['loss_difference']:.1e}" if row["loss_difference"] is not None else "n/a",
+            ]
+        )
+    header = ["setting", "tokens/s", "ratio", "peak memory", "MFU", "loss difference"]
+    return (
+        f"GPT {model['width']} x {model['layers']}, batch {trial['batch']} x {model['sequence']}, dropout "
+        f"{model['dropout']}, {trial['precision']}; MFU by {result['flops_convention']}, peak {result['peak_source']}. "
+        f"{machine(result)}\n\n{markdown(header, rows)}"
+    )
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    f.__name__: f for f in (dropout_add_norm, dropout_add_norm_small, headline, tune)
+}
+
+
+def render(text: str) -> str:
+    """The text with every table made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        result = json.loads((ROOT / match[3]).read_text(encoding="utf-8"))
+        return match[1] + TABLES[match[2]](result) + match[4]
+
+    return BLOCK.sub(table, text)
+
+
+def main() -> int:
+    """Write what has drifted, or only say so."""
+    drifted = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        fresh = render(text)
+        if fresh != text:
+            drifted.append(path.name)
+            if "--check" not in sys.argv:
+                path.write_text(fresh, encoding="utf-8")
+    if drifted and "--check" in sys.argv:
+        print(f"out of date: {', '.join(drifted)}; run `make docs`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
