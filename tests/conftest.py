@@ -1,9 +1,24 @@
 """Without a GPU the Triton kernels themselves run here, under Triton's interpreter."""
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+
+
+def _release(package: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in version(package).split("+")[0].split(".")[:2])
+    except PackageNotFoundError:
+        pytest.exit(f"The tests run Triton kernels and {package} is missing: pip install 'tilewright[test]'.", 4)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if _release("triton") < (3, 7) and interpreted and _release("numpy") >= (2, 4):
+        pytest.exit("The interpreter of Triton 3.6 does not work with NumPy 2.4 or later: pip install 'numpy<2.4'.", 4)

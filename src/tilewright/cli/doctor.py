@@ -45,9 +45,9 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON instea
 
 def examine() -> list[Finding]:
     """Look at everything once."""
-    findings = [Finding("tilewright", tilewright.__version__, True), _python(), _torch()]
+    findings = [Finding("tilewright", tilewright.__version__, True), _python(), _package("torch", "2.11")]
     if findings[-1].ok:
-        findings += [_accelerator(), _triton()]
+        findings += [_accelerator(), _package("triton", "3.6", "; without it no kernel runs")]
     findings += [_compiler(), _memory(), *_optional()]
     return findings
 
@@ -57,17 +57,17 @@ def _python() -> Finding:
     return Finding("Python", platform.python_version(), ok, "" if ok else "install Python 3.11 or later")
 
 
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split("+")[0].split(".")[:2]
-    return int(major), int(minor)
-
-
-def _torch() -> Finding:
-    version = package_version("torch")
+def _package(name: str, least: str, without: str = "") -> Finding:
+    """A package that is needed in this release or a later one."""
+    version = package_version(name)
     if version is None:
-        return Finding("torch", "missing", False, "pip install 'torch>=2.11'")
-    ok = _release(version) >= (2, 11)
-    return Finding("torch", version, ok, "" if ok else "pip install --upgrade 'torch>=2.11'")
+        return Finding(name, "missing", False, f"pip install '{name}>={least}'{without}")
+    ok = _release(version) >= _release(least)
+    return Finding(name, version, ok, "" if ok else f"pip install --upgrade '{name}>={least}'")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 def _accelerator() -> Finding:
@@ -86,14 +86,6 @@ def _accelerator() -> Finding:
     if known is None:
         return Finding("accelerator", found, True, "not in the table of peaks: MFU needs --peak-tflops")
     return Finding("accelerator", f"{found} ({known.name})", True)
-
-
-def _triton() -> Finding:
-    version = package_version("triton")
-    if version is None:
-        return Finding("triton", "missing", False, "pip install 'triton>=3.6'; without it no kernel runs")
-    ok = _release(version) >= (3, 6)
-    return Finding("triton", version, ok, "" if ok else "pip install --upgrade 'triton>=3.6'")
 
 
 def _compiler() -> Finding:
