@@ -71,6 +71,9 @@ def dropout_add_norm_small(result: dict[str, Any]) -> str:
         for what, timings in small[key].items():
             row = [f"{key}, {what.replace('_', ' ')}"]
             for name in ("tilewright", "eager"):
+                if "error" in timings[name]:
+                    row.append("failed")
+                    continue
                 median, low, high = (timings[name][part] * 1e6 for part in ("median", "low", "high"))
                 row.append(f"{median:.0f} ({low:.0f} to {high:.0f})")
             rows.append(row)

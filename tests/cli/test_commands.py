@@ -34,6 +34,8 @@ def test_help_names_every_command_and_does_not_load_torch():
         (("tune", "--dropout", "1.5"), "dropout is 1.5; it must lie in [0, 1)"),
         (("tune", "--mode", "egaer"), "mode is 'egaer'; choose all, eager, compile"),
         (("tune", "--peak-tflops", "-3"), "give the accelerator's dense peak"),
+        (("tune", "--preset", "[/x]"), "There is no preset '[/x]'"),
+        (("tune", "--out", "/proc/nowhere/x.json"), "Cannot write /proc/nowhere/x.json"),
         (("bench", "dropout_norm"), "did you mean 'dropout_add_norm'"),
         (("bench", "dropout_add_norm"), "needs a CUDA GPU"),
     ],

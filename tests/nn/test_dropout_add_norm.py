@@ -35,3 +35,11 @@ def test_layerscale_is_a_parameter_with_a_gradient():
     torch.testing.assert_close(residual, 1.1 * x)
     residual.sum().backward()
     torch.testing.assert_close(module.layerscale.grad, x.sum(0))
+
+
+def test_a_module_made_on_meta_is_whole_after_reset_parameters():
+    module = DropoutAddNorm(16, layerscale=0.1, device="meta").to_empty(device=DEVICE)
+    module.reset_parameters()
+    fresh = DropoutAddNorm(16, layerscale=0.1).to(DEVICE)
+    for (name, a), b in zip(module.named_parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(a, b), name

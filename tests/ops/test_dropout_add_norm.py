@@ -31,15 +31,15 @@ from tilewright.ops.dropout_add_norm import _registered, cost, reference
 NAMES = ("x", "residual", "weight", "bias", "second", "rowscale", "layerscale")
 OPTIONS = (
     {},
-    {"p": 0.2},
-    {"norm": "rms", "p": 0.2, "without": ("bias",)},
+    {"p": 0.25},
+    {"norm": "rms", "p": 0.25, "without": ("bias",)},
     {"norm": "rms", "zero_centered": True, "without": ("bias",)},
     {"without": ("weight", "bias")},
-    {"without": ("residual",), "p": 0.2},
-    {"with": ("second",), "p": 0.2},
+    {"without": ("residual",), "p": 0.25},
+    {"with": ("second",), "p": 0.25},
     {"with": ("second",), "without": ("residual",)},
-    {"with": ("rowscale", "layerscale"), "p": 0.2},
-    {"with": ("second", "rowscale", "layerscale"), "p": 0.2, "norm": "rms", "without": ("bias",)},
+    {"with": ("rowscale", "layerscale"), "p": 0.25},
+    {"with": ("second", "rowscale", "layerscale"), "p": 0.25, "norm": "rms", "without": ("bias",)},
 )
 
 
@@ -243,6 +243,44 @@ def test_gradcheck_of_the_kernels_in_float64(options):
     assert torch.autograd.gradcheck(function, leaves, eps=1e-6, atol=1e-5, rtol=1e-3, nondet_tol=0.0)
 
 
+def test_a_lazily_negated_input_keeps_its_sign():
+    x = randn(4, 16, grad=False)
+    assert_equal(dropout_add_norm(-x, prenorm=True), dropout_add_norm(torch._neg_view(x), prenorm=True))
+
+
+def test_the_residual_returned_is_never_the_input_itself(monkeypatch):
+    for interpreted in (_op.INTERPRETED, False):
+        monkeypatch.setattr(_op, "INTERPRETED", interpreted)
+        x = randn(2, 8, grad=False)
+        before = x.clone()
+        dropout_add_norm(x, prenorm=True)[1].add_(1)
+        assert torch.equal(x, before)
+
+
+def test_shapes_follow_on_the_meta_device():
+    x = torch.ones(3, 8, device="meta", requires_grad=True)
+    out, residual = dropout_add_norm(x, x, torch.ones(8, device="meta"), p=0.5, prenorm=True)
+    assert out.shape == residual.shape == (3, 8) and out.is_meta
+
+
+def test_function_transforms_differentiate_the_reference():
+    x, weight = randn(3, 8, grad=False), randn(8, grad=False)
+    by_transform = torch.func.grad(lambda w: dropout_add_norm(x, x, w).square().sum())(weight)
+    leaf = weight.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(dropout_add_norm(x, x, leaf).square().sum(), leaf)
+    torch.testing.assert_close(by_transform, expected)
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.9999, 1 - 1e-9])
+def test_the_mean_survives_any_p(p):
+    x = torch.ones(256, 1024, device=DEVICE)
+    _, residual, mask = dropout_add_norm(x, p=p, prenorm=True, return_mask=True)
+    kept = residual[mask]
+    share = 1.0 - OP.quantised(p)
+    assert share > 0 and abs(OP.quantised(p) - p) <= 2.0**-16
+    torch.testing.assert_close(kept, torch.full_like(kept, 1.0 / share))
+
+
 def test_second_derivatives_are_refused():
     x = randn(2, 8)
     out = dropout_add_norm(x)
@@ -270,11 +308,11 @@ def test_compiles_into_one_graph_with_the_same_result():
 
 def test_compiled_dropout_has_the_right_gradient_for_its_own_mask():
     x = randn(6, 64)
-    function = torch.compile(lambda x: dropout_add_norm(x, p=0.4, prenorm=True, return_mask=True), fullgraph=True)
+    function = torch.compile(lambda x: dropout_add_norm(x, p=0.375, prenorm=True, return_mask=True), fullgraph=True)
     _, residual, mask = function(x)
-    torch.testing.assert_close(residual, torch.where(mask, x / 0.6, 0.0))
+    torch.testing.assert_close(residual, torch.where(mask, x / 0.625, 0.0))
     (dx,) = torch.autograd.grad(residual.sum(), x)
-    torch.testing.assert_close(dx, mask / 0.6)
+    torch.testing.assert_close(dx, mask / 0.625)
 
 
 def test_traced_by_a_dispatch_mode_the_op_shows_its_name():
@@ -295,7 +333,7 @@ def test_traced_by_a_dispatch_mode_the_op_shows_its_name():
 
 
 def test_same_bits_on_every_run_even_in_poisoned_memory():
-    tensors, keywords = arguments((37, 200), torch.bfloat16, {"p": 0.2, "with": ("second", "rowscale", "layerscale")})
+    tensors, keywords = arguments((37, 200), torch.bfloat16, {"p": 0.25, "with": ("second", "rowscale", "layerscale")})
 
     def run():
         torch.manual_seed(7)
@@ -415,6 +453,8 @@ BAD = [
     (dict(p=-0.1), ValueError, "dropout probability"),
     (dict(p=float("nan")), ValueError, "dropout probability"),
     (dict(p="0.1"), ValueError, "dropout probability"),
+    (dict(eps=-1.0), ValueError, "eps is -1.0; give a number of at least 0"),
+    (dict(eps=None), ValueError, "eps is None"),
     (dict(norm="batch"), ValueError, "norm is 'batch'; choose 'layer' or 'rms'"),
     (dict(zero_centered=True), ValueError, "zero_centered needs norm='rms' and a weight"),
     (dict(residual_dtype=torch.int8), TypeError, "residual_dtype is torch.int8; choose"),
@@ -470,7 +510,7 @@ def test_every_width_and_dtype_has_a_shape_that_triton_and_the_gpu_can_take(monk
             plain = (x, residual, residual, None, None, None, weight)
             for dtypes in (full, plain):
                 plan = OP._backward_plan.__wrapped__(
-                    device, width, dtypes, torch.float32, True, x, (True,) * 7, False, False, True
+                    device, width, dtypes, torch.float32, x, (True,) * 7, False, False, True
                 )
                 _, rows, block, chunks, paired, stages, *_ = plan.main.constants
                 assert plan.programs >= 1 and plan.slices * block * chunks >= width

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 import os
@@ -5,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +71,16 @@ def test_dropout_is_off_for_the_curve_so_two_dropouts_give_one_curve():
     assert results[0].losses == results[1].losses and len(results[0].losses) == 3
 
 
+def processes_with(marker):
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in environ.read_bytes():
+                found.append(environ.parent.name)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
 def test_an_interrupted_study_leaves_no_process_behind():
     endless = dataclasses.replace(TRIAL, check_steps=100_000)
     code = (
@@ -76,18 +89,57 @@ def test_an_interrupted_study_leaves_no_process_behind():
         "from tilewright.tune.trial import Trial\n"
         f"run_trial({endless!r}, 'x', lambda label, done, total: print(done, flush=True))\n"
     )
+    marker = f"TILEWRIGHT_TEST={uuid.uuid4()}"
     process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, **dict([marker.split("=")])},
     )  # fmt: skip
     for line in process.stdout:
         if int(line) > 3:
             break
-    process.send_signal(signal.SIGINT)  # to the study alone: it must take its trial along
+    assert len(processes_with(marker)) >= 2
+    process.send_signal(signal.SIGINT)
     process.wait(timeout=30)
     time.sleep(0.5)
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    assert processes_with(marker) == []
+
+
+def test_a_trial_that_falls_silent_is_ended():
+    began = time.monotonic()
+    result = run_trial(TRIAL, "x", lambda *event: None, silence=0.2)  # importing torch alone takes longer
+    assert "said nothing for 0.2 s" in result.error and time.monotonic() - began < 10
+
+
+def test_what_others_print_is_no_event(tmp_path, monkeypatch):
+    noisy = tmp_path / "noisy.py"
+    noisy.write_text(
+        "import os, tilewright.tune.trial as trial\n"
+        "run = trial.run\n"
+        "def noisy(*arguments):\n"
+        "    os.write(1, b'{ not an event')\n"
+        "    print('nor this')\n"
+        "    os.system('echo nor that')\n"
+        "    return run(*arguments)\n"
+        "trial.run = noisy\n"
+        "trial.main()\n"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(study_module.subprocess, "Popen", lambda command, **k: popen([sys.executable, str(noisy)], **k))
+    assert run_trial(dataclasses.replace(TRIAL, steps=0), "x", lambda *event: None).error is None
+
+
+def test_a_loss_that_is_not_finite_is_an_error_and_never_a_difference():
+    result = run_trial(dataclasses.replace(TRIAL, learning_rate=1e30), "x", lambda *event: None)
+    assert "the loss is" in result.error and result.losses == []
+
+
+def test_an_impossible_mfu_is_the_rows_error_and_the_others_run():
+    saved = []
+    study = run_study(
+        EAGER, dataclasses.replace(TRIAL, steps=1), 1.0, lambda *event: None, lambda s: saved.append(len(s.rows))
+    )
+    assert [("cannot be" in row.result.error) for row in study.rows] == [True, True]
+    assert saved == [0, 0, 1, 2]
 
 
 def test_the_corpus_is_text_and_long_enough():

@@ -35,9 +35,9 @@ def measure_case(
     rows: dict[str, Any] = {name: {"error": sentence(error)} for name, error in errors.items()}
     for name, timing in timings.items():
         share = floor / timing.median
-        if share > 1.05:
-            raise RuntimeError(f"{name} comes out at {share:.0%} of the memory's limit: the measurement is wrong.")
         rows[name] = {**timing.as_dict(), "limit_share": share}
+        if share > 1.05:  # an error, not a record
+            rows[name] = {"error": f"{share:.0%} of the memory's limit cannot be: the measurement is wrong"}
     return {"bytes": cost.bytes, "floor_seconds": floor, "implementations": rows}
 
 

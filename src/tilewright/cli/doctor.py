@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import tilewright
@@ -128,7 +129,7 @@ def _show(findings: list[Finding]) -> None:
     console = Console()
     table = Table("", "found", "what to do", title="This machine", title_justify="left")
     for f in findings:
-        table.add_row(("[green]ok[/] " if f.ok else "[yellow]!![/] ") + f.what, f.found, f.advice)
+        table.add_row(("[green]ok[/] " if f.ok else "[yellow]!![/] ") + f.what, escape(f.found), escape(f.advice))
     console.print(table)
     answers: dict[str, Any] = works(findings)
     table = Table("", "works", title="What will work", title_justify="left")

@@ -35,7 +35,7 @@ def tune(
     mode: str = typer.Option("all", help="Only `eager` or only `compile`, or `all`."),
     peak_tflops: float = typer.Option(None, help="Dense peak of the accelerator, where the table does not know it."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
-    out: Path = typer.Option(None, help="Also write the JSON to this file."),
+    out: Path = typer.Option(None, help="Also write the JSON to this file, after every setting."),
 ) -> None:
     """Train a GPT for a few steps under every setting and print what each gives.
 
@@ -68,9 +68,7 @@ def tune(
         steps=steps or 10,
     )
     peak, peak_source = _peak(on_gpu, torch.cuda.get_device_name() if on_gpu else "", peak_tflops)
-    with Stages() as stages:
-        study = run_study(space, trial, peak, stages)
-    result = {
+    head = {
         "schema": SCHEMA,
         "command": "tune",
         "machine": describe(),
@@ -78,12 +76,16 @@ def tune(
         "peak_flops": peak,
         "peak_source": peak_source,
         "flops_convention": "6N + 12Lhs a token",
-        **study.as_dict(),
     }
-    if out is not None:
-        write_json(out, result)
+
+    def save(study: Study) -> None:
+        if out is not None:
+            write_json(out, {**head, **study.as_dict()})
+
+    with Stages() as stages:
+        study = run_study(space, trial, peak, stages, save)
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps({**head, **study.as_dict()}))
     else:
         _show(study, trial, peak_source)
     if all(row.result.error for row in study.rows):
@@ -133,9 +135,9 @@ def _show(study: Study, trial: Trial, peak_source: str) -> None:
     console.print(table)
     for row in study.rows:
         if row.result.error:
-            console.print(f"{row.setting} failed: {row.result.error}", highlight=False, soft_wrap=True)
-    console.print(f"MFU by 6N + 12Lhs; peak {peak_source}.", highlight=False, soft_wrap=True)
-    console.print(_difference_note(study, trial), highlight=False, soft_wrap=True)
+            console.print(f"{row.setting} failed: {row.result.error}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"MFU by 6N + 12Lhs; peak {peak_source}.", highlight=False, soft_wrap=True, markup=False)
+    console.print(_difference_note(study, trial), highlight=False, soft_wrap=True, markup=False)
     if trial.device == "cpu":
         console.print(
             "On a CPU `optimized` runs its plain PyTorch reference: the ratio says nothing about a GPU.",

@@ -50,15 +50,17 @@ class DropoutAddNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(width, device=device, dtype=dtype))
         has_bias = bias and norm == "layer"
         self.bias = torch.nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if has_bias else None
-        self.layerscale = None
-        if layerscale is not None:
-            self.layerscale = torch.nn.Parameter(torch.full((width,), layerscale, device=device, dtype=dtype))
+        self.initial_layerscale = layerscale
+        scaled = layerscale is not None
+        self.layerscale = torch.nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if scaled else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
+        if self.layerscale is not None and self.initial_layerscale is not None:
+            torch.nn.init.constant_(self.layerscale, self.initial_layerscale)
 
     def forward(
         self,

@@ -22,18 +22,24 @@ def dtypes(tensors: Sequence[torch.Tensor | None]) -> tuple[torch.dtype | None, 
 
 
 def runs_kernel(x: torch.Tensor) -> bool:
-    """Whether ops on `x` run their Triton kernel; everything else runs the plain PyTorch reference."""
-    if not (INTERPRETED or x.is_cuda):
+    """Whether ops on `x` run their Triton kernel; everything else runs the plain PyTorch reference.
+
+    So do function transforms (`torch.func`), which know how to differentiate and batch plain PyTorch only.
+    """
+    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) or torch._C._are_functorch_transforms_active():
         return False
     if not HAS_TRITON:
         raise RuntimeError("Tilewright's kernels need Triton 3.6 or later: pip install 'triton>=3.6'.")
     return True
 
 
-def is_traced(x: torch.Tensor) -> bool:
+def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether somebody other than eager autograd must see the op: a compiler, a dispatch mode, a tensor subclass."""
-    plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
-    return not plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    for tensor in tensors:
+        kind = type(tensor)
+        if not (tensor is None or kind is torch.Tensor or kind is torch.nn.Parameter):
+            return True
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_capturing(x: torch.Tensor) -> bool:
@@ -42,13 +48,8 @@ def is_capturing(x: torch.Tensor) -> bool:
 
 
 def eager(function: type[torch.autograd.Function]) -> Any:
-    """`function.apply` without the wrapping that functorch transforms would need: microseconds, on every call."""
-    direct = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-
-    def apply(*args: Any) -> Any:
-        return (function.apply if torch._C._are_functorch_transforms_active() else direct)(*args)
-
-    return apply
+    """`function.apply` without the wrapping for function transforms, which `runs_kernel` has ruled out."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def check_tensor(op: str, name: str, tensor: Any, shape: torch.Size | None = None, x: Any = None) -> None:
@@ -71,17 +72,22 @@ def check_tensor(op: str, name: str, tensor: Any, shape: torch.Size | None = Non
         raise TypeError(f"{op}: {name} is {dtype} and x is {x.dtype}; float64 mixes with no other dtype.")
 
 
+def check_eps(op: str, eps: Any) -> None:
+    if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
+        raise ValueError(f"{op}: eps is {eps!r}; give a number of at least 0.")
+
+
 def check_probability(op: str, p: Any) -> None:
     if not isinstance(p, (int, float)) or not 0.0 <= p < 1.0:
         raise ValueError(f"{op}: p is {p!r}; a dropout probability lies in [0, 1).")
 
 
 def packed(tensors: Sequence[Any]) -> list[Any]:
-    """The tensors as kernels want them: contiguous, from a multiple of 16 bytes on (copied only where they are not)."""
+    """The tensors as kernels want them: contiguous, from a multiple of 16 bytes on, no lazy sign; copied where not."""
     return [
         t
-        if t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0)
-        else t.clone(memory_format=torch.contiguous_format)
+        if t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0 and not t.is_neg())
+        else t.resolve_neg().clone(memory_format=torch.contiguous_format)
         for t in tensors
     ]
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 
 from tilewright.ops import _op
+
+_LOCK = threading.Lock()
 
 
 def draw_seed(x: torch.Tensor, *, as_tensor: bool) -> int | torch.Tensor:
@@ -19,20 +22,37 @@ def draw_seed(x: torch.Tensor, *, as_tensor: bool) -> int | torch.Tensor:
     if as_tensor or not x.is_cuda or _op.is_capturing(x):
         return torch.randint(1 << 62, (1,), dtype=torch.int64, device=x.device)
     generator = torch.cuda.default_generators[x.device.index]
-    offset = generator.get_offset()
-    generator.set_offset(offset + 4)  # offsets count in fours: one Philox call
+    with _LOCK:
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)  # offsets count in fours: one Philox call
     mixed = generator.initial_seed() * 0x9E3779B97F4A7C15 + offset * 0xD1342543DE82EF95
     return mixed >> 1 & (1 << 62) - 1
 
 
-def split_seed(seed: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """The two kernel arguments that `load_seed` takes."""
-    return (seed, 0) if isinstance(seed, torch.Tensor) else (None, seed or 0)
+def split_seed(seed: int | torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor | None, int]:
+    """A tensor and a number whose sum is the seed: kernels take both, so that one binary serves eager and captured."""
+    if seed is None:
+        return None, 0
+    return (seed, 0) if isinstance(seed, torch.Tensor) else (_zero(device), seed)
+
+
+@functools.cache
+def _zero(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def drop_threshold(p: float) -> int:
-    """Draws are 16 bits wide: a draw below this drops the element, so p is met to within 2**-17."""
-    return round(p * 65536)
+    """Draws are 16 bits wide; one below this drops its element. At the most, one in 65,536 elements is kept."""
+    return min(round(p * 65536), 65535)
+
+
+def quantised(p: float) -> float:
+    """The probability that a draw can meet: p to the nearest multiple of 2**-16. Scaling by it keeps the mean exact.
+
+    >>> quantised(0.5), quantised(0.0)
+    (0.5, 0.0)
+    """
+    return drop_threshold(p) / 65536
 
 
 @torch.library.custom_op("tilewright::dropout_mask", mutates_args=())
@@ -49,14 +69,14 @@ def _launch_mask(x: torch.Tensor, seed: int | torch.Tensor, p: float, stream: in
     mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     rows = x.numel() // x.shape[-1]
     if rows:
-        seed_tensor, seed_value = split_seed(seed)
-        launch = _mask_launch(x.device, x.shape[-1], stream, seed_tensor is None)
+        seed_tensor, seed_value = split_seed(seed, x.device)
+        launch = _mask_launch(x.device, x.shape[-1], stream)
         launch((rows, 1), (mask, seed_tensor), (seed_value, rows, drop_threshold(p)))
     return mask
 
 
 @functools.cache
-def _mask_launch(device: torch.device, width: int, stream: int, seed_by_value: bool) -> _op.Launch:
+def _mask_launch(device: torch.device, width: int, stream: int) -> _op.Launch:
     from tilewright.ops import _random_kernels as kernels
 
     return _op.Launch(kernels.mask, device, (width, 1024, stream), 4)

@@ -8,9 +8,9 @@ ROUNDS = tl.constexpr(7)  # the fewest rounds of Philox-4x32 that pass BigCrush
 
 @triton.jit
 def load_seed(seed_tensor, seed):
-    """The seed wherever `draw_seed` left it: in a tensor, or in a number passed by value."""
+    """The sum of the two parts that `split_seed` makes; 0 where there is no dropout and so no tensor."""
     if seed_tensor is not None:
-        return tl.load(seed_tensor)
+        return tl.load(seed_tensor) + seed
     else:
         return seed
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewright.ops import _op
-from tilewright.ops._random import draw_seed, drop_threshold, dropout_mask, split_seed
+from tilewright.ops._random import draw_seed, drop_threshold, dropout_mask, quantised, split_seed
 from tilewright.plan.cost import dropout_add_norm as cost
 
 __all__ = ["cost", "dropout_add_norm", "reference"]
@@ -51,6 +51,7 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, residual_out) in plain PyTorch: the definition. `masks` names the elements that dropout keeps."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    p = quantised(p)
     if masks is None:
         masks = _draw_masks(x, second, p)
     z = x.to(compute)
@@ -66,6 +67,8 @@ def reference(
     if residual is not None:
         z = z + residual.to(compute)
     residual_out = z.to(residual_dtype or (x if residual is None else residual).dtype)
+    if residual_out is x:  # nothing to add and nothing to round: still a tensor of its own
+        residual_out = x.clone()
     z = residual_out.to(compute)
     if norm == "layer":
         z = z - z.mean(-1, keepdim=True)
@@ -139,7 +142,7 @@ def _forward(
     residual_out = torch.empty_like(inputs[0], dtype=residual_dtype)
     statistics = x.new_empty((1 if rms else 2, rows), dtype=_statistics_dtype(x))
     if rows:
-        seed_tensor, seed_value = split_seed(seed)
+        seed_tensor, seed_value = split_seed(seed, x.device)
         tensors = (*inputs, seed_tensor, out, residual_out)
         tile_rows, launch = _forward_launch(x.device, width, _op.dtypes(tensors), rms, zero_centered, p > 0.0)
         scalars = (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p), eps)
@@ -162,7 +165,7 @@ class _BackwardPlan(NamedTuple):
 
 @functools.cache
 def _backward_plan(
-    device: torch.device, width: int, dtypes: tuple[Any, ...], compute: torch.dtype, seed_by_value: bool,
+    device: torch.device, width: int, dtypes: tuple[Any, ...], compute: torch.dtype,
     x_dtype: torch.dtype, needs: tuple[bool, ...], rms: bool, zero_centered: bool, dropout: bool,
 ) -> _BackwardPlan:  # fmt: skip
     from tilewright.ops import dropout_add_norm_kernels as kernels
@@ -221,11 +224,11 @@ def _backward(
     """The gradients of x, second, residual, rowscale, layerscale, weight and bias, those that are needed."""
     inputs = _op.packed((dout, dresidual_out, z, x, rowscale, layerscale, weight))
     z = inputs[2]
-    seed_tensor, seed_value = split_seed(seed)
+    seed_tensor, seed_value = split_seed(seed, z.device)
     width = z.shape[-1]
     rows = z.numel() // width
     plan = _backward_plan(
-        z.device, width, _op.dtypes(inputs), statistics.dtype, seed_tensor is None, x_dtype, tuple(needs),
+        z.device, width, _op.dtypes(inputs), statistics.dtype, x_dtype, tuple(needs),
         rms, zero_centered, p > 0.0,
     )  # fmt: skip
     programs = max(1, min(-(-rows // plan.rows), plan.programs))  # with no rows, one writes zeros
@@ -262,13 +265,13 @@ def _backward(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, _, _, rowscale, layerscale, weight, _, seed, p, _, rms, zero_centered, _, _ = inputs
     needs = ctx.needs_input_grad
-    seed_tensor, seed_value = split_seed(seed)
+    seed_tensor, seed_value = (seed, None) if isinstance(seed, torch.Tensor) else (None, seed)
     kept_x = x if needs[3] or needs[4] else None
     ctx.save_for_backward(output[1], kept_x, rowscale, layerscale, weight, output[2], seed_tensor)
     # With nothing between x and the sum, the gradients of the summands are the same numbers: one tensor serves all.
     shared = p == 0.0 and rowscale is None and layerscale is None and x.dtype == output[1].dtype
     wanted = (any(needs[:3]), False, False, *needs[3:7]) if shared else needs[:7]
-    ctx.options = (seed_value or None, p, rms, zero_centered, x.dtype, wanted, shared)
+    ctx.options = (seed_value, p, rms, zero_centered, x.dtype, wanted, shared)
     ctx.set_materialize_grads(False)
 
 
@@ -393,8 +396,8 @@ def dropout_add_norm(
             and takes no scale.
         rowscale: one factor a row, shape ``x.shape[:-1]`` (stochastic depth).
         layerscale: one factor a column, shape ``(width,)``.
-        p: dropout probability in [0, 1), met to within 2**-17; 0 draws nothing. There is no training flag: pass 0 to
-            evaluate. The mask follows ``torch.manual_seed`` and is drawn again, not stored, for backward.
+        p: dropout probability in [0, 1), rounded to a multiple of 2**-16; 0 draws nothing. There is no training flag:
+            pass 0 to evaluate. The mask follows ``torch.manual_seed`` and is drawn again, not stored, for backward.
         norm: ``"layer"`` or ``"rms"``.
         zero_centered: the weight is stored as its distance from one (RMSNorm).
         prenorm: also return ``residual_out``.
@@ -411,19 +414,22 @@ def dropout_add_norm(
     >>> out.shape, torch.allclose(out.mean(-1), torch.zeros(2, 3), atol=1e-5)
     (torch.Size([2, 3, 8]), True)
     """
-    _check(x, residual, weight, bias, second, rowscale, layerscale, p, norm, zero_centered, residual_dtype)
+    _check(x, residual, weight, bias, second, rowscale, layerscale, p, eps, norm, zero_centered, residual_dtype)
+    p = quantised(p)
     if residual_dtype is None:
         residual_dtype = (x if residual is None else residual).dtype
     kind = x.device.type
-    autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    autocast = x.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     out_dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+    traced = _op.is_traced(x, second, residual, rowscale, layerscale, weight, bias)
     masks: list[torch.Tensor] = []
-    if residual is not None and _suits_torch(
-        x, residual, weight, bias, second, rowscale, layerscale, norm, zero_centered, return_mask, out_dtype
+    if (
+        residual is not None
+        and not (traced or autocast or zero_centered or return_mask)
+        and _suits_torch(x, residual, weight, bias, second, rowscale, layerscale, norm)
     ):
         out, residual_out = _by_torch(x, residual, weight, bias, p, eps, norm)
     elif _op.runs_kernel(x):
-        traced = _op.is_traced(x)
         seed = draw_seed(x, as_tensor=traced) if p > 0.0 else None
         out, residual_out, *_ = (_registered if traced else _eager)(
             x, second, residual, rowscale, layerscale, weight, bias, seed,
@@ -446,7 +452,7 @@ def dropout_add_norm(
 
 def _suits_torch(
     x: torch.Tensor, residual: torch.Tensor, weight: Any, bias: Any, second: Any, rowscale: Any, layerscale: Any,
-    norm: str, zero_centered: bool, return_mask: bool, out_dtype: torch.dtype,
+    norm: str,
 ) -> bool:  # fmt: skip
     """Whether PyTorch's own ops do the same and sooner: small, plain, of one dtype, and with the host in the way.
 
@@ -458,15 +464,12 @@ def _suits_torch(
     return (
         x.is_cuda
         and 0 < x.numel() <= _HOST_BOUND
-        and not (zero_centered or return_mask)
         and second is None
         and rowscale is None
         and layerscale is None
         and (bias is None or norm == "layer")
         and residual.dtype is dtype
-        and out_dtype is dtype
         and (weight is None or weight.dtype is dtype)
-        and not _op.is_traced(x)
         and not _op.is_capturing(x)
     )
 
@@ -482,7 +485,7 @@ def _by_torch(
 
 def _check(
     x: Any, residual: Any, weight: Any, bias: Any, second: Any, rowscale: Any, layerscale: Any,
-    p: Any, norm: Any, zero_centered: bool, residual_dtype: Any,
+    p: Any, eps: Any, norm: Any, zero_centered: bool, residual_dtype: Any,
 ) -> None:  # fmt: skip
     _op.check_tensor(_NAME, "x", x)
     shape = x.shape
@@ -490,6 +493,7 @@ def _check(
     if not 1 <= width <= _WIDEST:
         raise ValueError(f"{_NAME}: x has shape {tuple(shape)}; its last dimension must be 1 to {_WIDEST} wide.")
     _op.check_probability(_NAME, p)
+    _op.check_eps(_NAME, eps)
     if norm not in ("layer", "rms"):
         raise ValueError(f"{_NAME}: norm is {norm!r}; choose 'layer' or 'rms'.")
     _op.check_tensor(_NAME, "residual", residual, shape, x)

@@ -6,13 +6,17 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.errors import UserError
 from tilewright.plan.gpt import mfu
 from tilewright.tune.space import Setting
 from tilewright.tune.trial import Result, Trial
@@ -45,38 +49,50 @@ class Study:
         return {"reference_losses": self.reference.losses, "rows": rows}
 
 
+SILENCE = 1800.0  # seconds; compiling a large model says nothing for minutes
 Progress = Callable[[str, int, int], None]  # label of the trial, steps done, steps in all
 
 
-def run_study(space: list[Setting], trial: Trial, peak_flops: float | None, progress: Progress) -> Study:
-    """Run `trial` in float32 for the reference curve, then once under each setting of `space`."""
+def run_study(
+    space: list[Setting],
+    trial: Trial,
+    peak_flops: float | None,
+    progress: Progress,
+    save: Callable[[Study], None] = lambda study: None,
+) -> Study:
+    """Run `trial` in float32 for the reference curve, then once under each setting of `space`; save after each."""
+    save(Study(Result(error="has not run yet"), []))  # a place that cannot be written to shows before the work
     reference_trial = dataclasses.replace(
         trial, model=dataclasses.replace(trial.model, gpt_block="standard"), compile=False, precision="fp32", steps=0
     )
-    reference = run_trial(reference_trial, "reference, float32", progress)
-    rows: list[Row] = []
+    study = Study(run_trial(reference_trial, "reference, float32", progress), [])
+    save(study)
     for setting in space:
         model = dataclasses.replace(trial.model, gpt_block=setting.gpt_block)
         result = run_trial(dataclasses.replace(trial, model=model, compile=setting.compile), str(setting), progress)
-        rows.append(_row(setting, result, reference, rows[0].result if rows else result, trial, peak_flops))
-    return Study(reference, rows)
+        study.rows.append(_row(setting, result, study, trial, peak_flops))
+        save(study)
+    return study
 
 
-def _row(
-    setting: Setting, result: Result, reference: Result, first: Result, trial: Trial, peak_flops: float | None
-) -> Row:
+def _row(setting: Setting, result: Result, study: Study, trial: Trial, peak_flops: float | None) -> Row:
     difference = speedup = utilisation = None
-    if result.losses and reference.losses:
-        difference = max(abs(a - b) for a, b in zip(result.losses, reference.losses, strict=True))
+    if result.losses and study.reference.losses:
+        difference = max(abs(a - b) for a, b in zip(result.losses, study.reference.losses, strict=True))
     rate = result.tokens_per_second
     if rate is not None:
-        speedup = rate / first.tokens_per_second if first.tokens_per_second else None
-        utilisation = mfu(rate, trial.model.flops_per_token, peak_flops) if peak_flops else None
+        first = (study.rows[0].result if study.rows else result).tokens_per_second
+        speedup = rate / first if first else None
+        if peak_flops:
+            try:
+                utilisation = mfu(rate, trial.model.flops_per_token, peak_flops)
+            except UserError as error:
+                result = dataclasses.replace(result, error=str(error))
     return Row(setting, result, difference, speedup, utilisation)
 
 
-def run_trial(trial: Trial, label: str, progress: Progress) -> Result:
-    """Run a trial in its own process; a crash of that process is a result too."""
+def run_trial(trial: Trial, label: str, progress: Progress, silence: float = SILENCE) -> Result:
+    """Run a trial in its own process; a process that dies, or falls silent for too long, is a result too."""
     progress(label, 0, trial.total_steps)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -86,15 +102,18 @@ def run_trial(trial: Trial, label: str, progress: Progress) -> Result:
             stderr=log,
             text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # so that its own children can be ended with it
         )
         assert process.stdin is not None and process.stdout is not None
         result = None
+        watchdog = _Watchdog(process, silence)
         try:
             with contextlib.suppress(BrokenPipeError):  # it died before it read: its exit code says so below
                 process.stdin.write(json.dumps(dataclasses.asdict(trial)))
                 process.stdin.close()
             done = 0
             for line in process.stdout:
+                watchdog.heard()
                 event = json.loads(line)
                 if event.pop("event") == "result":
                     result = Result(**event)
@@ -103,11 +122,41 @@ def run_trial(trial: Trial, label: str, progress: Progress) -> Result:
                     progress(label, done, trial.total_steps)
             process.wait()
         finally:  # Ctrl-C: take the trial along
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            watchdog.stop()
+            _end(process)
         if result is not None:
             return result
+        if watchdog.barked:
+            return Result(error=f"the trial said nothing for {silence:g} s and was ended.")
         log.seek(0)
         last = log.read().decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
     return Result(error=f"the trial's process ended with code {process.returncode}: {last[0][:200]}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+class _Watchdog:
+    """Ends a process that has not been heard of for `silence` seconds."""
+
+    def __init__(self, process: subprocess.Popen[str], silence: float) -> None:
+        self.process, self.silence, self.barked = process, silence, False
+        self._stopped = threading.Event()
+        self._heard = time.monotonic()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def heard(self) -> None:
+        self._heard = time.monotonic()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(1.0, self.silence / 4)):
+            if time.monotonic() - self._heard > self.silence:
+                self.barked = True
+                _end(self.process)
+                return

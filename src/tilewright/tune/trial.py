@@ -8,9 +8,9 @@ reads one JSON object a line from its standard output: `{"event": "step", ...}` 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
+import math
 import os
 import resource
 import statistics
@@ -102,6 +102,8 @@ def run(trial: Trial, report: Callable[[dict[str, Any]], None]) -> Result:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(float(loss.detach()))  # waits for the device
+            if not math.isfinite(losses[-1]):
+                raise FloatingPointError(f"the loss is {losses[-1]} after {len(losses)} steps.")
             seconds.append(time.perf_counter() - began)
             report({"event": "step", "loss": losses[-1], "seconds": seconds[-1]})
         return losses, seconds
@@ -119,25 +121,35 @@ def run(trial: Trial, report: Callable[[dict[str, Any]], None]) -> Result:
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = peak_host_bytes()
     return Result(losses, timed, trial.batch * config.sequence, first, peak)
 
 
+def peak_host_bytes() -> int:
+    """The most memory this process has had at once."""
+    status = Path("/proc/self/status")
+    if status.exists():  # on Linux the figure below is inherited from the parent where that had more
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
 def main() -> None:
-    """Read a trial from standard input, run it, write events to standard output."""
+    """Read a trial from standard input, run it, write events to what was standard output."""
+    # Nothing that a library, a driver or a child process prints may pass for an event: they get standard error.
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     raw = json.load(sys.stdin)
     trial = Trial(**{**raw, "model": GPTConfig(**raw["model"])})
-    events = sys.stdout
 
     def report(event: dict[str, Any]) -> None:
         events.write(json.dumps(event) + "\n")
         events.flush()
 
-    with contextlib.redirect_stdout(sys.stderr):  # nothing a library prints may pass for an event
-        try:
-            result = run(trial, report)
-        except Exception as error:
-            result = Result(error=explain(error))
+    try:
+        result = run(trial, report)
+    except Exception as error:
+        result = Result(error=explain(error))
     report({"event": "result", **dataclasses.asdict(result)})
 
 
