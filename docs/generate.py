@@ -122,7 +122,8 @@ def tune(result: dict[str, Any]) -> str:
     header = ["setting", "tokens/s", "ratio", "peak memory", "MFU", "loss difference"]
     return (
         f"GPT {model['width']} x {model['layers']}, batch {trial['batch']} x {model['sequence']}, dropout "
-        f"{model['dropout']}, {trial['precision']}; MFU by {result['flops_convention']}, peak {result['peak_source']}. "
+        f"{model['dropout']}, {trial['precision']}; MFU by {result['flops_convention']}, peak {result['peak_source']}; "
+        f"drift {result['drift']:+.1%}. "
         f"{machine(result)}\n\n{markdown(header, rows)}"
     )
 

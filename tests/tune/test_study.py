@@ -41,6 +41,7 @@ def test_a_study_shows_speed_memory_and_that_the_model_is_the_same():
         assert row.result.tokens_per_second > 0 and row.result.peak_memory_bytes > 2**20 and 0 < row.mfu < 1
         assert row.loss_difference < 1e-5  # float32 on both sides, dropout only in the timed steps
     assert study.rows[0].speedup == 1.0 and study.rows[0].loss_difference == 0.0
+    assert study.drift > -1.0 and ("standard, eager, again", 3, 3) in seen
     assert [e for e in seen if e[0] == "standard, eager"] == [("standard, eager", n, 6) for n in range(7)]
     json.dumps(study.as_dict())
 
@@ -139,7 +140,7 @@ def test_an_impossible_mfu_is_the_rows_error_and_the_others_run():
         EAGER, dataclasses.replace(TRIAL, steps=1), 1.0, lambda *event: None, lambda s: saved.append(len(s.rows))
     )
     assert [("cannot be" in row.result.error) for row in study.rows] == [True, True]
-    assert saved == [0, 0, 1, 2]
+    assert saved == [0, 0, 1, 2, 2]
 
 
 def test_the_corpus_is_text_and_long_enough():

@@ -35,10 +35,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Study:
-    """The float32 standard run that all are compared with, and a row a setting."""
+    """The float32 standard run that all are compared with, a row a setting, and how far the machine itself drifted.
+
+    `drift` is the change of speed of the first setting, run once more at the end: what a ratio can be wrong by.
+    """
 
     reference: Result
     rows: list[Row]
+    drift: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         rows = []
@@ -46,7 +50,7 @@ class Study:
             flat = dataclasses.asdict(row)
             flat["result"]["tokens_per_second"] = row.result.tokens_per_second
             rows.append(flat)
-        return {"reference_losses": self.reference.losses, "rows": rows}
+        return {"reference_losses": self.reference.losses, "rows": rows, "drift": self.drift}
 
 
 SILENCE = 1800.0  # seconds; compiling a large model says nothing for minutes
@@ -68,11 +72,21 @@ def run_study(
     study = Study(run_trial(reference_trial, "reference, float32", progress), [])
     save(study)
     for setting in space:
-        model = dataclasses.replace(trial.model, gpt_block=setting.gpt_block)
-        result = run_trial(dataclasses.replace(trial, model=model, compile=setting.compile), str(setting), progress)
+        result = run_trial(_under(setting, trial), str(setting), progress)
         study.rows.append(_row(setting, result, study, trial, peak_flops))
         save(study)
+    before = study.rows[0].result.tokens_per_second
+    if before is not None:
+        again = dataclasses.replace(_under(space[0], trial), check_steps=0)
+        after = run_trial(again, f"{space[0]}, again", progress).tokens_per_second
+        study = dataclasses.replace(study, drift=after / before - 1.0 if after else None)
+        save(study)
     return study
+
+
+def _under(setting: Setting, trial: Trial) -> Trial:
+    model = dataclasses.replace(trial.model, gpt_block=setting.gpt_block)
+    return dataclasses.replace(trial, model=model, compile=setting.compile)
 
 
 def _row(setting: Setting, result: Result, study: Study, trial: Trial, peak_flops: float | None) -> Row:

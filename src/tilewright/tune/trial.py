@@ -34,7 +34,7 @@ class Trial:
     precision: str  # "bf16": autocast; "fp32"
     batch: int
     check_batch: int  # a smaller one for the loss curve, which also runs in float32
-    check_steps: int
+    check_steps: int  # 0: no loss curve
     warmup_steps: int
     steps: int  # timed; 0: the loss curve alone
     learning_rate: float = 3e-4
@@ -109,7 +109,7 @@ def run(trial: Trial, report: Callable[[dict[str, Any]], None]) -> Result:
         return losses, seconds
 
     losses, check_seconds = train(0.0, batches(trial.check_batch, trial.check_steps))
-    first = check_seconds[0]
+    first = check_seconds[0] if check_seconds else 0.0
     timed: list[float] = []
     if trial.steps:
         if device.type == "cuda":
