@@ -26,6 +26,7 @@ from ops.contract import (
     randn,
 )
 from tilewright.ops import _op, dropout_add_norm
+from tilewright.ops import dropout_add_norm_kernels as kernels
 from tilewright.ops.dropout_add_norm import _registered, cost, reference
 
 NAMES = ("x", "residual", "weight", "bias", "second", "rowscale", "layerscale")
@@ -509,7 +510,7 @@ def test_every_width_and_dtype_has_a_shape_that_triton_and_the_gpu_can_take(monk
             full = (x, residual, residual, x, x, x, weight)
             plain = (x, residual, residual, None, None, None, weight)
             for dtypes in (full, plain):
-                plan = OP._backward_plan.__wrapped__(
+                plan = kernels.backward_plan.__wrapped__(
                     device, width, dtypes, torch.float32, x, (True,) * 7, False, False, True
                 )
                 _, rows, block, chunks, paired, stages, *_ = plan.main.constants
@@ -518,7 +519,7 @@ def test_every_width_and_dtype_has_a_shape_that_triton_and_the_gpu_can_take(monk
                 assert all(n & (n - 1) == 0 for n in (rows, block, plan.main.warps)) and plan.main.warps <= 32
                 loaded = sum(d.itemsize for d in (*dtypes[:4], dtypes[5]) if d is not None)
                 assert stages == 1 or (stages - 1) * rows * block * chunks * loaded < shared_memory
-            rows, launch = OP._forward_launch.__wrapped__(
+            rows, launch = kernels.forward_launch.__wrapped__(
                 device, width, (x, *[None] * 7, x, residual), False, False, True
             )
             block = launch.constants[1]

@@ -139,10 +139,9 @@ def _show(study: Study, trial: Trial, peak_source: str) -> None:
     console.print(f"MFU by 6N + 12Lhs; peak {peak_source}.", highlight=False, soft_wrap=True, markup=False)
     console.print(_difference_note(study, trial), highlight=False, soft_wrap=True, markup=False)
     if study.drift is not None:
-        warning = (
-            "" if abs(study.drift) < 0.05 else " The machine was not steady: the ratios above are not to be relied on."
-        )
-        note = f"Drift: the first setting, run again at the end, was {study.drift:+.1%} in speed.{warning}"
+        note = f"Drift: the speed of the first setting, run again at the end, had changed by {study.drift:+.1%}."
+        if abs(study.drift) > 0.05:
+            note += " The machine was not steady: do not rely on the ratios."
         console.print(note, highlight=False, soft_wrap=True)
     if trial.device == "cpu":
         console.print(

@@ -13,9 +13,8 @@ gradient of both x and residual. Arithmetic is far below that on any current GPU
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,8 +26,6 @@ __all__ = ["cost", "dropout_add_norm", "reference"]
 
 _NAME = "dropout_add_norm"
 _WIDEST = 65536
-_WIDEST_ROW_BYTES = 32768  # of x or the residual, that one program of forward holds in registers
-_WIDEST_TILE = 8192  # columns that one program of backward holds in registers
 _HOST_BOUND = 65536  # elements up to which an eager call is the host's time alone
 
 
@@ -84,40 +81,6 @@ def _draw_masks(x: torch.Tensor, second: torch.Tensor | None, p: float) -> list[
     return [torch.rand(x.shape, device=x.device) >= p for _ in range(0 if p == 0.0 else 1 if second is None else 2)]
 
 
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is not below `n`."""
-    return 1 << (n - 1).bit_length()
-
-
-def _chunks(width: int, widest_block: int) -> tuple[int, int]:
-    """(block, chunks): the fewest chunks that cover `width` with at most a fifth more lanes than columns."""
-    block = min(widest_block, _power_of_two(width))
-    while block > 1024 and -(-width // block) * block * 5 > width * 6:
-        block //= 2
-    return block, -(-width // block)
-
-
-# The shapes below were measured on an H200; `results/` has what they reach.
-
-
-@functools.cache
-def _forward_launch(
-    device: torch.device, width: int, dtypes: tuple[Any, ...], rms: bool, zero_centered: bool, dropout: bool
-) -> tuple[int, _op.Launch]:
-    """The kernel, and how many rows a program of it takes."""
-    from tilewright.ops import dropout_add_norm_kernels as kernels
-
-    flags = (rms, zero_centered, dropout, dtypes[0] == torch.float64)
-    element = max(dtypes[0].itemsize, dtypes[-1].itemsize)
-    if width * element > _WIDEST_ROW_BYTES:
-        block, warps = (2048, 4) if element == 2 else (4096, 8)
-        return 1, _op.Launch(kernels.wide_forward, device, (width, block, *flags), warps)
-    block = max(16, _power_of_two(width))
-    rows = max(1, 1024 // block)
-    warps = 2 if block <= 1024 else max(4, block // 1024)
-    return rows, _op.Launch(kernels.forward, device, (width, block, rows, *flags), warps)
-
-
 def _forward(
     x: torch.Tensor,
     second: torch.Tensor | None,
@@ -144,7 +107,9 @@ def _forward(
     if rows:
         seed_tensor, seed_value = split_seed(seed, x.device)
         tensors = (*inputs, seed_tensor, out, residual_out)
-        tile_rows, launch = _forward_launch(x.device, width, _op.dtypes(tensors), rms, zero_centered, p > 0.0)
+        from tilewright.ops import dropout_add_norm_kernels as kernels
+
+        tile_rows, launch = kernels.forward_launch(x.device, width, _op.dtypes(tensors), rms, zero_centered, p > 0.0)
         scalars = (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p), eps)
         launch((-(-rows // tile_rows), 1), (*tensors, statistics), scalars)
     return out, residual_out, statistics
@@ -152,57 +117,6 @@ def _forward(
 
 def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-class _BackwardPlan(NamedTuple):
-    programs: int  # at the most
-    rows: int
-    slices: int
-    row_sums: _op.Launch | None
-    main: _op.Launch
-    add_partials: _op.Launch
-
-
-@functools.cache
-def _backward_plan(
-    device: torch.device, width: int, dtypes: tuple[Any, ...], compute: torch.dtype,
-    x_dtype: torch.dtype, needs: tuple[bool, ...], rms: bool, zero_centered: bool, dropout: bool,
-) -> _BackwardPlan:  # fmt: skip
-    from tilewright.ops import dropout_add_norm_kernels as kernels
-
-    element = max(dtypes[0].itemsize, dtypes[2].itemsize)
-    # What a program has on its way, a column: the gradients, the sum, x and layerscale.
-    loaded = sum(dtype.itemsize for dtype in (*dtypes[:4], dtypes[5]) if dtype is not None)
-    programs = _op.multiprocessors(device)
-    rows, chunks, slices, stages = 1, 1, 1, 3
-    if width <= 2048:
-        block = max(16, _power_of_two(width))
-        rows = max(2, min(4096 // block, _power_of_two(6144 // element // width + 1) // 2))
-        warps, stages, programs = (8, 4, programs) if block == 2048 else (4, 3, 2 * programs)
-    elif width <= _WIDEST_TILE:
-        block, chunks = _chunks(width, 2048)
-        warps, programs = block // 256, programs * 2048 // block
-        stages = 4 if block == 2048 and chunks <= 3 else 3
-    elif width <= 2 * _WIDEST_TILE:
-        slices = 2
-        block, chunks = _chunks(-(-width // 2), 2048)
-        warps, programs = block // 256, programs // 2
-        loaded += dtypes[0].itemsize + dtypes[2].itemsize + (0 if dtypes[6] is None else dtypes[6].itemsize)
-    else:
-        block, slices, warps = 2048, -(-width // 2048), 8
-        programs = 4 * programs // slices
-    while stages > 1 and (stages - 1) * rows * block * chunks * loaded + 2048 > _op.shared_memory(device):
-        stages -= 1
-    double = compute == torch.float64
-    constants = (width, rows, block, chunks, slices == 2, stages, rms, zero_centered, dropout, double)
-    return _BackwardPlan(
-        max(1, programs),
-        rows,
-        slices,
-        _op.Launch(kernels.row_sums, device, (width, 4096, rms, zero_centered, double), 8) if slices > 2 else None,
-        _op.Launch(kernels.backward, device, constants, warps),
-        _op.Launch(kernels.add_partials, device, (width, 32, 64), 4),
-    )
 
 
 def _backward(
@@ -227,7 +141,9 @@ def _backward(
     seed_tensor, seed_value = split_seed(seed, z.device)
     width = z.shape[-1]
     rows = z.numel() // width
-    plan = _backward_plan(
+    from tilewright.ops import dropout_add_norm_kernels as kernels
+
+    plan = kernels.backward_plan(
         z.device, width, _op.dtypes(inputs), statistics.dtype, x_dtype, tuple(needs),
         rms, zero_centered, p > 0.0,
     )  # fmt: skip
