@@ -77,7 +77,7 @@ def assert_deterministic(run: Callable[[], Sequence[Tensor]], times: int = 3) ->
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-def assert_compiles(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], exact: bool = True) -> None:
+def assert_compiles(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
     """One graph, no break, same outputs and gradients as eager."""
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True)

@@ -129,8 +129,6 @@ def test_odd_shapes(shape, norm):
 )
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_wide_rows(shape, norm):
-    if DEVICE == "cpu" and shape == (2, 65536) and norm == "rms":
-        pytest.skip("ten seconds under the interpreter; LayerNorm runs at this width, and RMSNorm at 16400")
     options = {
         "p": 0.1,
         "norm": norm,
@@ -399,9 +397,9 @@ def test_checkpoint_recomputes_the_same_mask():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_layout_of_the_inputs(dtype):
-    for (name, x), (_, residual) in zip(layouts(6, 48, dtype), reversed(list(layouts(6, 48, dtype))), strict=True):
+    for (_, x), (_, residual) in zip(layouts(6, 48, dtype), reversed(list(layouts(6, 48, dtype))), strict=True):
         expected = dropout_add_norm(x.contiguous(), residual.contiguous(), prenorm=True)
-        assert_equal(expected, dropout_add_norm(x, residual, prenorm=True)), name
+        assert_equal(expected, dropout_add_norm(x, residual, prenorm=True))
 
 
 def test_non_contiguous_upstream_gradients():
@@ -425,12 +423,14 @@ def test_a_bad_number_spoils_its_own_row_only(value):
 
 def test_the_plain_pytorch_path_agrees_with_the_kernel(monkeypatch):
     tensors, keywords = arguments((5, 40), torch.float32, {"with": ("second", "rowscale", "layerscale")})
+    kernel = call(dropout_add_norm, tensors, keywords, prenorm=True)
+    assert type(kernel[0].grad_fn).__name__ == "_FunctionBackward"
     tensors = {n: t.cpu() for n, t in tensors.items()}
-    kernel = call(reference, tensors, keywords)
     monkeypatch.setattr(_op, "INTERPRETED", False)
     plain = call(dropout_add_norm, tensors, keywords, prenorm=True)
+    assert type(plain[0].grad_fn).__name__ != "_FunctionBackward"
     for a, b in zip(kernel, plain, strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a.cpu(), b)
     _, mask, second_mask = call(dropout_add_norm, tensors, {"p": 0.5}, return_mask=True)
     assert 0 < mask.float().mean() < 1 and not torch.equal(mask, second_mask)
 

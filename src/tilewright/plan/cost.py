@@ -33,13 +33,6 @@ class Cost:
         """
         return max(self.bytes / bytes_per_second, self.flops / flops_per_second)
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flops + other.flops,
-            self.bytes_read + other.bytes_read,
-            self.bytes_written + other.bytes_written,
-        )
-
 
 def dropout_add_norm(
     rows: int,
