@@ -106,20 +106,25 @@ def run(quick: bool, progress: Callable[[str], None], save: Callable[[dict[str, 
     return result
 
 
+def implementations(case: dict[str, Any]) -> dict[str, Implementation]:
+    """Ours and what a user would pick instead, by name."""
+    functions: dict[str, Implementation] = {"tilewright": _ours, "eager": _plain}
+    functions["compile"] = torch.compile(_plain, dynamic=False)
+    if case["dtype"] == "bf16" and case["norm"] == "layer" and 2048 <= case["width"] <= 12288:
+        functions["compile-max"] = torch.compile(_plain, dynamic=False, mode="max-autotune-no-cudagraphs")
+    if package_version("liger-kernel") is not None:
+        functions["liger"] = _liger
+    return functions
+
+
 def _measure(case: dict[str, Any], copy_bytes_per_second: float) -> dict[str, Any]:
     rows, width, p, norm = case["rows"], case["width"], case["p"], case["norm"]
     dtype = DTYPES[case["dtype"]]
     torch.compiler.reset()
-    implementations: dict[str, Implementation] = {"tilewright": _ours, "eager": _plain}
-    implementations["compile"] = torch.compile(_plain, dynamic=False)
-    if case["dtype"] == "bf16" and norm == "layer" and 2048 <= width <= 12288:
-        implementations["compile-max"] = torch.compile(_plain, dynamic=False, mode="max-autotune-no-cudagraphs")
-    if package_version("liger-kernel") is not None:
-        implementations["liger"] = _liger
     inputs = _inputs(rows, width, dtype, norm)
     failed: dict[str, dict[str, str]] = {}
     passes: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
-    for name, function in implementations.items():
+    for name, function in implementations(case).items():
         try:
             passes[name] = _forward_backward(function, inputs, p, norm)
             passes[name][1]()
