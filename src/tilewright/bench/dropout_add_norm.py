@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewright.bench.protocol import head, measure_case, sentence
+from tilewright.bench.protocol import compile_ahead, configure, head, measure_case, sentence
 from tilewright.measure.ceilings import measure_ceilings
 from tilewright.measure.clock import interleaved_graph_time, interleaved_wall_time
 from tilewright.measure.machine import package_version
@@ -78,24 +78,21 @@ def cases(quick: bool) -> Iterator[dict[str, Any]]:
                     yield {"dtype": dtype, "norm": norm, "p": p, "rows": ROWS, "width": width}
 
 
-def _retain_graphs() -> None:
-    # Backward is timed by running it many times on one graph, which compiled code refuses where it donates buffers.
-    import torch._functorch.config
-
-    torch._functorch.config.donated_buffer = False
-
-
-def run(quick: bool, progress: Callable[[str], None], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def run(
+    quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """Measure every case, saving what there is after each; `results/<gpu>/dropout_add_norm.json` holds the whole."""
     result = head("dropout_add_norm")
-    _retain_graphs()
+    configure()
+    chosen = list(cases(quick))
+    compile_ahead("dropout_add_norm", chosen, jobs, progress)
     ceilings = measure_ceilings()
     result["ceilings"] = {"copy_bytes_per_second": ceilings.copy_bytes_per_second, "bf16_flops": ceilings.bf16_flops}
     result["peers"] = {"liger-kernel": package_version("liger-kernel") or "missing"}
     result["cases"] = []
     progress(f"copy {ceilings.copy_bytes_per_second / 1e9:.0f} GB/s, product {ceilings.bf16_flops / 1e12:.0f} TFLOPS")
     with torch.cuda.stream(torch.cuda.Stream()):
-        for case in cases(quick):
+        for case in chosen:
             result["cases"].append(_measure(case, ceilings.copy_bytes_per_second))
             progress(_line(result["cases"][-1]))
             save(result)
@@ -106,35 +103,45 @@ def run(quick: bool, progress: Callable[[str], None], save: Callable[[dict[str, 
     return result
 
 
-def implementations(case: dict[str, Any]) -> dict[str, Implementation]:
+def _implementations(case: dict[str, Any]) -> dict[str, Implementation]:
     """Ours and what a user would pick instead, by name."""
     functions: dict[str, Implementation] = {"tilewright": _ours, "eager": _plain}
     functions["compile"] = torch.compile(_plain, dynamic=False)
-    if case["dtype"] == "bf16" and case["norm"] == "layer" and 2048 <= case["width"] <= 12288:
+    if case["dtype"] == "bf16" and case["norm"] == "layer" and 4096 <= case["width"] <= 12288:
         functions["compile-max"] = torch.compile(_plain, dynamic=False, mode="max-autotune-no-cudagraphs")
     if package_version("liger-kernel") is not None:
         functions["liger"] = _liger
     return functions
 
 
-def _measure(case: dict[str, Any], copy_bytes_per_second: float) -> dict[str, Any]:
-    rows, width, p, norm = case["rows"], case["width"], case["p"], case["norm"]
-    dtype = DTYPES[case["dtype"]]
-    torch.compiler.reset()
-    inputs = _inputs(rows, width, dtype, norm)
+Passes = tuple[Callable[[], object], Callable[[], object]]
+
+
+def prepare(case: dict[str, Any]) -> tuple[dict[str, Passes], dict[str, dict[str, str]]]:
+    """Forward and backward of each implementation, both run once, and the errors of those that failed."""
+    inputs = _inputs(case["rows"], case["width"], DTYPES[case["dtype"]], case["norm"])
     failed: dict[str, dict[str, str]] = {}
-    passes: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
-    for name, function in implementations(case).items():
+    passes: dict[str, Passes] = {}
+    for name, function in _implementations(case).items():
         try:
-            passes[name] = _forward_backward(function, inputs, p, norm)
+            passes[name] = _forward_backward(function, inputs, case["p"], case["norm"])
             passes[name][1]()
         except Exception as error:
             failed[name] = {"error": sentence(error)}
             passes.pop(name, None)
-    size = dtype.itemsize
+    return passes, failed
+
+
+def _measure(case: dict[str, Any], copy_bytes_per_second: float) -> dict[str, Any]:
+    torch.compiler.reset()
+    passes, failed = prepare(case)
+    size = DTYPES[case["dtype"]].itemsize
     measured = dict(case)
     for step, index in (("forward", 0), ("backward", 1)):
-        limit = cost(rows, width, x_bytes=size, residual_bytes=size, backward=step == "backward", dropout=p > 0.0)
+        limit = cost(
+            case["rows"], case["width"], x_bytes=size, residual_bytes=size,
+            backward=step == "backward", dropout=case["p"] > 0.0,
+        )  # fmt: skip
         functions = {name: f[index] for name, f in passes.items()}
         measured[step] = measure_case(functions, limit, copy_bytes_per_second, from_graph=step == "backward")
         measured[step]["implementations"].update(failed)

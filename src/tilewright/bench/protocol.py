@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import multiprocessing
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +23,43 @@ def head(name: str) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise UserError("A benchmark needs a CUDA GPU and PyTorch sees none; `tilewright doctor` says why.")
     return {"schema": SCHEMA, "benchmark": name, "machine": describe()}
+
+
+def configure() -> None:
+    """Settings that let compiled peers be measured, in every process that compiles them."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    # Backward is timed by running it many times on one graph, which compiled code refuses where it donates buffers.
+    torch._functorch.config.donated_buffer = False
+    # What a peer's own tuning finds while other processes share the GPU is not its best: tune it where it is measured.
+    torch._inductor.config.autotune_local_cache = False
+
+
+def compile_ahead(name: str, cases: list[dict[str, Any]], jobs: int, progress: Callable[[str], None]) -> None:
+    """Run every case of a benchmark once, in `jobs` processes, for the compiled kernels that this leaves on disk.
+
+    Nearly all of a benchmark's time is one processor compiling what its peers run.
+    """
+    if jobs < 2:
+        return
+    with multiprocessing.get_context("spawn").Pool(min(jobs, len(cases)), _begin_worker) as pool:
+        for done, _ in enumerate(pool.imap_unordered(functools.partial(_run_once, name), cases), 1):
+            if done % 10 == 0 or done == len(cases):
+                progress(f"compiled {done} of {len(cases)} cases")
+
+
+def _begin_worker() -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    torch.set_num_threads(1)
+    configure()
+
+
+def _run_once(name: str, case: dict[str, Any]) -> None:
+    # What fails here fails again, and is reported, where the case is measured.
+    importlib.import_module(f"tilewright.bench.{name}").prepare(case)
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
 
 
 def measure_case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tilewright.measure.results import write_json
 def bench(
     name: str = typer.Argument(help=f"What to measure: {', '.join(NAMES)}."),
     quick: bool = typer.Option(False, help="A few cases only."),
+    jobs: int = typer.Option(min(8, os.cpu_count() or 1), help="Processes that compile ahead; 1: none."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     out: Path = typer.Option(None, help="Also write the JSON to this file, after every case."),
 ) -> None:
@@ -41,6 +43,6 @@ def bench(
             write_json(out, result)
 
     with Stages() as stages:
-        result = module.run(quick, stages.line, save)
+        result = module.run(quick, jobs, stages.line, save)
     if as_json:
         print(json.dumps(result))

@@ -12,6 +12,7 @@ import torch
 
 # Larger than any L2: writing it between two runs evicts what the first left there.
 _FLUSH_BYTES = 256 * 2**20
+_HEAD_START = 1_000_000  # cycles the device is kept busy before a call, about half a millisecond
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ Times = tuple[dict[str, Timing], dict[str, Exception]]  # of what ran, and why t
 def interleaved_event_time(functions: Functions, *, seconds: float = 0.1) -> Times:
     """Device time of each function, from events around single calls, the cache flushed before each.
 
-    The calls take turns, so that a change of clock or temperature meets all of them alike. The host runs ahead of
-    the device behind the flush: its time does not show unless a call takes it longer than the flush takes the device.
+    The calls take turns, so that a change of clock or temperature meets all of them alike. The device is kept busy
+    while the host prepares a call, so that the host's time does not show.
     """
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     sound, errors = _try_each(functions)
@@ -63,6 +64,7 @@ def interleaved_event_time(functions: Functions, *, seconds: float = 0.1) -> Tim
         for name, function in sound.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
+            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
             start.record()
             function()
             end.record()

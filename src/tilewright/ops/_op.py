@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # and no subclass of them
 
 # Read once: Triton itself decides between interpreter and compiler when a kernel is decorated.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,8 +37,7 @@ def runs_kernel(x: torch.Tensor) -> bool:
 def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether somebody other than eager autograd must see the op: a compiler, a dispatch mode, a tensor subclass."""
     for tensor in tensors:
-        kind = type(tensor)
-        if not (tensor is None or kind is torch.Tensor or kind is torch.nn.Parameter):
+        if tensor is not None and type(tensor) not in PLAIN:
             return True
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 

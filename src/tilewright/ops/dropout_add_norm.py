@@ -330,6 +330,10 @@ def dropout_add_norm(
     >>> out.shape, torch.allclose(out.mean(-1), torch.zeros(2, 3), atol=1e-5)
     (torch.Size([2, 3, 8]), True)
     """
+    if second is rowscale is layerscale is None is residual_dtype and not (zero_centered or return_mask):
+        outputs = _by_torch(x, residual, weight, bias, p, eps, norm)
+        if outputs is not None:
+            return outputs if prenorm else outputs[0]
     _check(x, residual, weight, bias, second, rowscale, layerscale, p, eps, norm, zero_centered, residual_dtype)
     p = quantised(p)
     if residual_dtype is None:
@@ -339,13 +343,7 @@ def dropout_add_norm(
     out_dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
     traced = _op.is_traced(x, second, residual, rowscale, layerscale, weight, bias)
     masks: list[torch.Tensor] = []
-    if (
-        residual is not None
-        and not (traced or autocast or zero_centered or return_mask)
-        and _suits_torch(x, residual, weight, bias, second, rowscale, layerscale, norm)
-    ):
-        out, residual_out = _by_torch(x, residual, weight, bias, p, eps, norm)
-    elif _op.runs_kernel(x):
+    if _op.runs_kernel(x):
         seed = draw_seed(x, as_tensor=traced) if p > 0.0 else None
         out, residual_out, *_ = (_registered if traced else _eager)(
             x, second, residual, rowscale, layerscale, weight, bias, seed,
@@ -366,37 +364,34 @@ def dropout_add_norm(
     return (out, *((residual_out,) if prenorm else ()), *(masks if return_mask else ()))
 
 
-def _suits_torch(
-    x: torch.Tensor, residual: torch.Tensor, weight: Any, bias: Any, second: Any, rowscale: Any, layerscale: Any,
-    norm: str,
-) -> bool:  # fmt: skip
-    """Whether PyTorch's own ops do the same and sooner: small, plain, of one dtype, and with the host in the way.
+def _by_torch(
+    x: Any, residual: Any, weight: Any, bias: Any, p: float, eps: float, norm: str
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The same by PyTorch's own ops, where they do it sooner: a small, plain call with the host in the way; else None.
 
     Up to some 64 thousand elements the device idles most of the time, and what counts is the host. There, three ops
     whose backward is C++ take less of it than one whose backward is Python. A compiler or a captured graph takes the
-    host out of the way, so under those the kernel runs at every size.
+    host out of the way, so under those the kernel runs at every size. This runs before the arguments are checked, and
+    is as short as it can be: it looks at what PyTorch would take and we would not, and leaves the rest to PyTorch.
     """
-    dtype = x.dtype
-    return (
-        x.is_cuda
-        and 0 < x.numel() <= _HOST_BOUND
-        and second is None
-        and rowscale is None
-        and layerscale is None
-        and (bias is None or norm == "layer")
-        and residual.dtype is dtype
-        and (weight is None or weight.dtype is dtype)
-        and not _op.is_capturing(x)
-    )
-
-
-def _by_torch(
-    x: torch.Tensor, residual: torch.Tensor, weight: Any, bias: Any, p: float, eps: float, norm: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    residual = residual + (torch.native_dropout(x, p, True)[0] if p > 0.0 else x)
-    if norm == "rms":
-        return torch.rms_norm(residual, residual.shape[-1:], weight, eps), residual
-    return torch.native_layer_norm(residual, residual.shape[-1:], weight, bias, eps)[0], residual
+    if _op.is_traced() or type(x) not in _op.PLAIN or not x.is_cuda or not 0 < x.numel() <= _HOST_BOUND:
+        return None
+    try:
+        if (
+            residual.shape != x.shape
+            or residual.dtype is not x.dtype
+            or not (0.0 <= p < 1.0 and eps >= 0.0)
+            or (bias is not None and (weight is None or norm != "layer"))
+            or torch.is_autocast_enabled("cuda")
+            or _op.is_capturing(x)
+        ):
+            return None
+        total = torch.native_dropout(x, p, True)[0].add_(residual) if p > 0.0 else x + residual
+        if norm == "layer":
+            return torch.native_layer_norm(total, total.shape[-1:], weight, bias, eps)[0], total
+        return (torch.rms_norm(total, total.shape[-1:], weight, eps), total) if norm == "rms" else None
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # the checks will say why
 
 
 def _check(

@@ -166,19 +166,31 @@ def wide_forward(
 
 @triton.jit
 def _load_statistics(statistics, row, rows, RMS: tl.constexpr):
+    """1/std of each row, and what to add to a value times that: one fused operation an element normalises it."""
     rstd = tl.load(statistics + row, row < rows, 0.0)
-    mean = tl.zeros_like(rstd)
+    shift = tl.zeros_like(rstd)
     if not RMS:
-        mean = tl.load(statistics + rows + row, row < rows, 0.0)
-    return mean, rstd
+        shift = -tl.load(statistics + rows + row, row < rows, 0.0) * rstd
+    return rstd, shift
 
 
 @triton.jit
-def _norm_terms(dout, z, factor, mean, rstd, at, inside, COMPUTE: tl.constexpr):
+def _norm_terms(dout, z, factor, rstd, shift, at, inside, COMPUTE: tl.constexpr):
     """The incoming gradient, the normalised value and the gradient of the normalised value, for one tile."""
-    normed = (tl.load(z + at, inside, 0.0).to(COMPUTE) - mean[:, None]) * rstd[:, None]
+    normed = tl.load(z + at, inside, 0.0).to(COMPUTE) * rstd[:, None] + shift[:, None]
     dy = tl.load(dout + at, inside, 0.0).to(COMPUTE)
     return dy, normed, dy * factor
+
+
+@triton.jit
+def _row_means(along, plain, WIDTH: tl.constexpr, RMS: tl.constexpr):
+    """The means over the rows of two tiles, in one reduction; the second, zero for RMSNorm, is not needed there."""
+    if RMS:
+        mean = tl.sum(along, 1) / WIDTH
+        means = mean, tl.zeros_like(mean)
+    else:
+        means = tl.split(tl.sum(tl.join(along, plain), 1) / WIDTH)
+    return means
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -189,17 +201,18 @@ def row_sums(
     """The two sums over each row that the gradient of the norm needs, for rows of more than two slices."""
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    mean, rstd = _load_statistics(statistics, row, rows, RMS)
+    rstd, shift = _load_statistics(statistics, row, rows, RMS)
     along = tl.zeros([1, BLOCK], COMPUTE)
     plain = tl.zeros([1, BLOCK], COMPUTE)
     for first_column in tl.range(0, WIDTH, BLOCK, num_stages=3):
         at, inside, column = _tile(row, first_column, rows, WIDTH, BLOCK)
         factor = _load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE)
-        _, normed, dnormed = _norm_terms(dout, z, factor, mean, rstd, at, inside, COMPUTE)
+        _, normed, dnormed = _norm_terms(dout, z, factor, rstd, shift, at, inside, COMPUTE)
         along += normed * dnormed
         plain += dnormed
-    tl.store(sums + row, tl.sum(along, 1) / WIDTH)
-    tl.store(sums + rows + row, tl.sum(plain, 1) / WIDTH)
+    along_mean, plain_mean = _row_means(along, plain, WIDTH, RMS)
+    tl.store(sums + row, along_mean)
+    tl.store(sums + rows + row, plain_mean)
 
 
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
@@ -224,16 +237,20 @@ def backward(
     scale = tl.full([], scale, COMPUTE)
     lane = tl.arange(0, BLOCK)
     zeros = tl.zeros([ROWS, BLOCK], COMPUTE)
-    factors, weight_sums, bias_sums, layerscale_sums = (), (), (), ()
+    HOIST: tl.constexpr = PAIRED and CHUNKS * BLOCK <= 6144  # beyond, no registers for the other half's weights
+    factors, other_factors, weight_sums, bias_sums, layerscale_sums = (), (), (), (), ()
     for chunk in tl.static_range(CHUNKS):
         start = slice_start + chunk * BLOCK
         factors = factors + (_load_weight(weight, start + lane, WIDTH, ZERO_CENTERED, COMPUTE),)
+        if HOIST:
+            column = other_start + chunk * BLOCK + lane
+            other_factors = other_factors + (_load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE),)
         weight_sums = weight_sums + (zeros,)
         bias_sums = bias_sums + (zeros,)
         layerscale_sums = layerscale_sums + (zeros,)
     for first_row in tl.range(program * ROWS, rows, tl.num_programs(0).to(tl.int64) * ROWS, num_stages=STAGES):
         row = (first_row + tl.arange(0, ROWS)).to(tl.int64)
-        mean, rstd = _load_statistics(statistics, row, rows, RMS)
+        rstd, shift = _load_statistics(statistics, row, rows, RMS)
         by_row = tl.full([ROWS], 1.0, COMPUTE)
         if rowscale is not None:
             by_row = tl.load(rowscale + row, row < rows, 0.0).to(COMPUTE)
@@ -242,14 +259,17 @@ def backward(
         if PAIRED:
             for chunk in tl.static_range(CHUNKS):
                 at, inside, column = _tile(row, other_start + chunk * BLOCK, rows, WIDTH, BLOCK)
-                factor = _load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE)
-                _, normed, dnormed = _norm_terms(dout, z, factor, mean, rstd, at, inside, COMPUTE)
+                if HOIST:
+                    factor = other_factors[chunk]
+                else:
+                    factor = _load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE)
+                _, normed, dnormed = _norm_terms(dout, z, factor, rstd, shift, at, inside, COMPUTE)
                 along_tile += normed * dnormed
                 plain_tile += dnormed
         tiles, new_weight_sums, new_bias_sums, new_layerscale_sums = (), (), (), ()
         for chunk in tl.static_range(CHUNKS):
             at, inside, column = _tile(row, slice_start + chunk * BLOCK, rows, WIDTH, BLOCK)
-            dy, normed, dnormed = _norm_terms(dout, z, factors[chunk], mean, rstd, at, inside, COMPUTE)
+            dy, normed, dnormed = _norm_terms(dout, z, factors[chunk], rstd, shift, at, inside, COMPUTE)
             along_tile += normed * dnormed
             plain_tile += dnormed
             tiles = tiles + ((normed, dnormed),)
@@ -265,17 +285,15 @@ def backward(
             along = tl.load(sums + row, row < rows, 0.0)
             plain = tl.load(sums + rows + row, row < rows, 0.0)
         else:
-            along = tl.sum(along_tile, 1) / WIDTH
-            plain = tl.sum(plain_tile, 1) / WIDTH
+            along, plain = _row_means(along_tile, plain_tile, WIDTH, RMS)
+        along *= rstd
+        plain *= rstd
         rowscale_tile = zeros
         for chunk in tl.static_range(CHUNKS):
             start = slice_start + chunk * BLOCK
             at, inside, column = _tile(row, start, rows, WIDTH, BLOCK)
             normed, dnormed = tiles[chunk]
-            dz = dnormed - normed * along[:, None]
-            if not RMS:
-                dz -= plain[:, None]
-            dz *= rstd[:, None]
+            dz = dnormed * rstd[:, None] - (normed * along[:, None] + plain[:, None])
             if dresidual_out is not None:
                 dz += tl.load(dresidual_out + at, inside, 0.0).to(COMPUTE)
             if dresidual is not None:

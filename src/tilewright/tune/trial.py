@@ -94,7 +94,10 @@ def run(trial: Trial, report: Callable[[dict[str, Any]], None]) -> Result:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=trial.precision == "bf16")
         forward = torch.compile(model) if trial.compile else model
         losses, seconds = [], []
-        for tokens in data:
+        for step, tokens in enumerate(data, 1):
+            # The rate grows from nothing: a curve that jumps about would magnify rounding and show little else.
+            for group in optimizer.param_groups:
+                group["lr"] = trial.learning_rate * step / len(data)
             began = time.perf_counter()
             with autocast:
                 loss = forward(tokens[:, :-1], tokens[:, 1:])
