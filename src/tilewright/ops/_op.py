@@ -42,9 +42,9 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def is_capturing(x: torch.Tensor) -> bool:
-    """Whether the current stream records a CUDA graph, so that the host's time does not count."""
-    return x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
+def is_capturing() -> bool:
+    """Whether the current stream of CUDA records a graph, so that the host's time does not count."""
+    return torch._C._cuda_isCurrentStreamCapturing()
 
 
 def eager(function: type[torch.autograd.Function]) -> Any:
