@@ -19,6 +19,7 @@ BF, F32 = "bfloat16", "float32"
         ((BF, F32, F32, 2048, "layer", False), True),
         ((BF, BF, BF, 12288, "layer", False), True),
         ((BF, BF, BF, 16384, "layer", False), True),
+        ((BF, BF, BF, 16384, "rms", False), False),
         ((F32, F32, F32, 5120, "rms", True), False),
         ((BF, BF, BF, 20000, "layer", True), False),
     ],

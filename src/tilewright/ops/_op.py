@@ -42,11 +42,6 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def is_capturing() -> bool:
-    """Whether the current stream of CUDA records a graph, so that the host's time does not count."""
-    return torch._C._cuda_isCurrentStreamCapturing()
-
-
 def eager(function: type[torch.autograd.Function]) -> Any:
     """`function.apply` without the wrapping for function transforms, which `runs_kernel` has ruled out."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]

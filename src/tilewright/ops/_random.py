@@ -19,7 +19,7 @@ def draw_seed(x: torch.Tensor, *, as_tensor: bool) -> int | torch.Tensor:
     graph capture, under a compiler (`as_tensor`) and on the CPU the seed is drawn as a tensor instead, so that every
     replay of a captured graph draws a new one.
     """
-    if as_tensor or not x.is_cuda or _op.is_capturing():
+    if as_tensor or not x.is_cuda or torch._C._cuda_isCurrentStreamCapturing():
         return torch.randint(1 << 62, (1,), dtype=torch.int64, device=x.device)
     generator = torch.cuda.default_generators[x.device.index]
     with _LOCK:

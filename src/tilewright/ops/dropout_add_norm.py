@@ -374,22 +374,23 @@ def _by_torch(
     host out of the way, so under those the kernel runs at every size. This runs before the arguments are checked, and
     is as short as it can be: it looks at what PyTorch would take and we would not, and leaves the rest to PyTorch.
     """
-    if type(x) not in _op.PLAIN or not x.is_cuda or _op.is_traced() or not 0 < x.numel() <= _HOST_BOUND:
+    if torch.compiler.is_dynamo_compiling() or type(x) not in _op.PLAIN or not x.is_cuda or x.numel() > _HOST_BOUND:
         return None
     try:
         shape = x.shape
         if (
             residual.shape != shape
             or residual.dtype is not x.dtype
-            or not (0.0 <= p < 1.0 and eps >= 0.0)
+            or not (p < 1.0 and 0.0 <= eps)
             or (bias is not None and (weight is None or norm != "layer"))
             or torch.is_autocast_enabled()
-            or _op.is_capturing()
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._cuda_isCurrentStreamCapturing()
         ):
             return None
-        total = torch.native_dropout(x, p, True)[0].add_(residual) if p > 0.0 else x + residual
+        total = x + residual if p == 0.0 else torch.dropout(x, p, True).add_(residual)
         if norm == "layer":
-            return torch.native_layer_norm(total, shape[-1:], weight, bias, eps)[0], total
+            return torch.layer_norm(total, shape[-1:], weight, bias, eps), total
         return (torch.rms_norm(total, shape[-1:], weight, eps), total) if norm == "rms" else None
     except (AttributeError, RuntimeError, TypeError):
         return None  # the checks will say why

@@ -1,15 +1,16 @@
 """The kernels of `dropout_add_norm`, by how they move the data.
 
-Forward: a program holds whole rows in registers, so that one read and one write suffice. A row of more than 32 KiB is
-walked twice, the second time out of L2.
+Forward: a program holds whole rows in registers, so that one read and one write suffice. A row of more than 16384
+columns or 64 KiB is walked twice, the second time out of L2.
 
 Backward: a fixed grid of programs strides over the rows, the next ones always on their way into shared memory, and
 carries the sums for weight and bias in registers; each program writes its sums once and a small second kernel adds
 them in a fixed order, so the result is the same on every run. A row is held as CHUNKS tiles of BLOCK columns, BLOCK a
 power of two as Triton wants it: 6144 columns are three tiles of 2048 and not one of 8192, a quarter of it idle. Beyond
 8192 columns the sums leave no registers for the row: two programs share it, each with half of the columns, and each
-also reads the other half for the sums over the row, out of L2, where its neighbour's reads have just put it. Beyond
-16384 a kernel of its own takes the sums over the row first: 14 bytes an element in place of 10.
+also reads the other half for the sums over the row, out of L2, where its neighbour's reads have just put it. (Near
+16384 columns an RMSNorm, which has one sum where LayerNorm has two, fits into one program of 32 warps.) Beyond 16384 a
+kernel of its own takes the sums over the row first: 14 bytes an element in place of 10.
 
 All arithmetic is in COMPUTE: float32, or float64 for float64 input.
 """
@@ -24,8 +25,8 @@ import triton.language as tl
 from tilewright.ops import _op
 from tilewright.ops._random_kernels import keep_mask, load_seed
 
-_WIDEST_ROW_BYTES = 32768  # of x or the residual, that one program of forward holds in registers
-_WIDEST_TILE = 8192  # columns that one program of backward holds in registers
+_WIDEST_ROW = 16384  # columns that one program of forward holds in registers
+_WIDEST_TILE = 8192  # and one of backward
 
 
 @triton.jit
@@ -78,13 +79,12 @@ def _load_weight(weight, column, WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexp
 
 
 @triton.jit
-def _normalise(
-    z, mean, rstd, weight, bias, column, WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr, COMPUTE: tl.constexpr
-):  # fmt: skip
-    y = (z - mean[:, None]) * rstd[:, None] * _load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE)
+def _load_affine(weight, bias, column, WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr, COMPUTE: tl.constexpr):
+    """The factor and the offset of each column."""
+    offset = tl.zeros([1, column.shape[0]], COMPUTE)
     if bias is not None:
-        y += _load_columns(bias, column, WIDTH, COMPUTE)
-    return y
+        offset = _load_columns(bias, column, WIDTH, COMPUTE)
+    return _load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE), offset
 
 
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
@@ -92,9 +92,9 @@ def forward(
     x, second, residual, rowscale, layerscale, weight, bias, seed_tensor, out, residual_out, statistics,
     seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64, eps: tl.float64,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, RMS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows in registers."""
+    """ROWS whole rows in registers; the weights are loaded before the reductions where there are registers for it."""
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     seed = load_seed(seed_tensor, seed)
     scale = tl.full([], scale, COMPUTE)
@@ -104,6 +104,8 @@ def forward(
         x, second, residual, rowscale, layerscale, seed, rows, 0, threshold, scale, row, at, inside, column,
         WIDTH, BLOCK, DROPOUT, COMPUTE,
     ).to(residual_out.dtype.element_ty)  # fmt: skip
+    if EARLY:
+        factor, offset = _load_affine(weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE)
     tl.store(residual_out + at, z, inside)
     z = z.to(COMPUTE)
     mean = tl.zeros([ROWS], COMPUTE)
@@ -111,9 +113,11 @@ def forward(
         mean = tl.sum(z, 1) / WIDTH
         tl.store(statistics + rows + row, mean, row < rows)
     distance = tl.where(inside, z - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(distance * distance, 1) / WIDTH + tl.full([], eps, COMPUTE))
+    rstd = tl.rsqrt(tl.sum(distance * distance, 1) / WIDTH + tl.full([], eps, COMPUTE))
     tl.store(statistics + row, rstd, row < rows)
-    y = _normalise(z, mean, rstd, weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE)
+    if not EARLY:
+        factor, offset = _load_affine(weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE)
+    y = (z - mean[:, None]) * rstd[:, None] * factor + offset
     tl.store(out + at, y.to(out.dtype.element_ty), inside)
 
 
@@ -152,7 +156,7 @@ def wide_forward(
     if not RMS:
         squares += count * (lane_mean - mean[:, None]) * (lane_mean - mean[:, None])
         tl.store(statistics + rows + row, mean)
-    rstd = 1.0 / tl.sqrt(tl.sum(squares, 1) / WIDTH + tl.full([], eps, COMPUTE))
+    rstd = tl.rsqrt(tl.sum(squares, 1) / WIDTH + tl.full([], eps, COMPUTE))
     tl.store(statistics + row, rstd)
     tl.debug_barrier()  # what the threads stored above, other threads may read below
     LAST: tl.constexpr = (WIDTH - 1) // BLOCK * BLOCK
@@ -160,7 +164,8 @@ def wide_forward(
         # Backwards: what was stored last is the likeliest to be in L2 still.
         at, inside, column = _tile(row, LAST - step, rows, WIDTH, BLOCK)
         z = tl.load(residual_out + at, inside, 0.0).to(COMPUTE)
-        y = _normalise(z, mean, rstd, weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE)
+        factor, offset = _load_affine(weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE)
+        y = (z - mean[:, None]) * rstd[:, None] * factor + offset
         tl.store(out + at, y.to(out.dtype.element_ty), inside)
 
 
@@ -378,13 +383,14 @@ def forward_launch(
     """The kernel, and how many rows a program of it takes."""
     flags = (rms, zero_centered, dropout, dtypes[0] == torch.float64)
     element = max(dtypes[0].itemsize, dtypes[-1].itemsize)
-    if width * element > _WIDEST_ROW_BYTES:
+    if width > _WIDEST_ROW or width * element > 4 * _WIDEST_ROW:
         block, warps = (2048, 4) if element == 2 else (4096, 8)
         return 1, _op.Launch(wide_forward, device, (width, block, *flags), warps)
     block = max(16, _power_of_two(width))
     rows = max(1, 1024 // block)
     warps = 2 if block <= 1024 else max(4, block // 1024)
-    return rows, _op.Launch(forward, device, (width, block, rows, *flags), warps)
+    early = element > 2 or (block > 4096 and not dropout)
+    return rows, _op.Launch(forward, device, (width, block, rows, *flags, early), warps)
 
 
 class BackwardPlan(NamedTuple):
@@ -417,6 +423,8 @@ def backward_plan(
         block, chunks = _chunks(width, 2048)
         warps, programs = block // 256, programs * 2048 // block
         stages = 4 if block == 2048 and chunks <= 3 else 3
+    elif 12288 < width <= 2 * _WIDEST_TILE and rms and (element == 2 or not dropout):
+        block, warps, stages = 2 * _WIDEST_TILE, 32, 1
     elif width <= 2 * _WIDEST_TILE:
         slices = 2
         block, chunks = _chunks(-(-width // 2), 2048)

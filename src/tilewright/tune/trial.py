@@ -89,7 +89,8 @@ def run(trial: Trial, report: Callable[[dict[str, Any]], None]) -> Result:
 
     def train(dropout: float, data: list[torch.Tensor]) -> tuple[list[float], list[float]]:
         torch.manual_seed(trial.seed)
-        model = GPT(dataclasses.replace(config, dropout=dropout)).to(device)
+        with device:
+            model = GPT(dataclasses.replace(config, dropout=dropout))
         optimizer = torch.optim.AdamW(model.parameters(), lr=trial.learning_rate, fused=True)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=trial.precision == "bf16")
         forward = torch.compile(model) if trial.compile else model
