@@ -132,3 +132,20 @@ def test_autocast_losses_agree_and_the_residual_stays_float32():
     with torch.autocast("cuda", torch.bfloat16):
         losses = [model(batch, batch).item() for model in pair(config)]
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+
+
+@pytest.mark.parametrize("block", ["standard", "optimized"])
+def test_recompute_changes_neither_loss_nor_gradients(block):
+    config = GPTConfig(width=32, layers=2, heads=2, vocabulary=64, sequence=16, gpt_block=block, dropout=0.5)
+    torch.manual_seed(0)
+    kept = GPT(config)
+    again = GPT(dataclasses.replace(config, recompute="full"))
+    again.load_state_dict(kept.state_dict())
+    tokens = torch.randint(64, (2, 16))
+    results = []
+    for model in (kept, again):
+        torch.manual_seed(1)
+        loss = model(tokens, tokens)
+        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tilewright.nn import DropoutAddNorm
 from tilewright.plan.gpt import GPTConfig
@@ -116,7 +117,10 @@ class GPT(nn.Module):
         x = self.token(tokens) + self.position(torch.arange(sequence, device=tokens.device))
         residual = None
         for block in self.blocks:
-            x, residual = block(x, residual)
+            if self.config.recompute == "full" and torch.is_grad_enabled():
+                x, residual = checkpoint(block, x, residual, use_reentrant=False)
+            else:
+                x, residual = block(x, residual)
         x, _ = self.norm(x, residual)
         logits = F.linear(x, self.token.weight)
         if targets is None:

@@ -381,7 +381,7 @@ def _by_torch(
         if (
             residual.shape != shape
             or residual.dtype is not x.dtype
-            or not (p < 1.0 and 0.0 <= eps)
+            or not (p < 1.0 and eps >= 0.0)
             or (bias is not None and (weight is None or norm != "layer"))
             or torch.is_autocast_enabled()
             or torch._C._len_torch_dispatch_stack()

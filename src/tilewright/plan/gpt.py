@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tilewright.errors import UserError
 
 GPT_BLOCKS = ("standard", "optimized")
+RECOMPUTE = ("none", "full")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class GPTConfig:
     sequence: int = 2048
     dropout: float = 0.0
     gpt_block: str = "standard"
+    recompute: str = "none"  # "full": a block keeps its inputs alone and runs again in backward
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "vocabulary", "sequence"):
@@ -39,6 +41,8 @@ class GPTConfig:
             raise UserError(f"dropout is {self.dropout}; it must lie in [0, 1).")
         if self.gpt_block not in GPT_BLOCKS:
             raise UserError(f"gpt_block is {self.gpt_block!r}; choose {' or '.join(GPT_BLOCKS)}.")
+        if self.recompute not in RECOMPUTE:
+            raise UserError(f"recompute is {self.recompute!r}; choose {' or '.join(RECOMPUTE)}.")
 
     @property
     def parameters(self) -> int:
