@@ -389,7 +389,7 @@ def forward_launch(
     block = max(16, _power_of_two(width))
     rows = max(1, 1024 // block)
     warps = 2 if block <= 1024 else max(4, block // 1024)
-    early = element > 2 or (block > 4096 and not dropout)
+    early = element > 2 or (block > 4096 and rms and not dropout)
     return rows, _op.Launch(forward, device, (width, block, rows, *flags, early), warps)
 
 
