@@ -120,11 +120,11 @@ def tune(result: dict[str, Any]) -> str:
             ]
         )
     header = ["setting", "tokens/s", "ratio", "peak memory", "MFU", "loss difference"]
+    drift = "" if result["drift"] is None else f"drift {result['drift']:+.1%}. "
     return (
         f"GPT {model['width']} x {model['layers']}, batch {trial['batch']} x {model['sequence']}, dropout "
         f"{model['dropout']}, {trial['precision']}; MFU by {result['flops_convention']}, peak {result['peak_source']}; "
-        f"drift {result['drift']:+.1%}. "
-        f"{machine(result)}\n\n{markdown(header, rows)}"
+        f"{drift}{machine(result)}\n\n{markdown(header, rows)}"
     )
 
 

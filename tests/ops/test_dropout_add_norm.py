@@ -305,6 +305,15 @@ def test_compiles_into_one_graph_with_the_same_result():
     assert_compiles(function, [t for t in tensors.values() if t is not None])
 
 
+def test_compiles_without_what_torch_2_11_cannot_trace(monkeypatch):
+    def untraceable(kind):
+        raise AssertionError("torch 2.11 breaks the graph at is_autocast_available")
+
+    monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
+    torch.compiler.reset()
+    torch.compile(dropout_add_norm, fullgraph=True, backend="eager")(torch.ones(3, 8, device=DEVICE))
+
+
 def test_compiled_dropout_has_the_right_gradient_for_its_own_mask():
     x = randn(6, 64)
     function = torch.compile(lambda x: dropout_add_norm(x, p=0.375, prenorm=True, return_mask=True), fullgraph=True)

@@ -339,7 +339,7 @@ def dropout_add_norm(
     if residual_dtype is None:
         residual_dtype = (x if residual is None else residual).dtype
     kind = x.device.type
-    autocast = x.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = x.dtype != torch.float64 and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     out_dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
     traced = _op.is_traced(x, second, residual, rowscale, layerscale, weight, bias)
     masks: list[torch.Tensor] = []
