@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"(<!-- table: (\w+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(?P<begin><!-- table: (?P<name>\w+) (?P<path>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -137,10 +137,13 @@ def render(text: str) -> str:
     """The text with every table made anew."""
 
     def table(match: re.Match[str]) -> str:
-        result = json.loads((ROOT / match[3]).read_text(encoding="utf-8"))
-        return match[1] + TABLES[match[2]](result) + match[4]
+        result = json.loads((ROOT / match["path"]).read_text(encoding="utf-8"))
+        return match["begin"] + TABLES[match["name"]](result) + match["end"]
 
-    return BLOCK.sub(table, text)
+    rendered, tables = BLOCK.subn(table, text)
+    if tables != text.count("<!-- table: "):
+        raise ValueError("a table has no `<!-- end -->`, or two begin before one")
+    return rendered
 
 
 def main() -> int:

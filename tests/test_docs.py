@@ -1,0 +1,30 @@
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+specification = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(generate)
+
+
+def test_a_table_is_made_from_its_file_and_replaces_what_stood_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setitem(generate.TABLES, "speed", lambda result: f"{result['speed']}\n")
+    (tmp_path / "a.json").write_text(json.dumps({"speed": 7}))
+    text = "before\n<!-- table: speed a.json -->\nold\n<!-- end -->\nafter\n"
+    fresh = generate.render(text)
+    assert fresh == text.replace("old", "7") == generate.render(fresh)
+
+
+def test_a_table_without_an_end_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="end"):
+        generate.render("<!-- table: headline a.json -->\nold\n")
+
+
+def test_the_documents_are_up_to_date_and_have_their_tables():
+    for name in ("README.md", "docs/ops.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert "<!-- table: " in text and generate.render(text) == text
