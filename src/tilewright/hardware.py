@@ -19,9 +19,11 @@ class Accelerator:
     driver_names: tuple[str, ...]
     multiprocessors: int | None
     peak_flops: dict[str, float]
+    best_flops: float | None  # the best bf16 product anybody measured; None where nobody has said
     memory_bytes: tuple[float, ...]
     bytes_per_second: float
     l2_bytes: float
+    link_bytes_per_second: float | None  # to its neighbours in a node, one direction
     note: str
 
 
@@ -48,9 +50,11 @@ def _parse(row: dict[str, str]) -> Accelerator:
         driver_names=tuple(row["driver_names"].split(";")),
         multiprocessors=int(row["sms"]) if row["sms"] else None,
         peak_flops=peaks,
+        best_flops=float(row["best_bf16_tflops"]) * 1e12 if row["best_bf16_tflops"] else None,
         memory_bytes=tuple(float(gigabytes) * 1e9 for gigabytes in row["memory_gb"].split(";")),
         bytes_per_second=float(row["bandwidth_gbs"]) * 1e9,
         l2_bytes=float(row["l2_mb"]) * 1e6,
+        link_bytes_per_second=float(row["link_gbs"]) * 1e9 if row["link_gbs"] else None,
         note=row["note"] or "",
     )
 

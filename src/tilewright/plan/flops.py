@@ -1,0 +1,193 @@
+"""How many floating-point operations a model takes, by every convention in use, and what share of a peak that is.
+
+One multiply-accumulate is two FLOPs. People disagree on three things and none of them is wrong: whether attention is
+counted under its causal mask, whether embeddings count as parameters, and whether the products are counted one by one
+or as 6N. So every figure names its convention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tilewright.errors import UserError
+from tilewright.hardware import Accelerator
+from tilewright.plan.decoder import Decoder
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a step: (m x k) by (k x n), `count` times; forward, for `m` tokens."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    count: int = 1
+    weights: bool = True  # one factor is a parameter: backward has two products of the same size
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k * self.count
+
+
+def products(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Product]:
+    """Every product with a weight of one forward pass over `tokens` tokens, on one of `tensor` ranks.
+
+    >>> from tilewright.plan.decoder import load
+    >>> [(p.name, p.n, p.k, p.count) for p in products(load("125m"), 1)][2:]
+    [('up', 3072, 768, 12), ('down', 768, 3072, 12), ('logits', 50368, 768, 1)]
+    """
+    h, layers = decoder.width, decoder.layers
+    queries, keys = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
+    yield Product("qkv", tokens, (queries + 2 * keys) // tensor, h, layers)
+    yield Product("out", tokens, h, queries // tensor, layers)
+    ups = 2 if decoder.gated else 1
+    sparse = layers - decoder.dense_layers
+    if decoder.experts > 1:
+        yield Product("router", tokens, decoder.experts, h, sparse)
+        share = -(-tokens * decoder.active_experts // decoder.experts)  # tokens an expert sees
+        yield Product("expert up", share, ups * decoder.ffn // tensor, h, sparse * decoder.experts)
+        yield Product("expert down", share, h, decoder.ffn // tensor, sparse * decoder.experts)
+        if decoder.shared_ffn:
+            yield Product("shared up", tokens, ups * decoder.shared_ffn // tensor, h, sparse)
+            yield Product("shared down", tokens, h, decoder.shared_ffn // tensor, sparse)
+    dense = layers if decoder.experts == 1 else decoder.dense_layers
+    if dense:
+        ffn = decoder.ffn if decoder.experts == 1 else decoder.dense_ffn
+        yield Product("up", tokens, ups * ffn // tensor, h, dense)
+        yield Product("down", tokens, h, ffn // tensor, dense)
+    yield Product("logits", tokens, decoder.vocabulary // tensor, h)
+
+
+def attention_flops(decoder: Decoder, causal: bool = False) -> float:
+    """Forward FLOPs a token of the two products inside attention, all layers: 4·L·a·d·s, half of it under the mask."""
+    return 4 * decoder.layers * decoder.heads * decoder.head_dim * decoder.context * (0.5 if causal else 1.0)
+
+
+def forward_flops(decoder: Decoder, causal: bool = False) -> float:
+    """Forward FLOPs a token, product by product."""
+    weights = sum(2 * p.n * p.k * p.count for p in products(decoder, 1) if not p.name.startswith("expert"))
+    sparse = decoder.layers - decoder.dense_layers if decoder.experts > 1 else 0
+    weights += 2 * sparse * decoder.active_experts * decoder.mlp_weights(decoder.ffn)
+    return weights + attention_flops(decoder, causal)
+
+
+@dataclass(frozen=True)
+class Convention:
+    """A way to count the FLOPs of training on one token."""
+
+    name: str
+    formula: str
+    model: float  # what the model needs
+    hardware: dict[str, float]  # what the device does, by kind of recompute
+
+    def macs(self) -> float:
+        return self.model / 2
+
+
+DEFAULT = "6N + attention"
+
+
+def conventions(decoder: Decoder) -> dict[str, Convention]:
+    """FLOPs a token of forward and backward, by convention; DEFAULT is the one that published MFUs mostly mean.
+
+    >>> from tilewright.plan.decoder import load
+    >>> conventions(load("7b"))[DEFAULT].model == 6 * load("7b").parameters + 12 * 32 * 4096 * 2048
+    True
+    """
+    n = decoder.active_parameters
+    attention = 3 * attention_flops(decoder)
+    causal = 3 * attention_flops(decoder, causal=True)
+    rest = n - decoder.embedding_parameters
+    found = {}
+    for name, formula, model in (
+        (DEFAULT, "6N + 12·L·a·d·s", 6 * n + attention),
+        ("6N + causal attention", "6N + 6·L·a·d·s", 6 * n + causal),
+        ("6N", "6N", float(6 * n)),
+        ("6N without embeddings", "6(N - embeddings) + 12·L·a·d·s", 6 * rest + attention),
+    ):
+        found[name] = Convention(
+            name, formula, model, {"none": model, "selective": model + attention / 3, "full": model * 4 / 3}
+        )
+    logits = 2 * decoder.width * decoder.vocabulary
+    for name, formula, is_causal in (
+        ("products", "3 x every product; GPT: 72·s·L·h²(1 + s/6h + v/12hL) a sequence", False),
+        ("products, causal", "the same with half of attention", True),
+    ):
+        forward = forward_flops(decoder, is_causal)
+        inner = 3 * attention_flops(decoder, is_causal)
+        # Selective recompute as its paper counts it: s/6h becomes s/3h, attention twice.
+        hardware = {"none": 3 * forward, "selective": 3 * forward + inner, "full": 4 * forward - logits}
+        found[name] = Convention(name, formula, 3 * forward, hardware)
+    return found
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """A measured speed under one convention, a GPU."""
+
+    convention: Convention
+    model_flops: float  # a second
+    hardware_flops: float
+    mfu: float
+    hfu: float
+    of_best: float | None  # model FLOPs over the best product that anybody measured on this chip
+
+
+def utilisation(
+    decoder: Decoder,
+    tokens_per_second: float,
+    gpus: int,
+    peak_flops: float,
+    *,
+    recompute: str = "none",
+    best_flops: float | None = None,
+) -> dict[str, Utilisation]:
+    """TFLOPS, MFU and HFU of `tokens_per_second` on all `gpus` together, under every convention."""
+    if not (tokens_per_second > 0 and gpus >= 1 and peak_flops > 0):
+        raise UserError("Give a speed, a number of GPUs and a peak, all above 0.")
+    if recompute not in RECOMPUTE:
+        raise UserError(f"recompute is {recompute!r}; choose {', '.join(RECOMPUTE)}.")
+    rate = tokens_per_second / gpus
+    found = {}
+    for name, convention in conventions(decoder).items():
+        model, hardware = rate * convention.model, rate * convention.hardware[recompute]
+        found[name] = Utilisation(
+            convention, model, hardware, model / peak_flops, hardware / peak_flops,
+            model / best_flops if best_flops else None,
+        )  # fmt: skip
+    return found
+
+
+def check_possible(mfu: float, gpus: int, dtype: str, accelerator: Accelerator | None) -> None:
+    """Refuse a utilisation above 1: it is a mistake somewhere, and this says which one is likely."""
+    if mfu <= 1.0:
+        return
+    guesses = []
+    if (
+        accelerator is not None
+        and dtype != "fp8"
+        and mfu * accelerator.peak_flops.get(dtype, 0.0) <= (accelerator.peak_flops.get("fp8", 0.0))
+    ):
+        guesses.append("the run was in fp8 (give --dtype fp8)")
+    if mfu <= 2.0:
+        guesses.append("tokens are counted twice")
+        guesses.append("the peak is half of what it should be: never a sparse one, but of another dtype")
+    if gpus == 1 and mfu > 1.5:
+        guesses.append("the speed is that of several GPUs (give --gpus)")
+    guesses.append("the accelerator is another one")
+    raise UserError(f"MFU comes out at {mfu:.0%}, which cannot be. Likely: {'; '.join(guesses)}.")
+
+
+def shortcut_tflops(
+    billions: float, sequence: int, global_batch: int, seconds: float, gpus: int, recompute: bool
+) -> float:
+    """The back of an envelope: params_in_B · (4 with full recompute, else 3) · 2 · s · GBS / (seconds · gpus · 1000).
+
+    >>> round(shortcut_tflops(52, 2048, 1024, 127, 64, recompute=True), 2)
+    107.35
+    """
+    return billions * (4 if recompute else 3) * 2 * sequence * global_batch / (seconds * gpus * 1000)

@@ -1,0 +1,365 @@
+"""Where the memory of a training step, or of inference, goes: every part in bytes, with its formula.
+
+Activations are counted by the tensors that autograd really keeps, layer by layer, not by a rule of thumb. A step has
+several moments that can be its peak; the parts are those of the highest:
+
+    loss, forward     everything kept for backward, and the logits on their way to the loss
+    loss, backward    everything kept for backward, and the gradient of the logits
+    first recompute   under full recompute: what is kept, and one layer at work
+    backward's end    the gradients of all parameters, and one layer at work
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tilewright.errors import UserError
+from tilewright.plan.decoder import Decoder
+
+PRECISIONS = ("amp", "bf16", "fp32")
+OPTIMIZERS = ("adamw", "adamw_bf16_kahan", "adamw_8bit", "lion", "sgd", "adafactor")
+RECOMPUTE = ("none", "selective", "full")
+ATTENTION = ("flash", "softmax")
+LOSSES = ("plain", "fused", "linear_fused")
+
+CONTEXT_BYTES = 620 * 2**20  # of CUDA and its libraries, as `bench memory` measured on an H200
+_LOOSE = 0.02  # of what is allocated, lost between blocks
+# Bytes a logit of the plain loss: kept for backward, at the peak of its forward, at the peak of its backward. Measured.
+_PLAIN_LOSS = {"amp": (6, 8, 10), "bf16": (2, 4, 6), "fp32": (4, 8, 12)}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, as far as memory is concerned. `amp` is bf16 autocast over float32 parameters."""
+
+    micro_batch: int = 1
+    precision: str = "amp"
+    optimizer: str = "adamw"
+    recompute: str = "none"
+    attention: str = "flash"
+    loss: str = "plain"
+    accumulates: bool = False  # gradients of earlier micro batches are there from the start
+    data: int = 1  # data-parallel ranks
+    zero: int = 0  # ZeRO stage; 3 is FSDP
+    tensor: int = 1
+    sequence_parallel: bool = False
+    pipeline: int = 1
+    in_flight: int | None = None  # micro batches a first pipeline stage holds; None: as many as there are stages
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("precision", PRECISIONS), ("optimizer", OPTIMIZERS), ("recompute", RECOMPUTE), ("attention", ATTENTION),
+            ("loss", LOSSES), ("zero", (0, 1, 2, 3)),
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name} is {getattr(self, name)!r}; choose {', '.join(map(str, allowed))}.")
+        for name in ("micro_batch", "data", "tensor", "pipeline"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+
+    @property
+    def compute_bytes(self) -> int:
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def residual_bytes(self) -> int:
+        """Autocast adds a bf16 branch to a float32 stream, which stays float32."""
+        return 2 if self.precision == "bf16" else 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of the anatomy."""
+
+    name: str
+    bytes: float
+    formula: str
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts at the peak, what moment that is, and the sums."""
+
+    moment: str
+    parts: list[Part]
+    allocated: float  # what torch.cuda.max_memory_allocated would say
+    total: float  # what the driver would: with context and what is lost between blocks
+
+    def __getitem__(self, name: str) -> float:
+        return sum(part.bytes for part in self.parts if part.name == name)
+
+
+def check_parallel(decoder: Decoder, training: Training) -> None:
+    """Refuse a split that the model's shape does not allow."""
+    for name, value in (("heads", decoder.heads), ("feed-forward width", decoder.ffn)):
+        if value % training.tensor:
+            raise UserError(f"{value} {name} do not divide by tensor parallel {training.tensor}; choose a divisor.")
+    if decoder.layers % training.pipeline:
+        raise UserError(f"{decoder.layers} layers do not divide into {training.pipeline} pipeline stages.")
+
+
+def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
+    """Bytes a token that one layer keeps for backward, on one tensor-parallel rank, without full recompute."""
+    c, r, t = training.compute_bytes, training.residual_bytes, training.tensor
+    h, heads, f = decoder.width, decoder.heads, decoder.ffn
+    selective = training.recompute == "selective"
+    cheap = selective and training.attention == "flash"  # there, norms' and activation's outputs are computed again
+    # Each of two: the sum that is normalised, the norm's output (the next product's input), statistics, dropout's mask.
+    statistics = 4 if decoder.norm == "rms" else 8
+    masks = h if decoder.dropout > 0 and decoder.gpt_block == "standard" else 0
+    norms = 2 * (r * h + (0 if cheap else c * h) + statistics + masks)
+    norms += (decoder.norms - 2) * (c * h + statistics)  # norms behind a branch keep their input
+    queries, keys = heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
+    attention = c * (queries + 2 * keys) + c * queries
+    if training.attention == "flash":
+        attention += 4 * heads  # log-sum-exp of each row
+    elif not selective:
+        kept = c + (1 + c if decoder.dropout > 0 else 0)  # softmax's output; dropout's mask and output
+        attention += kept * heads * decoder.sequence
+    if decoder.experts > 1:
+        experts, shared = decoder.active_experts, decoder.shared_ffn
+        inner = experts * f + shared
+        mlp = c * h * experts  # every expert has its own copy of the tokens it takes
+    else:
+        inner, mlp = f, 0
+    # Gated: gate, up, the activated gate and the product; else the activation's input and output.
+    mlp += (c * inner * (3 if cheap else 4)) if decoder.gated else (c * inner * (1 if cheap else 2))
+    shared_rows = t if training.sequence_parallel else 1
+    return norms / shared_rows + (attention + mlp) / t
+
+
+def kept_activations(
+    decoder: Decoder, training: Training, layers: int | None = None, *, first: bool = True, last: bool = True
+) -> float:
+    """Bytes that one forward pass of a micro batch leaves for backward in `layers` layers and the ends that are here.
+
+    Without the logits and the loss, which `train` counts apart.
+    """
+    c, r, h = training.compute_bytes, training.residual_bytes, decoder.width
+    total = 0.0
+    if training.recompute == "full":
+        shared = training.tensor if training.sequence_parallel else 1
+        # A layer keeps its input branch and the residual stream; the first has only the embedding's sum.
+        total = ((decoder.layers if layers is None else layers) * (c + r) - (c if first else 0)) * h / shared
+    else:
+        total = (decoder.layers if layers is None else layers) * layer_activation_bytes(decoder, training)
+    if last:  # the final norm and the head's input
+        mask = h if decoder.dropout > 0 and decoder.gpt_block == "standard" else 0
+        total += (c + r) * h + (4 if decoder.norm == "rms" else 8) + mask
+    return training.micro_batch * decoder.sequence * total
+
+
+def matmul_weights(decoder: Decoder) -> int:
+    """Parameters that products use, with their biases: those of which autocast makes 16-bit copies."""
+    norm = decoder.width * (2 if decoder.norm_bias else 1)
+    norms = decoder.layers * (decoder.norms * norm + (2 * decoder.head_dim if decoder.qk_norm else 0)) + norm
+    lookup = decoder.embedding_parameters - decoder.vocabulary * decoder.width  # tables that are only looked up
+    return decoder.parameters - norms - lookup
+
+
+def optimizer_bytes(decoder: Decoder, training: Training) -> float:
+    """Bytes a parameter of the optimizer's states."""
+    state = training.residual_bytes if training.precision == "bf16" else 4
+    if training.optimizer == "adafactor":  # a row and a column for each matrix
+        h = decoder.width
+        matrices = decoder.layers * decoder.experts * 8 * (h + decoder.ffn) + 2 * (decoder.vocabulary + h)
+        return 4 * matrices / decoder.parameters
+    return {
+        "adamw": 2.0 * state, "adamw_bf16_kahan": 6.0, "adamw_8bit": 2.0 + 8 / 256, "lion": float(state),
+        "sgd": float(state),
+    }[training.optimizer]  # fmt: skip
+
+
+def _loss_parts(decoder: Decoder, training: Training, tokens: int) -> tuple[float, float, float]:
+    """Bytes of the logits and the loss: kept, at forward's peak, at backward's peak."""
+    logits = tokens * decoder.vocabulary / training.tensor
+    if training.loss == "plain":
+        kept, forward, backward = _PLAIN_LOSS[training.precision]
+        return kept * logits, forward * logits, backward * logits
+    if training.loss == "fused":  # the gradient overwrites the logits
+        return (training.compute_bytes * logits,) * 3
+    chunk = min(training.compute_bytes * logits / 8, 512e6)
+    return 0.0, chunk, chunk
+
+
+def train(decoder: Decoder, training: Training) -> Anatomy:
+    """The memory of a training step on the fullest GPU.
+
+    >>> from tilewright.plan.decoder import load
+    >>> anatomy = train(load("1b"), Training(micro_batch=16))
+    >>> anatomy.moment, round(anatomy.allocated / 2**30)
+    ('loss, backward', 87)
+    """
+    check_parallel(decoder, training)
+    stages = training.pipeline
+    if stages == 1:
+        return _stage(decoder, training, decoder.layers, 1, first=True, last=True)
+    layers = decoder.layers // stages
+    held = training.in_flight or stages
+    ends = (
+        _stage(decoder, training, layers, held, first=True, last=False),
+        _stage(decoder, training, layers, 1, first=False, last=True),
+    )
+    return max(ends, key=lambda anatomy: anatomy.total)
+
+
+def _stage(decoder: Decoder, training: Training, layers: int, held: int, *, first: bool, last: bool) -> Anatomy:
+    tokens = training.micro_batch * decoder.sequence
+    share = decoder.layers // layers
+    body = decoder.parameters - decoder.embedding_parameters
+    table = decoder.vocabulary * decoder.width
+    ends = (decoder.embedding_parameters - (0 if decoder.tied else table) if first else 0) + (
+        table if last and not (first and decoder.tied) else 0
+    )
+    here = (body / share + ends) / training.tensor
+    stored = 2 if training.precision == "bf16" else 4
+    ranks = training.data
+    weights = stored * here / (ranks if training.zero == 3 else 1)
+    gradients = stored * here / (ranks if training.zero >= 2 else 1)
+    states = optimizer_bytes(decoder, training) * here / (ranks if training.zero >= 1 else 1)
+
+    # 16-bit copies: autocast's, kept for backward; under FSDP two layers of gathered weights instead.
+    layer_weights = body / decoder.layers / training.tensor
+    copies = head_copy = 0.0
+    if training.zero == 3 and ranks > 1:
+        copies = head_copy = training.compute_bytes * (2 * layer_weights + (table / training.tensor if last else 0))
+    elif training.precision == "amp":
+        in_layers = (matmul_weights(decoder) - table) / share
+        head_copy = 2 * (table if last else 0) / training.tensor
+        copies = 2 * in_layers / training.tensor + head_copy
+
+    full = training.recompute == "full"
+    activations = held * kept_activations(decoder, training, layers, first=first, last=last)
+    # One layer at work in backward, with gradients of its own beside what it kept.
+    working = 1.5 * tokens * layer_activation_bytes(decoder, dataclasses.replace(training, recompute="none"))
+    _, loss_forward, loss_backward = _loss_parts(decoder, training, tokens) if last else (0.0, 0.0, 0.0)
+
+    early = gradients if training.accumulates or held > 1 else 0.0
+    moments = {
+        "loss, forward": (early, copies, activations, loss_forward),
+        "loss, backward": (early, head_copy if full else copies, activations, loss_backward),
+        "backward's end": (gradients, copies / layers, working + activations * (held - 1) / held, 0.0),
+    }
+    if full:
+        moments["first recompute"] = (early, head_copy, activations + working, 0.0)
+    moment, (grads, copied, acts, loss) = max(moments.items(), key=lambda item: sum(item[1]))
+    precision, t = training.precision, training.tensor
+    split = "" if t == 1 and stored and ranks == 1 else f", split over {t} tensor and {ranks} data ranks"
+    parts = [
+        Part("weights", weights, f"{stored} B x {here:,.0f} parameters{split}"),
+        Part("16-bit copies", copied, "2 B a weight that a product uses" if precision == "amp" else "gathered layers"),
+        Part("gradients", grads, f"{stored} B a parameter, where they are there at the peak"),
+        Part("optimizer", states, f"{optimizer_bytes(decoder, training):.3g} B a parameter, {training.optimizer}"),
+        Part("activations", acts, f"{acts / tokens:,.0f} B x {tokens:,} tokens; {layers} layers, {held} in flight"),
+        Part("logits and loss", loss, f"{training.loss} loss, {tokens:,} x {decoder.vocabulary:,} logits"),
+    ]
+    allocated = sum(part.bytes for part in parts)
+    # The float32 block of forward's log-softmax is cut to its size and serves nothing else later.
+    stranded = 4 * tokens * decoder.vocabulary / t if training.loss == "plain" and last and precision == "amp" else 0.0
+    lost = stranded + _LOOSE * allocated
+    parts += [
+        Part("fragmentation", lost, "4 B a logit of the plain loss, and 2 % of the rest"),
+        Part("CUDA context", CONTEXT_BYTES, "measured on an H200"),
+    ]
+    return Anatomy(moment, [part for part in parts if part.bytes], allocated, allocated + lost + CONTEXT_BYTES)
+
+
+def largest_micro_batch(decoder: Decoder, training: Training, capacity: float) -> int:
+    """The largest micro batch that fits into `capacity` bytes; 0 where not even one does."""
+
+    def fits(batch: int) -> bool:
+        return train(decoder, dataclasses.replace(training, micro_batch=batch)).total <= capacity
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+        if high > 1 << 24:
+            break
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def levers(decoder: Decoder, training: Training) -> list[tuple[str, float]]:
+    """What each change alone would save, largest first."""
+    changes: dict[str, Callable[[], tuple[Decoder, Training]]] = {
+        f"{field}: {value}": lambda field=field, value=value: (  # type: ignore[misc]
+            decoder,
+            dataclasses.replace(training, **{field: value}),
+        )
+        for field, values in (
+            ("recompute", ("selective", "full")),
+            ("optimizer", ("adamw_8bit", "adamw_bf16_kahan", "lion", "adafactor")),
+            ("attention", ("flash",)),
+            ("loss", ("fused", "linear_fused")),
+            ("precision", ("bf16",)),
+            ("zero", (1, 2, 3) if training.data > 1 else ()),
+        )
+        for value in values
+    }
+    changes["gpt_block: optimized"] = lambda: (dataclasses.replace(decoder, gpt_block="optimized"), training)
+    before = train(decoder, training).total
+    saved = [(name, before - train(*change()).total) for name, change in changes.items()]
+    return sorted([(name, value) for name, value in saved if value > 0], key=lambda item: -item[1])
+
+
+# Inference
+
+WEIGHT_BYTES = {"mixed": 6.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+
+
+def kv_bytes_per_token(decoder: Decoder, element_bytes: float = 2.0) -> float:
+    """2·L·k·d·bytes, every layer; a windowed layer stops growing at its window.
+
+    >>> from tilewright.plan.decoder import load
+    >>> kv_bytes_per_token(load("7b"))
+    524288.0
+    """
+    return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * element_bytes
+
+
+def kv_cache_bytes(decoder: Decoder, batch: int, tokens: int, element_bytes: float = 2.0) -> float:
+    """The cache of `batch` sequences of `tokens` tokens."""
+    one = 2 * decoder.kv_heads * decoder.head_dim * element_bytes
+    windowed = decoder.windowed_layers * min(tokens, decoder.window or tokens)
+    return batch * one * (windowed + (decoder.layers - decoder.windowed_layers) * tokens)
+
+
+def infer(
+    decoder: Decoder, batch: int, tokens: int, *, weights: str = "bf16", kv_bytes: float = 2.0, tensor: int = 1
+) -> Anatomy:
+    """The memory of serving `batch` sequences of up to `tokens` tokens each."""
+    if weights not in WEIGHT_BYTES:
+        raise UserError(f"weights are {weights!r}; choose {', '.join(WEIGHT_BYTES)}.")
+    if batch < 1 or tokens < 1 or tensor < 1:
+        raise UserError("batch, tokens and tensor must be at least 1.")
+    widest = max(3 * decoder.width, (2 if decoder.gated else 1) * decoder.ffn) * 2
+    parts = [
+        Part("weights", WEIGHT_BYTES[weights] * decoder.parameters / tensor, f"{WEIGHT_BYTES[weights]} B a parameter"),
+        Part(
+            "KV cache",
+            kv_cache_bytes(decoder, batch, tokens, kv_bytes) / min(tensor, decoder.kv_heads),
+            f"{kv_bytes_per_token(decoder, kv_bytes):,.0f} B a token x {batch} x {tokens:,}",
+        ),
+        Part("activations", 2.0 * batch * (widest + 2 * decoder.vocabulary), "one token a sequence, logits in float32"),
+    ]
+    allocated = sum(part.bytes for part in parts)
+    lost = _LOOSE * allocated
+    parts += [
+        Part("fragmentation", lost, "2 % of the rest"),
+        Part("CUDA context", CONTEXT_BYTES, "measured on an H200"),
+    ]
+    return Anatomy("decoding", parts, allocated, allocated + lost + CONTEXT_BYTES)
+
+
+def zero_bytes(parameters: float, ranks: int, stage: int) -> float:
+    """Model states a GPU in the ZeRO paper's convention: 2 weights + 2 gradients + 12 optimizer, bytes a parameter.
+
+    >>> [round(zero_bytes(7.5e9, 64, stage) / 1e9, 1) for stage in (0, 1, 2, 3)]
+    [120.0, 31.4, 16.6, 1.9]
+    """
+    split = [16.0, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks]
+    return parameters * split[stage]
