@@ -128,8 +128,27 @@ def tune(result: dict[str, Any]) -> str:
     )
 
 
+def memory(result: dict[str, Any]) -> str:
+    """What `plan train` predicts beside what an H200 took."""
+    from tilewright.plan.decoder import from_gpt
+    from tilewright.plan.gpt import GPTConfig
+    from tilewright.plan.memory import Training, train
+
+    rows = []
+    for case in result["cases"]:
+        config = GPTConfig(**case["model"])
+        predicted = train(from_gpt(config), Training(micro_batch=case["batch"], recompute=config.recompute))
+        row = [f"{case['preset']}, batch {case['batch']}, {config.gpt_block}, p = {config.dropout:g}, "
+               f"recompute {config.recompute}"]  # fmt: skip
+        for ours, theirs in ((predicted.allocated, case["peak_allocated"]), (predicted.total, case["device_used"])):
+            row += [f"{ours / 2**30:.2f}", f"{theirs / 2**30:.2f}", f"{ours / theirs - 1:+.1%}"]
+        rows.append(row)
+    header = ["GPT, bf16 autocast, AdamW; GiB", "allocated, predicted", "measured", "", "driver, predicted", "measured"]
+    return f"{machine(result)}\n\n{markdown([*header, ''], rows)}"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    f.__name__: f for f in (dropout_add_norm, dropout_add_norm_small, headline, tune)
+    f.__name__: f for f in (dropout_add_norm, dropout_add_norm_small, headline, memory, tune)
 }
 
 

@@ -106,6 +106,15 @@ def test_bytes_a_parameter():
     assert (per["adamw"], per["lion"], per["sgd"], per["adamw_bf16_kahan"]) == (8, 4, 4, 6)
     assert 2 <= per["adamw_8bit"] < 2.1 and per["adafactor"] < 0.1
     assert memory.optimizer_bytes(model, Training(precision="bf16")) == 4
+    assert memory.optimizer_bytes(model, Training(precision="mixed")) == 12
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_zero_papers_figures(stage, gigabytes):
+    model = load("7b")
+    anatomy = memory.train(model, Training(precision="mixed", data=64, zero=stage, accumulates=True))
+    states = anatomy["weights"] + anatomy["gradients"] + anatomy["optimizer"]
+    assert states / model.parameters * 7.5 == pytest.approx(gigabytes, abs=0.05)
 
 
 def test_zero_divides_states_and_pipelines_divide_layers():

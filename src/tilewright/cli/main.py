@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilewright
-from tilewright.cli import bench, doctor, tune
+from tilewright.cli import bench, doctor, plan, tune
 from tilewright.errors import UserError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     help="Makes PyTorch transformers run at what the GPU can give, and proves it.",
 )
 app.command("tune")(tune.tune)
+app.add_typer(plan.app, name="plan")
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 

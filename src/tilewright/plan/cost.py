@@ -65,3 +65,62 @@ def dropout_add_norm(
     shared = has_residual and not dropout and x_bytes == residual_bytes
     written = x_bytes + (residual_bytes if has_residual and not shared else 0)
     return Cost(flops=14 * n, bytes_read=(out_bytes + 2 * residual_bytes) * n, bytes_written=written * n)
+
+
+def separate_dropout_add_norm(
+    rows: int, width: int, *, x_bytes: int = 2, residual_bytes: int = 2, backward: bool = False, dropout: bool = True
+) -> Cost:
+    """The same by three ops, one after the other, each reading and writing memory; a mask of one byte is stored.
+
+    >>> separate_dropout_add_norm(1, 1).bytes > dropout_add_norm(1, 1).bytes
+    True
+    """
+    n, x, r = rows * width, x_bytes, residual_bytes
+    if not backward:
+        drop_read, drop_written = (x, x + 1) if dropout else (0, 0)
+        return Cost(9 * n, (drop_read + x + r + r) * n, (drop_written + r + x) * n)
+    drop_read, drop_written = (x + 1, x) if dropout else (0, 0)
+    # The norm's backward, the sum with the other gradient, the rounding for the branch, dropout's backward.
+    return Cost(14 * n, (x + r + 2 * r + r + drop_read) * n, (r + r + x + drop_written) * n)
+
+
+def product(m: int, n: int, k: int, *, element_bytes: int = 2) -> Cost:
+    """(m x k) by (k x n), each matrix once through memory.
+
+    >>> product(2, 3, 4).flops, product(2, 3, 4).bytes
+    (48, 52)
+    """
+    return Cost(2 * m * n * k, element_bytes * (m * k + k * n), element_bytes * m * n)
+
+
+def attention(
+    batch: int, sequence: int, heads: int, kv_heads: int, head_dim: int, *,
+    context: float | None = None, element_bytes: int = 2, backward: bool = False, causal: bool = True,
+) -> Cost:  # fmt: skip
+    """Attention that stores no scores: two products forward, five backward, half of each under a causal mask."""
+    queries, keys = batch * sequence * heads * head_dim, batch * sequence * kv_heads * head_dim
+    pairs = batch * heads * sequence * (sequence if context is None else context) * (0.5 if causal else 1.0)
+    if not backward:
+        return Cost(int(4 * pairs * head_dim), element_bytes * (queries + 2 * keys), element_bytes * queries)
+    return Cost(
+        int(10 * pairs * head_dim), element_bytes * (3 * queries + 2 * keys), element_bytes * (queries + 2 * keys)
+    )
+
+
+def activation(rows: int, width: int, *, gated: bool = False, element_bytes: int = 2, backward: bool = False) -> Cost:
+    """An activation function, or the product of an activated gate with another branch."""
+    n, inputs = rows * width, 2 if gated else 1
+    if not backward:
+        return Cost(10 * n, inputs * element_bytes * n, element_bytes * n)
+    return Cost(20 * n, (inputs + 1) * element_bytes * n, inputs * element_bytes * n)
+
+
+def cross_entropy(rows: int, vocabulary: int, *, element_bytes: int = 2) -> Cost:
+    """Loss and gradient in one pass: the logits are read once and their gradient is written once."""
+    n = rows * vocabulary
+    return Cost(6 * n, element_bytes * n, element_bytes * n)
+
+
+def elementwise(elements: int, bytes_each: int, flops_each: int) -> Cost:
+    """Anything that reads and writes each element once; `bytes_each` is of both together."""
+    return Cost(flops_each * elements, bytes_each * elements // 2, bytes_each * elements - bytes_each * elements // 2)

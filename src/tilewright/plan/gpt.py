@@ -50,11 +50,6 @@ class GPTConfig:
         h = self.width
         return (self.vocabulary + self.sequence) * h + self.layers * (12 * h * h + 13 * h) + 2 * h
 
-    @property
-    def flops_per_token(self) -> int:
-        """Model FLOPs of forward and backward for one token: 6N + 12Lhs, attention counted as if not causal."""
-        return 6 * self.parameters + 12 * self.layers * self.width * self.sequence
-
 
 PRESETS = {
     "125m": GPTConfig(width=768, layers=12, heads=12),
@@ -80,18 +75,3 @@ def preset(name: str, **overrides: object) -> GPTConfig:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"There is no preset {name!r}; {hint}Choose one of {', '.join(PRESETS)}.")
     return dataclasses.replace(PRESETS[name], **overrides)  # type: ignore[arg-type]
-
-
-def mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation. A result above 1 is a mistake somewhere, so it is an error and not a record.
-
-    >>> round(mfu(tokens_per_second=14000, flops_per_token=4.3e10, peak_flops=989.5e12), 3)
-    0.608
-    """
-    value = tokens_per_second * flops_per_token / peak_flops
-    if value > 1.0:
-        raise UserError(
-            f"MFU comes out at {value:.0%}, which cannot be: check the accelerator, its dense peak for this dtype, "
-            "and whether tokens are counted twice."
-        )
-    return value

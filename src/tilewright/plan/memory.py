@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from tilewright.errors import UserError
 from tilewright.plan.decoder import Decoder
 
-PRECISIONS = ("amp", "bf16", "fp32")
+PRECISIONS = ("amp", "mixed", "bf16", "fp32")
 OPTIMIZERS = ("adamw", "adamw_bf16_kahan", "adamw_8bit", "lion", "sgd", "adafactor")
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("flash", "softmax")
@@ -27,12 +27,16 @@ LOSSES = ("plain", "fused", "linear_fused")
 CONTEXT_BYTES = 620 * 2**20  # of CUDA and its libraries, as `bench memory` measured on an H200
 _LOOSE = 0.02  # of what is allocated, lost between blocks
 # Bytes a logit of the plain loss: kept for backward, at the peak of its forward, at the peak of its backward. Measured.
-_PLAIN_LOSS = {"amp": (6, 8, 10), "bf16": (2, 4, 6), "fp32": (4, 8, 12)}
+_PLAIN_LOSS = {"amp": (6, 8, 10), "mixed": (2, 4, 6), "bf16": (2, 4, 6), "fp32": (4, 8, 12)}
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained, as far as memory is concerned. `amp` is bf16 autocast over float32 parameters."""
+    """How a model is trained, as far as memory is concerned.
+
+    Precisions: `amp` is bf16 autocast over float32 parameters; `mixed` has 16-bit parameters and gradients and a
+    float32 copy of the parameters in the optimizer, as Megatron and DeepSpeed do it; `bf16` has no float32 anywhere.
+    """
 
     micro_batch: int = 1
     precision: str = "amp"
@@ -46,7 +50,8 @@ class Training:
     tensor: int = 1
     sequence_parallel: bool = False
     pipeline: int = 1
-    in_flight: int | None = None  # micro batches a first pipeline stage holds; None: as many as there are stages
+    interleave: int = 1  # pieces of a pipeline stage; more of them make a smaller bubble and more traffic
+    in_flight: float | None = None  # micro batches a first pipeline stage holds; None: as many as its schedule needs
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -55,7 +60,7 @@ class Training:
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} is {getattr(self, name)!r}; choose {', '.join(map(str, allowed))}.")
-        for name in ("micro_batch", "data", "tensor", "pipeline"):
+        for name in ("micro_batch", "data", "tensor", "pipeline", "interleave"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
 
@@ -66,7 +71,12 @@ class Training:
     @property
     def residual_bytes(self) -> int:
         """Autocast adds a bf16 branch to a float32 stream, which stays float32."""
-        return 2 if self.precision == "bf16" else 4
+        return self.stored_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of a parameter, and of its gradient."""
+        return 2 if self.precision in ("bf16", "mixed") else 4
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,8 @@ def check_parallel(decoder: Decoder, training: Training) -> None:
             raise UserError(f"{value} {name} do not divide by tensor parallel {training.tensor}; choose a divisor.")
     if decoder.layers % training.pipeline:
         raise UserError(f"{decoder.layers} layers do not divide into {training.pipeline} pipeline stages.")
+    if decoder.layers % (training.pipeline * training.interleave):
+        raise UserError(f"{decoder.layers // training.pipeline} layers a stage are not {training.interleave} pieces.")
 
 
 def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
@@ -161,12 +173,13 @@ def matmul_weights(decoder: Decoder) -> int:
 
 def optimizer_bytes(decoder: Decoder, training: Training) -> float:
     """Bytes a parameter of the optimizer's states."""
-    state = training.residual_bytes if training.precision == "bf16" else 4
+    state = 2 if training.precision == "bf16" else 4
+    master = 4.0 if training.precision == "mixed" else 0.0
     if training.optimizer == "adafactor":  # a row and a column for each matrix
         h = decoder.width
         matrices = decoder.layers * decoder.experts * 8 * (h + decoder.ffn) + 2 * (decoder.vocabulary + h)
-        return 4 * matrices / decoder.parameters
-    return {
+        return master + 4 * matrices / decoder.parameters
+    return master + {
         "adamw": 2.0 * state, "adamw_bf16_kahan": 6.0, "adamw_8bit": 2.0 + 8 / 256, "lion": float(state),
         "sgd": float(state),
     }[training.optimizer]  # fmt: skip
@@ -197,7 +210,7 @@ def train(decoder: Decoder, training: Training) -> Anatomy:
     if stages == 1:
         return _stage(decoder, training, decoder.layers, 1, first=True, last=True)
     layers = decoder.layers // stages
-    held = training.in_flight or stages
+    held = training.in_flight or stages + (stages - 1) / training.interleave * (training.interleave > 1)
     ends = (
         _stage(decoder, training, layers, held, first=True, last=False),
         _stage(decoder, training, layers, 1, first=False, last=True),
@@ -205,7 +218,7 @@ def train(decoder: Decoder, training: Training) -> Anatomy:
     return max(ends, key=lambda anatomy: anatomy.total)
 
 
-def _stage(decoder: Decoder, training: Training, layers: int, held: int, *, first: bool, last: bool) -> Anatomy:
+def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, first: bool, last: bool) -> Anatomy:
     tokens = training.micro_batch * decoder.sequence
     share = decoder.layers // layers
     body = decoder.parameters - decoder.embedding_parameters
@@ -214,7 +227,7 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: int, *, firs
         table if last and not (first and decoder.tied) else 0
     )
     here = (body / share + ends) / training.tensor
-    stored = 2 if training.precision == "bf16" else 4
+    stored = training.stored_bytes
     ranks = training.data
     weights = stored * here / (ranks if training.zero == 3 else 1)
     gradients = stored * here / (ranks if training.zero >= 2 else 1)
@@ -246,13 +259,13 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: int, *, firs
         moments["first recompute"] = (early, head_copy, activations + working, 0.0)
     moment, (grads, copied, acts, loss) = max(moments.items(), key=lambda item: sum(item[1]))
     precision, t = training.precision, training.tensor
-    split = "" if t == 1 and stored and ranks == 1 else f", split over {t} tensor and {ranks} data ranks"
+    split = "" if t == 1 and ranks == 1 else f", split over {t} tensor and {ranks} data ranks"
     parts = [
         Part("weights", weights, f"{stored} B x {here:,.0f} parameters{split}"),
         Part("16-bit copies", copied, "2 B a weight that a product uses" if precision == "amp" else "gathered layers"),
         Part("gradients", grads, f"{stored} B a parameter, where they are there at the peak"),
         Part("optimizer", states, f"{optimizer_bytes(decoder, training):.3g} B a parameter, {training.optimizer}"),
-        Part("activations", acts, f"{acts / tokens:,.0f} B x {tokens:,} tokens; {layers} layers, {held} in flight"),
+        Part("activations", acts, f"{acts / tokens:,.0f} B x {tokens:,} tokens; {layers} layers, {held:g} in flight"),
         Part("logits and loss", loss, f"{training.loss} loss, {tokens:,} x {decoder.vocabulary:,} logits"),
     ]
     allocated = sum(part.bytes for part in parts)
@@ -353,13 +366,3 @@ def infer(
         Part("CUDA context", CONTEXT_BYTES, "measured on an H200"),
     ]
     return Anatomy("decoding", parts, allocated, allocated + lost + CONTEXT_BYTES)
-
-
-def zero_bytes(parameters: float, ranks: int, stage: int) -> float:
-    """Model states a GPU in the ZeRO paper's convention: 2 weights + 2 gradients + 12 optimizer, bytes a parameter.
-
-    >>> [round(zero_bytes(7.5e9, 64, stage) / 1e9, 1) for stage in (0, 1, 2, 3)]
-    [120.0, 31.4, 16.6, 1.9]
-    """
-    split = [16.0, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks]
-    return parameters * split[stage]

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.errors import UserError
-from tilewright.plan.gpt import mfu
+from tilewright.plan.decoder import from_gpt
+from tilewright.plan.flops import DEFAULT, check_possible, utilisation
 from tilewright.tune.space import Setting
 from tilewright.tune.trial import Result, Trial
 
@@ -90,7 +91,7 @@ def _under(setting: Setting, trial: Trial) -> Trial:
 
 
 def _row(setting: Setting, result: Result, study: Study, trial: Trial, peak_flops: float | None) -> Row:
-    difference = speedup = utilisation = None
+    difference = speedup = mfu = None
     if result.losses and study.reference.losses:
         difference = max(abs(a - b) for a, b in zip(result.losses, study.reference.losses, strict=True))
     rate = result.tokens_per_second
@@ -98,11 +99,12 @@ def _row(setting: Setting, result: Result, study: Study, trial: Trial, peak_flop
         first = (study.rows[0].result if study.rows else result).tokens_per_second
         speedup = rate / first if first else None
         if peak_flops:
+            mfu = utilisation(from_gpt(trial.model), rate, 1, peak_flops)[DEFAULT].mfu
             try:
-                utilisation = mfu(rate, trial.model.flops_per_token, peak_flops)
+                check_possible(mfu, 1, "bf16", None)
             except UserError as error:
-                result = dataclasses.replace(result, error=str(error))
-    return Row(setting, result, difference, speedup, utilisation)
+                result, mfu = dataclasses.replace(result, error=str(error)), None
+    return Row(setting, result, difference, speedup, mfu)
 
 
 def run_trial(trial: Trial, label: str, progress: Progress, silence: float = SILENCE) -> Result:

@@ -1,0 +1,194 @@
+"""One result three ways: tables for a terminal, JSON, and an HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tilewright.errors import UserError
+from tilewright.measure.results import SCHEMA
+
+COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_black", "white")
+_PAGE_COLOURS = ("#3b6fb6", "#4bb3c3", "#5aa469", "#d9a441", "#a05fa8", "#c9514a", "#8a8f98", "#c7ccd4")
+
+
+_NUMBER = re.compile(r"(n/a|-?[\d,.]+ ?(%|[kMG]?B|x|)?)?")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table. A column whose heading is in `explained` shows with --explain only."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    explained: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Parts of a whole, in bytes, and what there is room for."""
+
+    title: str
+    parts: list[tuple[str, float]]
+    capacity: float | None = None
+
+
+@dataclass
+class Report:
+    """What a command has to say, in order; `data` is the same for machines."""
+
+    title: str
+    data: dict[str, Any]
+    items: list[Grid | Bar | str] = field(default_factory=list)
+    figure: dict[str, Any] | None = None  # of plotly: data and layout
+
+    def show(self, *, as_json: bool, explain: bool, page: Path | None) -> None:
+        """Print, and write the page where one is asked for."""
+        if page is not None:
+            _write(page, self._html(explain))
+        if as_json:
+            print(json.dumps({"schema": SCHEMA, **self.data}))
+            return
+        console = Console()
+        console.print(self.title, style="bold", highlight=False, soft_wrap=True, markup=False)
+        for item in self.items:
+            if isinstance(item, Grid):
+                console.print(_table(item, explain))
+            elif isinstance(item, Bar):
+                console.print(_bar(item, max(20, min(console.width, 100) - 2)))
+            else:
+                console.print(item, highlight=False, soft_wrap=True, markup=False)
+        if page is not None:
+            console.print(f"Written to {page}.", highlight=False, soft_wrap=True, markup=False)
+
+    def _html(self, explain: bool) -> str:
+        body = [f"<h1>{html.escape(self.title)}</h1>"]
+        for item in self.items:
+            if isinstance(item, Grid):
+                body.append(_html_table(item, explain))
+            elif isinstance(item, Bar):
+                body.append(_html_bar(item))
+            else:
+                body.append(f"<p>{html.escape(item)}</p>")
+        if self.figure is not None:
+            import plotly.graph_objects as graph
+
+            body.append(graph.Figure(self.figure).to_html(full_html=False, include_plotlyjs=True))
+        return _PAGE.format(title=html.escape(self.title), body="\n".join(body))
+
+
+def gigabytes(value: float) -> str:
+    """Bytes as people say them.
+
+    >>> gigabytes(141e9), gigabytes(2.5e6)
+    ('141.00 GB', '2.5 MB')
+    """
+    return f"{value / 1e9:,.2f} GB" if abs(value) >= 1e8 else f"{value / 1e6:,.1f} MB"
+
+
+def count(text: str) -> int:
+    """A whole number, with k, M, G or T behind it where it is large.
+
+    >>> count("8k"), count("2M"), count("1,024")
+    (8000, 2000000, 1024)
+    """
+    scale = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}.get(text[-1:].lower(), 1)
+    digits = (text[:-1] if scale > 1 else text).replace(",", "").replace("_", "")
+    try:
+        value = float(digits) * scale
+    except ValueError:
+        raise UserError(f"{text!r} is not a number; write 2048, 8k or 2M.") from None
+    if not 0 < value < 1e18 or value != int(value):
+        raise UserError(f"{text!r} is not a whole number above 0.")
+    return int(value)
+
+
+def _visible(grid: Grid, explain: bool) -> list[int]:
+    return [i for i, heading in enumerate(grid.header) if explain or heading not in grid.explained]
+
+
+def _table(grid: Grid, explain: bool) -> Table:
+    table = Table(title=grid.title, title_justify="left")
+    columns = _visible(grid, explain)
+    for i in columns:
+        numbers = i > 0 and all(_NUMBER.fullmatch(row[i]) for row in grid.rows)
+        table.add_column(grid.header[i], justify="right" if numbers else "left", overflow="fold")
+    for row in grid.rows:
+        table.add_row(*(Text(row[i]) for i in columns))
+    return table
+
+
+def _bar(bar: Bar, width: int) -> Text:
+    whole = max(sum(size for _, size in bar.parts), bar.capacity or 0.0) or 1.0
+    line, legend = Text(), Text()
+    for i, (name, size) in enumerate(bar.parts):
+        colour = COLOURS[i % len(COLOURS)]
+        line.append("█" * round(width * size / whole), style=colour)
+        legend.append("■ ", style=colour)
+        legend.append(f"{name}  ")
+    line.append("·" * max(0, width - len(line)), style="dim")
+    if bar.capacity and bar.capacity < whole:  # where the GPU ends
+        edge = round(width * bar.capacity / whole)
+        line = line[:edge] + Text("┃", style="bold") + line[edge + 1 :]
+    return Text(f"{bar.title}\n") + line + "\n" + legend
+
+
+def _html_table(grid: Grid, explain: bool) -> str:
+    columns = _visible(grid, explain)
+    head = "".join(f"<th>{html.escape(grid.header[i])}</th>" for i in columns)
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(row[i])}</td>" for i in columns) + "</tr>" for row in grid.rows)
+    return f"<h2>{html.escape(grid.title)}</h2><div class=wide><table><tr>{head}</tr>{rows}</table></div>"
+
+
+def _html_bar(bar: Bar) -> str:
+    whole = max(sum(size for _, size in bar.parts), bar.capacity or 0.0) or 1.0
+    cells, legend = [], []
+    for i, (name, size) in enumerate(bar.parts):
+        colour, label = _PAGE_COLOURS[i % len(_PAGE_COLOURS)], html.escape(f"{name}: {gigabytes(size)}")
+        cells.append(f'<span title="{label}" style="width:{100 * size / whole:.3f}%;background:{colour}"></span>')
+        legend.append(f'<li><i style="background:{colour}"></i>{label}</li>')
+    if bar.capacity and bar.capacity < whole:
+        cells.append(f'<b title="the GPU ends here" style="left:{100 * bar.capacity / whole:.3f}%"></b>')
+    return f"<h2>{html.escape(bar.title)}</h2><div class=bar>{''.join(cells)}</div><ul>{''.join(legend)}</ul>"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"Cannot write {path}: {error.strerror}; choose another file.") from error
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; color: #1c2128 }}
+h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.05rem; margin-top: 1.8rem }}
+.wide {{ overflow-x: auto }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+th, td {{ padding: .25rem .7rem; border-bottom: 1px solid #d8dde3; text-align: left; vertical-align: top }}
+.bar {{ display: flex; height: 2rem; background: #eef0f3; position: relative }}
+.bar span {{ display: block; height: 100% }}
+.bar b {{ position: absolute; top: -.4rem; bottom: -.4rem; border-left: 3px solid #1c2128 }}
+ul {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem }}
+li i {{ display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px }}
+</style></head><body>
+{body}
+</body></html>
+"""

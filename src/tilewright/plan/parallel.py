@@ -1,0 +1,198 @@
+"""How to spread a training run over many GPUs: every split that fits, with an estimate of its step, best first.
+
+A step is what one pipeline stage computes for all its micro batches, its tensor-parallel traffic (nothing hides it),
+the pipeline's bubble, and what of the data-parallel traffic backward cannot hide. It is an estimate to order plans by,
+not a promise: `efficiency` is the share of the best product that the computing reaches. Where stages do not divide the
+layers, every stage is counted as large as the largest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tilewright.errors import UserError
+from tilewright.hardware import Accelerator
+from tilewright.plan.decoder import Decoder
+from tilewright.plan.flops import DEFAULT, conventions
+from tilewright.plan.memory import Training, train
+
+_BACKWARD_SHARE = 2 / 3  # of a step's computing, behind which gradients can travel
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of a kind, in nodes."""
+
+    accelerator: Accelerator
+    gpus: int
+    node: int = 8
+    link: float | None = None  # bytes a second a GPU to its neighbours, one direction; None: the table's
+    network: float = 50e9  # bytes a second a GPU between nodes: 400 Gb/s
+    memory: float | None = None  # bytes of a GPU; None: the table's largest
+    efficiency: float = 0.75
+
+    @property
+    def capacity(self) -> float:
+        return self.memory or max(self.accelerator.memory_bytes)
+
+    @property
+    def link_rate(self) -> float:
+        rate = self.link or self.accelerator.link_bytes_per_second
+        if rate is None:
+            raise UserError(f"The table has no link of {self.accelerator.name}; give its GB/s with --link.")
+        return rate
+
+    @property
+    def flops(self) -> float:
+        peak = self.accelerator.best_flops or self.accelerator.peak_flops.get("bf16")
+        if peak is None:
+            raise UserError(f"The table has no bf16 peak for {self.accelerator.name}.")
+        return peak * self.efficiency
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One split, with where its step's time goes in seconds."""
+
+    training: Training
+    accumulation: int
+    seconds: float
+    compute: float
+    tensor_traffic: float
+    pipeline_traffic: float
+    bubble: float
+    data_traffic: float  # what backward does not hide
+    memory: float
+    mfu: float
+    tokens_per_second: float
+
+
+def _powers(limit: int) -> Iterator[int]:
+    value = 1
+    while value <= limit:
+        yield value
+        value *= 2
+
+
+def padded(decoder: Decoder, stages: int) -> Decoder:
+    """The decoder with as many layers as `stages` equal stages of the largest kind have."""
+    return dataclasses.replace(decoder, layers=-(-decoder.layers // stages) * stages)
+
+
+def splits(decoder: Decoder, cluster: Cluster, global_batch: int) -> Iterator[tuple[Training, int]]:
+    """Every way to cut the model and the batch, with its accumulation; not yet asked whether it fits."""
+    stages = range(1, min(decoder.layers, cluster.gpus) + 1)
+    divisors = [p for p in stages if padded(decoder, p).layers <= 1.1 * decoder.layers]
+    for tensor in _powers(min(cluster.node, decoder.heads, cluster.gpus)):
+        if decoder.heads % tensor or decoder.ffn % tensor:
+            continue
+        for pipeline in divisors:
+            if cluster.gpus % (tensor * pipeline):
+                continue
+            data = cluster.gpus // (tensor * pipeline)
+            if global_batch % data:
+                continue
+            share = global_batch // data
+            for micro in _powers(min(share, 64)):
+                if share % micro:
+                    continue
+                for zero in (0, 1, 2, 3) if data > 1 else (0,):
+                    if zero >= 2 and pipeline > 1:  # gradients or weights would travel for every micro batch
+                        continue
+                    for recompute, interleave in itertools.product(("none", "selective", "full"), (1, 2, 4)):
+                        pieces = padded(decoder, pipeline).layers // pipeline
+                        if interleave > 1 and (pipeline == 1 or pieces % interleave or share // micro % pipeline):
+                            continue
+                        training = Training(
+                            micro_batch=micro, loss="fused", recompute=recompute, data=data, zero=zero, tensor=tensor,
+                            sequence_parallel=tensor > 1, pipeline=pipeline, interleave=interleave,
+                            accumulates=share // micro > 1,
+                            in_flight=share // micro if share // micro < pipeline else None,
+                        )  # fmt: skip
+                        yield training, share // micro
+
+
+def estimate(decoder: Decoder, training: Training, accumulation: int, cluster: Cluster, memory: float) -> Plan:
+    """The step of one split."""
+    tokens = training.micro_batch * decoder.sequence
+    model_flops = conventions(decoder)[DEFAULT].model
+    decoder = padded(decoder, training.pipeline)
+    hardware = conventions(decoder)[DEFAULT].hardware[training.recompute]
+    shards = training.tensor * training.pipeline
+    micro_compute = tokens * hardware / shards / cluster.flops
+    layers = decoder.layers / training.pipeline
+    # Two reductions a layer forward and two backward (a reduce-scatter and an all-gather each with sequence parallel).
+    t = training.tensor
+    reductions = 6 if training.recompute == "full" else 4
+    micro_tensor = (
+        layers * reductions * 2 * (t - 1) / t * tokens * decoder.width * 2 / cluster.link_rate if t > 1 else 0.0
+    )
+    p = training.pipeline
+    across = cluster.network if t * p > cluster.node else cluster.link_rate
+    micro_pipe = training.interleave * 2 * tokens * decoder.width * 2 / t / across if p > 1 else 0.0
+    steady = accumulation * (micro_compute + micro_tensor)
+    bubble = (p - 1) * (micro_compute + micro_tensor) / training.interleave
+    d = training.data
+    traffic = 0.0
+    if d > 1:
+        rate = cluster.network if d * t * p > cluster.node else cluster.link_rate
+        bytes_here = decoder.parameters / shards * (d - 1) / d
+        if training.zero == 3:  # weights gathered forward and backward in 16 bits, gradients scattered in 32
+            traffic = accumulation * (2 * 2 + 4) * bytes_here / rate
+        else:
+            traffic = 8 * bytes_here / rate  # gradients in 32 bits, scattered and gathered (or weights gathered)
+    hidden = _BACKWARD_SHARE * steady if training.zero == 3 else _BACKWARD_SHARE * (micro_compute + micro_tensor)
+    exposed = max(0.0, traffic - hidden)
+    pipe = accumulation * micro_pipe
+    seconds = steady + bubble + exposed + pipe
+    batch_tokens = tokens * accumulation * d
+    peak = cluster.accelerator.peak_flops.get("bf16", cluster.flops)
+    return Plan(
+        training=training, accumulation=accumulation, seconds=seconds, compute=accumulation * micro_compute,
+        tensor_traffic=accumulation * micro_tensor, pipeline_traffic=pipe, bubble=bubble, data_traffic=exposed,
+        memory=memory, mfu=batch_tokens * model_flops / seconds / (cluster.gpus * peak),
+        tokens_per_second=batch_tokens / seconds,
+    )  # fmt: skip
+
+
+def search(decoder: Decoder, cluster: Cluster, global_batch: int, keep: int = 20) -> list[Plan]:
+    """The best plans that fit, fastest first."""
+    if cluster.gpus < 1 or global_batch < 1:
+        raise UserError("GPUs and the global batch must be at least 1.")
+    if cluster.gpus > cluster.node and cluster.gpus % cluster.node:
+        raise UserError(f"{cluster.gpus} GPUs are not whole nodes of {cluster.node}; give --node.")
+    fits: dict[Training, Plan] = {}  # by split, with the least ZeRO that fits: more of it is never faster
+    smallest, seen = math.inf, False
+    for training, accumulation in splits(decoder, cluster, global_batch):
+        seen = True
+        memory = train(padded(decoder, training.pipeline), training).total
+        smallest = min(smallest, memory)
+        split = dataclasses.replace(training, zero=0)
+        if memory <= cluster.capacity and split not in fits:
+            fits[split] = estimate(decoder, training, accumulation, cluster, memory)
+    if not seen:
+        raise UserError(
+            f"No split of {cluster.gpus} GPUs divides {decoder.heads} heads, {decoder.layers} layers and a global "
+            f"batch of {global_batch}; choose a global batch that more ranks divide."
+        )
+    if not fits:
+        raise UserError(
+            f"Nothing fits: the smallest split takes {smallest / 1e9:.1f} GB and a GPU has "
+            f"{cluster.capacity / 1e9:.0f} GB; take more GPUs, or GPUs with more memory."
+        )
+
+    # Of plans that are equally fast, the one with the larger micro batch, then with less tensor and pipeline parallel.
+    def order(plan: Plan) -> tuple[float, ...]:
+        how = plan.training
+        return round(plan.seconds, 9), -how.micro_batch, how.tensor, how.pipeline
+
+    return sorted(fits.values(), key=order)[:keep]
+
+
+def as_dict(plan: Plan) -> dict[str, object]:
+    """Flat, for JSON."""
+    return dataclasses.asdict(plan)

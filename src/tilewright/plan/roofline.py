@@ -1,0 +1,107 @@
+"""Every op of a training step with its intensity, what bounds it, and the time below which no implementation can go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tilewright.errors import UserError
+from tilewright.hardware import Accelerator
+from tilewright.plan import cost
+from tilewright.plan.cost import Cost
+from tilewright.plan.decoder import Decoder
+from tilewright.plan.flops import products
+from tilewright.plan.memory import Training, optimizer_bytes
+
+LAUNCH_SECONDS = 2e-6  # below this a kernel's own start and end rule
+
+
+@dataclass(frozen=True)
+class Op:
+    """One kind of op: what one call costs, how often a step calls it, and whether on the tensor cores."""
+
+    name: str
+    cost: Cost
+    calls: int
+    tensor_cores: bool = False
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.cost.flops / self.cost.bytes if self.cost.bytes else float("inf")
+
+
+@dataclass(frozen=True)
+class Floor:
+    """An op on an accelerator."""
+
+    op: Op
+    seconds: float  # of all its calls
+    bound: str  # memory, arithmetic or launch
+    share: float  # of the step's floor
+
+
+def step_ops(decoder: Decoder, training: Training) -> Iterator[Op]:
+    """What a step of one micro batch does on one GPU, forward and backward apart."""
+    tokens = training.micro_batch * decoder.sequence
+    c, r, t = training.compute_bytes, training.residual_bytes, training.tensor
+    h, layers, dropout = decoder.width, decoder.layers, decoder.dropout > 0
+    again = 2 if training.recompute == "full" else 1  # forwards of a layer
+    rows = tokens // (t if training.sequence_parallel else 1)
+    norms = decoder.norms * layers + 1
+    fused = decoder.gpt_block == "optimized"
+    norm_cost = cost.dropout_add_norm if fused else cost.separate_dropout_add_norm
+    for backward in (False, True):
+        count = norms if backward else (norms - 1) * again + 1
+        side = "backward" if backward else "forward"
+        one = norm_cost(rows, h, x_bytes=c, residual_bytes=r, backward=backward, dropout=dropout)
+        yield Op(f"{'fused' if fused else 'separate'} dropout + add + norm, {side}", one, count)
+    for product in products(decoder, tokens, t):
+        calls = product.count * (again if product.name != "logits" else 1)
+        one = cost.product(product.m, product.n, product.k, element_bytes=c)
+        yield Op(f"{product.name} product, forward", one, calls, True)
+        yield Op(f"{product.name} products, backward", one, 2 * product.count, True)
+    for backward in (False, True):
+        one = cost.attention(
+            training.micro_batch, decoder.sequence, decoder.heads // t, max(1, decoder.kv_heads // t),
+            decoder.head_dim, context=decoder.context, element_bytes=c, backward=backward,
+        )  # fmt: skip
+        yield Op(f"attention, {'backward' if backward else 'forward'}", one, layers * (1 if backward else again), True)
+    inner = decoder.active_experts * decoder.ffn // t
+    for backward in (False, True):
+        one = cost.activation(tokens, inner, gated=decoder.gated, element_bytes=c, backward=backward)
+        calls = layers * (1 if backward else again)
+        yield Op(f"{'gated ' if decoder.gated else ''}activation, {'backward' if backward else 'forward'}", one, calls)
+    if decoder.positions == "rope":
+        heads = (decoder.heads + decoder.kv_heads) // t
+        yield Op("rope", cost.elementwise(tokens * heads * decoder.head_dim, 2 * c, 6), layers * (1 + again))
+    yield Op("cross-entropy", cost.cross_entropy(tokens, decoder.vocabulary // t, element_bytes=c), 1)
+    yield Op("embedding", cost.elementwise(tokens * h, 2 * r, 1), 2)
+    stored = training.stored_bytes
+    held = decoder.parameters // t // training.pipeline // (training.data if training.zero else 1)
+    states = optimizer_bytes(decoder, training)
+    yield Op("optimizer", Cost(12 * held, int((2 * stored + states) * held), int((stored + states) * held)), 1)
+
+
+def roofline(
+    decoder: Decoder, training: Training, accelerator: Accelerator, *, achievable: bool = False
+) -> list[Floor]:
+    """The floor of every op, the largest first. `achievable`: by the best rates measured, not the datasheet's."""
+    dtype = "fp32" if training.precision == "fp32" else "bf16"
+    peak = accelerator.peak_flops.get(dtype)
+    if peak is None:
+        raise UserError(f"The table has no {dtype} peak for {accelerator.name}.")
+    vector = accelerator.peak_flops.get("fp32", peak)
+    bandwidth = accelerator.bytes_per_second
+    if achievable:
+        peak = (accelerator.best_flops or peak) if dtype == "bf16" else peak
+        bandwidth *= 0.885  # of the datasheet, a 2 GiB copy on an H200
+    floors = []
+    for op in step_ops(decoder, training):
+        memory = op.cost.bytes / bandwidth
+        arithmetic = op.cost.flops / (peak if op.tensor_cores else vector)
+        one = max(memory, arithmetic, LAUNCH_SECONDS)
+        bound = "launch" if one == LAUNCH_SECONDS else "memory" if memory >= arithmetic else "arithmetic"
+        floors.append((op, one * op.calls, bound))
+    total = sum(seconds for _, seconds, _ in floors)
+    return sorted([Floor(op, s, bound, s / total) for op, s, bound in floors], key=lambda floor: -floor.seconds)

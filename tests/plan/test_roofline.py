@@ -1,0 +1,61 @@
+import pytest
+
+from tilewright import hardware
+from tilewright.errors import UserError
+from tilewright.ops.dropout_add_norm import cost as op_cost
+from tilewright.plan import cost
+from tilewright.plan.decoder import load
+from tilewright.plan.flops import forward_flops
+from tilewright.plan.memory import Training
+from tilewright.plan.roofline import roofline, step_ops
+
+H200 = hardware.find("H200-SXM")
+
+
+def ops(model, **options):
+    return {op.name: op for op in step_ops(model, Training(**options))}
+
+
+def test_the_op_and_the_roofline_share_one_formula():
+    assert op_cost is cost.dropout_add_norm
+    found = ops(load("1b", ["gpt_block=optimized"]), micro_batch=2)["fused dropout + add + norm, forward"]
+    assert found.cost == op_cost(4096, 2048, x_bytes=2, residual_bytes=4, dropout=False)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_products_add_up_to_the_models_flops(recompute):
+    model = load("350m")
+    found = step_ops(model, Training(micro_batch=2, recompute=recompute))
+    total = sum(op.cost.flops * op.calls for op in found if op.tensor_cores)
+    layers = forward_flops(model, causal=True) - 2 * model.width * model.vocabulary
+    again = layers if recompute == "full" else 0
+    # Attention's backward has five products where its forward has two, one more than twice as many.
+    extra = model.layers * 2 * model.heads * model.head_dim * model.sequence * 0.5
+    assert total == pytest.approx(2 * 2048 * (3 * forward_flops(model, causal=True) + again + extra), rel=1e-6)
+
+
+def test_every_op_has_a_bound_and_the_shares_are_the_whole():
+    floors = roofline(load("1b"), Training(micro_batch=16), H200)
+    assert sum(floor.share for floor in floors) == pytest.approx(1.0)
+    bounds = {floor.op.name: floor.bound for floor in floors}
+    assert bounds["up product, forward"] == "arithmetic" and bounds["optimizer"] == "memory"
+    tiny = roofline(load("125m", ["sequence=16", "vocabulary=64", "layers=2"]), Training(), H200)
+    assert {floor.bound for floor in tiny if "norm" in floor.op.name} == {"launch"}
+
+
+def test_fusing_and_the_datasheet_lower_the_floor():
+    def total(model, **options):
+        return sum(floor.seconds for floor in roofline(model, Training(micro_batch=8), H200, **options))
+
+    assert total(load("1b", ["gpt_block=optimized"])) < total(load("1b")) < total(load("1b"), achievable=True)
+
+
+def test_a_measured_step_is_not_below_its_floor():
+    # 1b, batch 16, optimized, bf16 autocast, on an H200: results/h200/tune_1b.json has 60,917 tokens/s.
+    floors = roofline(load("1b", ["gpt_block=optimized", "dropout=0.1"]), Training(micro_batch=16), H200)
+    assert 16 * 2048 / sum(floor.seconds for floor in floors) > 60_917
+
+
+def test_an_accelerator_without_the_dtype_is_one_sentence():
+    with pytest.raises(UserError, match="no bf16 peak"):
+        roofline(load("1b"), Training(), hardware.find("V100-SXM2"))
