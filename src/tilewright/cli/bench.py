@@ -12,7 +12,6 @@ from typing import Any
 import typer
 
 from tilewright.bench import NAMES
-from tilewright.cli.progress import Stages
 from tilewright.errors import UserError
 from tilewright.measure.results import write_json
 
@@ -41,6 +40,8 @@ def bench(
     def save(result: dict[str, Any]) -> None:
         if out is not None:
             write_json(out, result)
+
+    from tilewright.cli.progress import Stages
 
     with Stages() as stages:
         result = module.run(quick, jobs, stages.line, save)

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from tilewright import hardware
-from tilewright.cli.progress import Stages
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.plan.gpt import GPTConfig, preset
@@ -81,6 +80,8 @@ def tune(
     def save(study: Study) -> None:
         if out is not None:
             write_json(out, {**head, **study.as_dict()})
+
+    from tilewright.cli.progress import Stages
 
     with Stages() as stages:
         study = run_study(space, trial, peak, stages, save)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -15,6 +14,8 @@ import tilewright
 
 def package_version(name: str) -> str | None:
     """The installed version of a package, or None."""
+    import importlib.metadata  # slow to import, and planning does without
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -15,6 +15,7 @@ from tilewright.plan.gpt import PRESETS, GPTConfig, preset
 
 _LARGEST_FILE = 1 << 20  # bytes of a config.json; real ones have a few thousand
 _LARGEST_NUMBER = 1 << 40
+_MOST_LAYERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Decoder:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_NUMBER:
                 raise UserError(f"{field} is {_short(value)}; it must be a whole number of at least 1.")
+        if self.layers > _MOST_LAYERS:
+            raise UserError(f"layers is {self.layers}; no model has more than {_MOST_LAYERS:,}.")
         if self.heads % self.kv_heads:
             raise UserError(f"{self.heads} heads do not divide into {self.kv_heads} key-value heads.")
         if not 1 <= self.active_experts <= self.experts:
@@ -299,7 +302,7 @@ def _llama_like(fields: _Fields, kind: str) -> Decoder:
         ffn = fields.number("moe_intermediate_size", dense)
         step = fields.number("decoder_sparse_step", 1) or 1
         only_dense = {layer for layer in fields.each("mlp_only_layers") if isinstance(layer, int)}
-        dense_layers = sum(1 for i in range(min(layers, 100_000)) if i in only_dense or (i + 1) % step)
+        dense_layers = sum(1 for i in range(min(layers, _MOST_LAYERS)) if i in only_dense or (i + 1) % step)
     values: dict[str, Any] = {
         "width": width,
         "layers": layers,

@@ -25,6 +25,7 @@ ATTENTION = ("flash", "softmax")
 LOSSES = ("plain", "fused", "linear_fused")
 
 CONTEXT_BYTES = 620 * 2**20  # of CUDA and its libraries, as `bench memory` measured on an H200
+WORKSPACE_BYTES = 72 * 2**20  # of cuBLAS and the like, in every step measured there
 _LOOSE = 0.02  # of what is allocated, lost between blocks
 # Bytes a logit of the plain loss: kept for backward, at the peak of its forward, at the peak of its backward. Measured.
 _PLAIN_LOSS = {"amp": (6, 8, 10), "mixed": (2, 4, 6), "bf16": (2, 4, 6), "fp32": (4, 8, 12)}
@@ -267,6 +268,7 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
         Part("optimizer", states, f"{optimizer_bytes(decoder, training):.3g} B a parameter, {training.optimizer}"),
         Part("activations", acts, f"{acts / tokens:,.0f} B x {tokens:,} tokens; {layers} layers, {held:g} in flight"),
         Part("logits and loss", loss, f"{training.loss} loss, {tokens:,} x {decoder.vocabulary:,} logits"),
+        Part("temporary buffers", WORKSPACE_BYTES, "workspaces of cuBLAS, measured on an H200"),
     ]
     allocated = sum(part.bytes for part in parts)
     # The float32 block of forward's log-softmax is cut to its size and serves nothing else later.

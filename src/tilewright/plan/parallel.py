@@ -20,6 +20,7 @@ from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import DEFAULT, conventions
 from tilewright.plan.memory import Training, train
 
+_MOST_GPUS = 1_000_000
 _BACKWARD_SHARE = 2 / 3  # of a step's computing, behind which gradients can travel
 
 
@@ -161,8 +162,8 @@ def estimate(decoder: Decoder, training: Training, accumulation: int, cluster: C
 
 def search(decoder: Decoder, cluster: Cluster, global_batch: int, keep: int = 20) -> list[Plan]:
     """The best plans that fit, fastest first."""
-    if cluster.gpus < 1 or global_batch < 1:
-        raise UserError("GPUs and the global batch must be at least 1.")
+    if not 1 <= cluster.gpus <= _MOST_GPUS or global_batch < 1:
+        raise UserError(f"GPUs must be 1 to {_MOST_GPUS:,}, and the global batch at least 1.")
     if cluster.gpus > cluster.node and cluster.gpus % cluster.node:
         raise UserError(f"{cluster.gpus} GPUs are not whole nodes of {cluster.node}; give --node.")
     fits: dict[Training, Plan] = {}  # by split, with the least ZeRO that fits: more of it is never faster

@@ -124,7 +124,7 @@ def better_sizes(product: Product, multiprocessors: int, reach: float = 0.1) -> 
     """The nearest widths below and above, within `reach`, that are done faster a column, and by how much."""
     now = fit(product.m, product.n, product.k, multiprocessors).efficiency
     found = []
-    steps = int(reach * product.n) // 64
+    steps = min(1024, int(reach * product.n) // 64)
     for direction, first in ((-1, product.n // 64), (1, product.n // 64 + 1)):
         for n in (64 * (first + direction * i) for i in range(steps + 1)):
             gain = fit(product.m, n, product.k, multiprocessors).efficiency / now - 1 if n > 0 else 0.0
