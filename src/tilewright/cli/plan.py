@@ -188,11 +188,12 @@ def flops_command(
     share = shape.active_experts / shape.experts
     for product in flops.products(shape, 1):
         one = 2 * product.n * product.k * product.count * (share if product.name.startswith("expert") else 1)
-        rows.append(
-            [product.name, f"{one:,.0f}", f"{2 * one:,.0f}", f"2 x {product.n} x {product.k} x {product.count}"]
-        )
+        layer = "" if product.name == "logits" else f"{one / shape.layers:,.0f}"
+        formula = f"2 x {product.n} x {product.k} x {product.count}"
+        rows.append([product.name, layer, f"{one:,.0f}", f"{2 * one:,.0f}", formula])
     inner = flops.attention_flops(shape)
-    rows.append(["attention scores and values", f"{inner:,.0f}", f"{2 * inner:,.0f}", "4·L·a·d·s, not causal"])
+    layer = f"{inner / shape.layers:,.0f}"
+    rows.append(["attention inside", layer, f"{inner:,.0f}", f"{2 * inner:,.0f}", "4·L·a·d·s, not causal"])
     found = flops.conventions(shape)
     table = [
         [name + (" (default)" if name == flops.DEFAULT else ""), f"{c.model:,.0f}", f"{c.macs():,.0f}",
@@ -206,7 +207,7 @@ def flops_command(
             "conventions": {name: dataclasses.asdict(c) for name, c in found.items()},
         },
         [
-            Grid("FLOPs a token, by product", ["product", "forward", "backward", "formula"], rows, ("formula",)),
+            Grid("FLOPs a token, by product", ["product", "forward, a layer", "forward", "backward", "formula"], rows, ("formula",)),
             Grid(
                 "Training FLOPs a token, by convention",
                 ["convention", "model", "MACs", "hardware, selective", "hardware, full recompute", "formula"],
