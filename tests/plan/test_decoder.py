@@ -87,6 +87,24 @@ PUBLISHED = {
         ),
         999_885_952,
     ),
+    "Gemma-3-4B, its decoder": (
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+                "sliding_window": 1024,
+            },
+        },
+        3_880_263_168,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        changed(
+            model_type="qwen2_moe", hidden_size=2048, num_hidden_layers=24, num_attention_heads=16,
+            num_key_value_heads=16, intermediate_size=5632, moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632, num_experts=60, num_experts_per_tok=4, vocab_size=151936,
+        ),
+        14_315_784_192,
+    ),
     "Pythia-6.9B": (
         {
             "model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,

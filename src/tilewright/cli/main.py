@@ -10,6 +10,7 @@ from rich.markup import escape
 
 import tilewright
 from tilewright.cli import bench, doctor, plan, tune
+from tilewright.cli import plan_speed as plan_speed  # adds its commands to `plan`
 from tilewright.errors import UserError
 
 app = typer.Typer(

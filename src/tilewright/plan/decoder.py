@@ -287,9 +287,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Fields that a family's files leave out where they are as its library has them.
+_LEFT_OUT: dict[str, dict[str, int]] = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
+}
+
+
 def _llama_like(fields: _Fields, kind: str) -> Decoder:
     """Llama and what shares its fields."""
     family = _FAMILIES.get(kind, {})
+    fields = _Fields({**_LEFT_OUT.get(kind, {}), **fields.raw})
     width, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
     layers = fields.number("num_hidden_layers")
     if heads < 1 or ("head_dim" not in fields.raw and width % heads):
@@ -339,6 +346,8 @@ def _windows(fields: _Fields, kind: str, layers: int) -> dict[str, int]:
     types = fields.each("layer_types")
     if types:
         windowed = sum(1 for each in types[:layers] if each == "sliding_attention")
+    elif kind.startswith("qwen"):
+        windowed = max(0, layers - fields.number("max_window_layers", 0))
     elif kind == "gemma2":
         windowed = layers - layers // 2
     elif kind == "gemma3_text":
