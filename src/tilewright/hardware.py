@@ -26,6 +26,11 @@ class Accelerator:
     link_bytes_per_second: float | None  # to its neighbours in a node, one direction
     note: str
 
+    @property
+    def usable_bytes(self) -> float:
+        """Of the largest variant, what a driver leaves: an H200 of "141 GB", which are GiB, reports 150.1e9 bytes."""
+        return 0.98 * max(self.memory_bytes)
+
 
 @functools.cache
 def table() -> dict[str, Accelerator]:
@@ -51,7 +56,7 @@ def _parse(row: dict[str, str]) -> Accelerator:
         multiprocessors=int(row["sms"]) if row["sms"] else None,
         peak_flops=peaks,
         best_flops=float(row["best_bf16_tflops"]) * 1e12 if row["best_bf16_tflops"] else None,
-        memory_bytes=tuple(float(gigabytes) * 1e9 for gigabytes in row["memory_gb"].split(";")),
+        memory_bytes=tuple(float(size) * 2**30 for size in row["memory_gb"].split(";")),
         bytes_per_second=float(row["bandwidth_gbs"]) * 1e9,
         l2_bytes=float(row["l2_mb"]) * 1e6,
         link_bytes_per_second=float(row["link_gbs"]) * 1e9 if row["link_gbs"] else None,

@@ -1,8 +1,8 @@
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -23,7 +23,7 @@ def data(*arguments):
 
 def test_train_says_what_fits_and_what_would_help():
     found = data("train", "1b", "--gpu", "H200-SXM", "--micro-batch", "16")
-    assert found["fits"] and found["largest_micro_batch"] == 23
+    assert found["fits"] and found["largest_micro_batch"] == 24
     assert sum(part["bytes"] for part in found["parts"]) == pytest.approx(found["total"])
     text = run("train", "7b", "--gpu", "H100-SXM5", "--explain").stdout
     assert "Not even one sequence fits" in text and "4 B x 6,658,859,008" in text and "adamw_8bit" in text
@@ -80,7 +80,7 @@ def test_a_page_needs_nothing_else(tmp_path, command):
         (("train", "1b", "--gpu", "H100"), "H100-SXM5"),
         (("train", "1b", "--tensor", "3"), "tensor parallel 3"),
         (("train", "1b", "--pipeline", "5"), "pipeline stages"),
-        (("train", "none.json"), "Cannot read none.json"),
+        (("train", "none.json"), "Cannot read 'none.json'"),
         (("batch", "--global-batch", "100", "--data", "3"), "does not divide"),
         (("batch", "--global-batch", "many"), "not a number"),
         (("mfu", "1b", "--tokens-per-second", "1e7", "--gpu", "H100-SXM5"), "--gpus"),
@@ -91,6 +91,17 @@ def test_a_page_needs_nothing_else(tmp_path, command):
         (("lint", "1b", "--gpu", "H200-SXM", "--measure"), "CUDA GPU"),
         (("parallel", "70b", "--gpu", "H100-SXM5", "--gpus", "8", "--global-batch", "8"), "Nothing fits"),
         (("train", "1b", "--html", "/proc/none/x.html"), "Cannot write"),
+        (("train", "1b", "--memory-gb", "inf"), "--memory-gb"),
+        (("serve", "1b", "--kv-bytes", "nan"), "cached number"),
+        (("serve", "1b", "--tensor", "100000"), "tensor parallel"),
+        (("mfu", "1b", "--tokens-per-second", "9", "--peak-tflops", "nan"), "--peak-tflops"),
+        (
+            ("parallel", "7b", "--gpu", "H100-SXM5", "--gpus", "8", "--global-batch", "8", "--network", "nan"),
+            "--network",
+        ),
+        (("lint", "1b", "ffn=4", "--tensor", "8", "--gpu", "H100-SXM5"), "do not divide"),
+        (("roofline", "1b", "vocabulary=4", "--tensor", "8", "--gpu", "H100-SXM5"), "vocabulary of 4"),
+        (("batch", "--gpus", "1e18"), "below 1e15"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, message):
@@ -112,7 +123,8 @@ def test_planning_starts_without_torch_and_at_once():
     )
     times = []
     for _ in range(3):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-        times.append(time.perf_counter() - began)
-    assert min(times) < 0.8  # 0.32 s on two idle cores; twice that where the suite runs beside it
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)  # its own time, whatever else the machine does
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.6  # 0.3 s on an idle machine

@@ -132,8 +132,8 @@ def test_a_mixture_of_experts_has_fewer_active_parameters():
 
 def test_a_window_shortens_the_context():
     gemma = from_config({**PUBLISHED["Gemma-2-9B"][0], "max_position_embeddings": 8192})
-    assert (gemma.window, gemma.windowed_layers, gemma.context) == (4096, 21, 6144)
-    assert from_config(LLAMA).context == 131072
+    assert (gemma.window, gemma.windowed_layers, gemma.context()) == (4096, 21, 6144)
+    assert from_config(LLAMA).context() == 131072
     assert from_config(changed(model_type="qwen2", sliding_window=4096)).window == 0  # use_sliding_window is off
 
 
@@ -157,6 +157,41 @@ def test_overrides_change_fields_and_refuse_what_is_not_one():
             load("125m", [bad])
     with pytest.raises(UserError, match="did you mean '125m'"):
         load("125")
+
+
+def test_what_follows_from_a_changed_field_of_a_preset_follows():
+    more_heads = load("1b", ["heads=32"])
+    assert (more_heads.head_dim, more_heads.kv_heads, more_heads.parameters) == (64, 32, load("1b").parameters)
+    assert load("1b", ["width=4096", "ffn=1000"]).ffn == 1000 and load("1b", ["width=4096"]).ffn == 16384
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("gpt_block=optimised", "standard or optimized"),
+        ("norm=foo", "layer or rms"),
+        ("positions=foo", "learned or rope"),
+        ("norms=-100", "at least 1"),
+        ("shared_ffn=-5", "at least 0"),
+        ("layers=1000000", "no model has"),
+        ("dropout=nan", "dropout"),
+    ],
+)
+def test_a_change_that_makes_no_model_is_one_sentence(change, message):
+    with pytest.raises(UserError, match=message):
+        load("1b", [change])
+
+
+def test_attention_of_another_kind_is_refused_and_not_miscounted():
+    with pytest.raises(UserError, match="DeepSeek"):
+        from_config(changed(model_type="deepseek_v3", kv_lora_rank=512, n_routed_experts=256))
+
+
+def test_names_that_are_no_files_are_one_sentence(tmp_path):
+    for name in ("x" * 5000, "/dev/zero", str(tmp_path), "a/" + "b" * 300 + ".json"):
+        with pytest.raises(UserError):
+            load(name)
+    assert "\x1b" not in from_config(changed(model_type="\x1b[2J" * 50)).note
 
 
 @pytest.mark.parametrize(

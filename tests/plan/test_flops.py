@@ -6,7 +6,7 @@ import pytest
 from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.plan.decoder import Decoder, from_config, from_gpt, load
-from tilewright.plan.flops import DEFAULT, check_possible, conventions, forward_flops, shortcut_tflops, utilisation
+from tilewright.plan.flops import DEFAULT, check_possible, conventions, forward_flops, utilisation
 from tilewright.plan.gpt import GPTConfig
 
 ROWS = list(csv.DictReader(Path(__file__).with_name("llm_foundry_mfu.csv").open()))
@@ -50,10 +50,6 @@ def test_bloom():
     assert result.hardware_flops / 1e12 == pytest.approx(149.3, abs=0.05)
 
 
-def test_the_shortcut():
-    assert shortcut_tflops(52, 2048, 1024, 127, 64, True) == pytest.approx(107.33, abs=0.05)
-
-
 def test_the_formula_of_the_literature_is_the_sum_over_products():
     h, layers, v, s = 1024, 24, 50368, 2048
     model = gpt(h, layers, 16, v, s)
@@ -84,10 +80,39 @@ def test_heads_that_are_wider_than_the_model_count_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("mfu", "gpus", "message"),
-    [(1.5, 8, "fp8"), (1.9, 8, "counted twice"), (7.0, 1, "--gpus"), (3.0, 8, "another one")],
+    ("share", "gpus", "message"),
+    [(1.5, 8, "fp8"), (1.9, 8, "counted twice"), (7.0, 1, "--gpus"), (3.0, 8, "another one"), (1.1, 8, "sequence")],
 )
-def test_more_than_everything_names_the_likely_mistake(mfu, gpus, message):
+def test_more_than_everything_names_the_likely_mistake(share, gpus, message):
+    chip, model = hardware.find("H100-SXM5"), load("7b")
+    peak = chip.peak_flops["bf16"]
+    whole = gpus * peak / conventions(model)["products, causal"].model
     with pytest.raises(UserError, match=message):
-        check_possible(mfu, gpus, "bf16", hardware.find("H100-SXM5"))
-    check_possible(0.99, gpus, "bf16", None)
+        check_possible(utilisation(model, share * whole, gpus, peak), model, gpus, "bf16", chip)
+    check_possible(utilisation(model, 0.99 * whole, gpus, peak), model, gpus, "bf16", chip)
+
+
+def test_recompute_counts_against_the_peak_and_the_mask_for_the_run():
+    model, peak = load("7b", ["sequence=131072"]), 989.5e12
+    found = conventions(model)
+    long = 0.95 * peak / found["products, causal"].model
+    assert utilisation(model, long, 1, peak)[DEFAULT].mfu > 1  # as counted without the mask; still possible
+    check_possible(utilisation(model, long, 1, peak), model, 1, "bf16", None)
+    with pytest.raises(UserError, match="cannot be"):
+        check_possible(utilisation(model, long, 1, peak, recompute="full"), model, 1, "bf16", None)
+
+
+def test_a_window_is_not_halved_by_the_mask():
+    model = Decoder(64, 4, 4, 4, 16, 128, 256, 4096, window=512, windowed_layers=4)
+    seen = [min(i + 1, 512) for i in range(4096)]  # one by one
+    assert model.context(causal=True) == pytest.approx(sum(seen) / 4096, rel=0.001)
+    assert model.context() == 512
+    mixed = Decoder(64, 4, 4, 4, 16, 128, 256, 4096, window=512, windowed_layers=3)
+    assert mixed.context(causal=True) == pytest.approx((3 * (512 - 32) + 2048) / 4)
+
+
+def test_dense_layers_of_a_mixture_are_counted():
+    moe = Decoder(64, 4, 4, 4, 16, 128, 256, 32, experts=4, active_experts=2, dense_layers=2)
+    dense = Decoder(64, 4, 4, 4, 16, 128, 256, 32)
+    extra = 2 * (2 * 64 * 4 + 2 * 2 * 64 * 128)  # in two layers a router and one more expert
+    assert forward_flops(moe) == forward_flops(dense) + extra

@@ -97,10 +97,44 @@ def test_the_literatures_activation_formulas():
     within(of(tensor=4, recompute="selective", sequence_parallel=True), 34 * h / 4, 0.001)
 
 
+def test_gated_experts_keep_what_their_tokens_pass_through():
+    dense = Decoder(64, 2, 4, 4, 16, 128, 256, 32, gated=True, norm="rms", positions="rope")
+    moe = dataclasses.replace(dense, experts=8, active_experts=2, shared_ffn=96)
+    more = memory.layer_activation_bytes(moe, Training()) - memory.layer_activation_bytes(dense, Training())
+    # One more expert of 128 and a shared one of 96, four tensors of 2 bytes each; two copies of the tokens.
+    assert more == 4 * 2 * (128 + 96) + 2 * 2 * 64
+    normed = dataclasses.replace(dense, qk_norm=True)
+    more = memory.layer_activation_bytes(normed, Training()) - memory.layer_activation_bytes(dense, Training())
+    assert more == 2 * (64 + 64) + 4 * (4 + 4)
+
+
+def test_a_pipelines_ends_hold_what_its_schedule_leaves_in_flight():
+    model = load("1b")
+
+    def activations(**options):
+        training = Training(pipeline=4, micro_batch=8, loss="fused", recompute="full", **options)
+        return memory.train(model, training)["activations"]
+
+    kept = memory.kept_activations(
+        model, Training(micro_batch=8, recompute="full", pipeline=4), layers=6, first=True, last=False
+    )
+    working = activations(accumulation=16) - 4 * kept  # 4 of 16 in flight, and one layer at work
+    assert working > 0
+    within(activations(accumulation=16, interleave=2) - working, (4 + 3 / 2) * kept, 0.001)
+    within(activations(accumulation=2) - working, 2 * kept, 0.001)  # never more than there are
+
+
+def test_fsdp_gathers_two_layers():
+    model = load("7b")
+    anatomy = memory.train(model, Training(data=64, zero=3, accumulation=2))
+    body = (model.parameters - model.embedding_parameters) / model.layers
+    within(anatomy["16-bit copies"], 2 * (2 * body + model.vocabulary * model.width), 0.001)
+
+
 def test_bytes_a_parameter():
     model = load("7b")
     n = model.parameters
-    amp = memory.train(model, Training(accumulates=True))
+    amp = memory.train(model, Training(accumulation=2))
     within(amp["weights"] + amp["gradients"] + amp["optimizer"], 16 * n)
     per = {name: memory.optimizer_bytes(model, Training(optimizer=name)) for name in memory.OPTIMIZERS}
     assert (per["adamw"], per["lion"], per["sgd"], per["adamw_bf16_kahan"]) == (8, 4, 4, 6)
@@ -112,7 +146,7 @@ def test_bytes_a_parameter():
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_the_zero_papers_figures(stage, gigabytes):
     model = load("7b")
-    anatomy = memory.train(model, Training(precision="mixed", data=64, zero=stage, accumulates=True))
+    anatomy = memory.train(model, Training(precision="mixed", data=64, zero=stage, accumulation=2))
     states = anatomy["weights"] + anatomy["gradients"] + anatomy["optimizer"]
     assert states / model.parameters * 7.5 == pytest.approx(gigabytes, abs=0.05)
 
@@ -120,7 +154,7 @@ def test_the_zero_papers_figures(stage, gigabytes):
 def test_zero_divides_states_and_pipelines_divide_layers():
     model = load("1b")
     whole = memory.train(model, Training())
-    one, two, three = (memory.train(model, Training(data=8, zero=z, accumulates=True)) for z in (1, 2, 3))
+    one, two, three = (memory.train(model, Training(data=8, zero=z, accumulation=2)) for z in (1, 2, 3))
     within(one["optimizer"], whole["optimizer"] / 8, 0.001)
     within(two["gradients"], one["gradients"] / 8, 0.001)
     within(three["weights"], whole["weights"] / 8, 0.001)
@@ -162,6 +196,7 @@ def test_the_cache_of_llama_3_1_8b_is_exact_and_windows_bound_it():
     served = memory.infer(llama, 8, 8192, weights="int8", tensor=2)
     assert served["weights"] == llama.parameters / 2
     assert served["KV cache"] == 8 * 8192 * 131072 / 2
+    assert memory.infer(llama, 8, 8192, tensor=16)["KV cache"] == 8 * 8192 * 131072 / 8  # 8 key-value heads, no finer
 
 
 @pytest.mark.parametrize(

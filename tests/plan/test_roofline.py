@@ -34,6 +34,14 @@ def test_the_products_add_up_to_the_models_flops(recompute):
     assert total == pytest.approx(2 * 2048 * (3 * forward_flops(model, causal=True) + again + extra), rel=1e-6)
 
 
+def test_attention_moves_its_tensors_once():
+    q, kv = 2 * 128 * 8 * 64 * 2, 2 * 128 * 2 * 64 * 2  # bytes of queries, and of keys or values
+    forward, backward = (cost.attention(2, 128, 8, 2, 64, backward=b) for b in (False, True))
+    assert (forward.bytes_read, forward.bytes_written) == (q + 2 * kv, q)
+    assert (backward.bytes_read, backward.bytes_written) == (3 * q + 2 * kv, q + 2 * kv)
+    assert forward.flops == 4 * 2 * 8 * 128 * 64 * 64 and backward.flops == 2.5 * forward.flops
+
+
 def test_every_op_has_a_bound_and_the_shares_are_the_whole():
     floors = roofline(load("1b"), Training(micro_batch=16), H200)
     assert sum(floor.share for floor in floors) == pytest.approx(1.0)

@@ -100,7 +100,7 @@ def test_an_interrupted_study_leaves_no_process_behind():
             break
     assert len(processes_with(marker)) >= 2
     process.send_signal(signal.SIGINT)
-    process.wait(timeout=30)
+    process.wait(timeout=120)
     time.sleep(0.5)
     assert processes_with(marker) == []
 

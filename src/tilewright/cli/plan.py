@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from tilewright import hardware
-from tilewright.cli.report import Bar, Grid, Report, count, gigabytes
+from tilewright.cli.report import Bar, Grid, Report, count, gigabytes, positive
 from tilewright.errors import UserError
 from tilewright.plan import batches, decoder, memory
 from tilewright.plan.decoder import Decoder
@@ -47,7 +47,10 @@ def find_gpu(name: str | None) -> hardware.Accelerator:
 def title_of(name: str, model: Decoder) -> str:
     """What stands above every answer."""
     active = f", {model.active_parameters:,} active" if model.experts > 1 else ""
-    return f"{name}: {model.parameters:,} parameters{active}, {model.layers} layers of {model.width}"
+    return (
+        f"{name}: {model.parameters:,} parameters{active}, {model.layers} layers of {model.width}, sequence "
+        f"{model.sequence:,}"
+    )
 
 
 def model_data(name: str, model: Decoder) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def train(
     recompute: str = RECOMPUTE,
     attention: str = typer.Option("flash", help="flash, or softmax whose scores are stored."),
     loss: str = typer.Option("plain", help="plain, fused or linear_fused."),
-    accumulates: bool = typer.Option(False, help="Gradients of earlier micro batches are kept."),
+    accumulation: int = typer.Option(None, min=1, help="Micro batches a step; more than 1 keep their gradients."),
     data: int = typer.Option(1, min=1, help="Data-parallel ranks."),
     zero: int = typer.Option(0, min=0, max=3, help="ZeRO stage; 3 is FSDP."),
     tensor: int = TENSOR,
@@ -94,11 +97,13 @@ def train(
     shape = decoder.load(model, changes or [])
     how = memory.Training(
         micro_batch=micro_batch, precision=precision, optimizer=optimizer, recompute=recompute, attention=attention,
-        loss=loss, accumulates=accumulates, data=data, zero=zero, tensor=tensor, sequence_parallel=sequence_parallel,
+        loss=loss, accumulation=accumulation, data=data, zero=zero, tensor=tensor, sequence_parallel=sequence_parallel,
         pipeline=pipeline,
     )  # fmt: skip
     anatomy = memory.train(shape, how)
-    capacity = memory_gb * 1e9 if memory_gb else max(find_gpu(gpu).memory_bytes) if gpu else None
+    capacity = find_gpu(gpu).usable_bytes if gpu else None
+    if memory_gb is not None:
+        capacity = positive("--memory-gb", memory_gb) * 1e9
     rows = [[p.name, gigabytes(p.bytes), f"{p.bytes / anatomy.total:.1%}", p.formula] for p in anatomy.parts]
     rows.append(["total", gigabytes(anatomy.total), "", f"allocated {gigabytes(anatomy.allocated)}"])
     saved = memory.levers(shape, how)
@@ -161,14 +166,16 @@ def serve(
         "total": anatomy.total, "kv_bytes_per_token": per_token,
     }  # fmt: skip
     items: list[Grid | Bar | str] = [Grid("Memory", ["part", "bytes", "share", "formula"], rows, ("formula",))]
-    capacity = max(chip.memory_bytes) if chip else None
+    capacity = chip.usable_bytes if chip else None
     items.append(Bar(f"{gigabytes(anatomy.total)} a GPU", [(p.name, p.bytes) for p in anatomy.parts], capacity))
-    items.append(f"The cache takes {per_token:,.0f} bytes a token.")
+    windows = " until its windows are full" if shape.windowed_layers else ""
+    items.append(f"The cache takes {per_token:,.0f} bytes a token{windows}.")
     if chip is not None:
-        active = memory.WEIGHT_BYTES[weights] * shape.active_parameters / tensor
+        looked_up = 0 if shape.tied else shape.vocabulary * shape.width  # an embedding of its own is read row by row
+        active = memory.WEIGHT_BYTES[weights] * (shape.active_parameters - looked_up) / tensor
         floor = (active + anatomy["KV cache"]) / chip.bytes_per_second
-        data |= {"capacity": capacity, "fits": anatomy.total <= max(chip.memory_bytes), "decode_floor_seconds": floor}
-        fits = "It fits" if anatomy.total <= max(chip.memory_bytes) else "It does not fit"
+        data |= {"capacity": capacity, "fits": anatomy.total <= chip.usable_bytes, "decode_floor_seconds": floor}
+        fits = "It fits" if anatomy.total <= chip.usable_bytes else "It does not fit"
         items.append(
             f"{fits} on {chip.name}. A decoding step reads active weights and cache once: at least "
             f"{floor * 1e3:.2f} ms, so at most {batch / floor:,.0f} tokens/s."

@@ -27,7 +27,7 @@ from tilewright.cli.plan import (
     notes_of,
     title_of,
 )  # fmt: skip
-from tilewright.cli.report import Grid, Report, count, gigabytes
+from tilewright.cli.report import Grid, Report, count, gigabytes, positive
 from tilewright.errors import UserError
 from tilewright.plan import decoder, flops, memory, parallel, roofline, sizing
 
@@ -48,19 +48,18 @@ def flops_command(
     """
     shape = decoder.load(model, changes or [])
     rows = []
-    share = shape.active_experts / shape.experts
     for product in flops.products(shape, 1):
-        one = 2 * product.n * product.k * product.count * (share if product.name.startswith("expert") else 1)
-        layer = "" if product.name == "logits" else f"{one / shape.layers:,.0f}"
+        one = product.flops_per_token
+        layer = "" if product.name == "logits" else _millions(one / shape.layers)
         formula = f"2 x {product.n} x {product.k} x {product.count}"
-        rows.append([product.name, layer, f"{one:,.0f}", f"{2 * one:,.0f}", formula])
+        rows.append([product.name, layer, _millions(one), _millions(2 * one), formula])
     inner = flops.attention_flops(shape)
-    layer = f"{inner / shape.layers:,.0f}"
-    rows.append(["attention inside", layer, f"{inner:,.0f}", f"{2 * inner:,.0f}", "4·L·a·d·s, not causal"])
+    layer, formula = _millions(inner / shape.layers), "4·L·a·d·s, not causal"
+    rows.append(["attention inside", layer, _millions(inner), _millions(2 * inner), formula])
     found = flops.conventions(shape)
     table = [
-        [name + (" (default)" if name == flops.DEFAULT else ""), f"{c.model:,.0f}", f"{c.macs():,.0f}",
-         f"{c.hardware['selective']:,.0f}", f"{c.hardware['full']:,.0f}", c.formula]
+        [name + (" (default)" if name == flops.DEFAULT else ""), _millions(c.model), _millions(c.macs()),
+         _millions(c.hardware["selective"]), _millions(c.hardware["full"]), c.formula]
         for name, c in found.items()
     ]  # fmt: skip
     report = Report(
@@ -71,14 +70,14 @@ def flops_command(
         },
         [
             Grid(
-                "FLOPs a token, by product",
+                "MFLOPs a token, by product",
                 ["product", "forward, a layer", "forward", "backward", "formula"],
                 rows,
                 ("formula",),
             ),
             Grid(
-                "Training FLOPs a token, by convention",
-                ["convention", "model", "MACs", "hardware, selective", "hardware, full recompute", "formula"],
+                "Training MFLOPs a token, by convention; selective and full: with what recompute runs again",
+                ["convention", "model", "MMACs", "selective", "full", "formula"],
                 table,
                 ("formula",),
             ),
@@ -86,6 +85,10 @@ def flops_command(
         ],
     )  # fmt: skip
     report.show(as_json=as_json, explain=explain, page=page)
+
+
+def _millions(value: float) -> str:
+    return f"{value / 1e6:,.1f}"
 
 
 @app.command("mfu")
@@ -119,7 +122,7 @@ def mfu(
         raise UserError("Give the accelerator with --gpu, or its dense peak with --peak-tflops.")
     chip = hardware.find(gpu) if gpu is not None else None
     if peak_tflops is not None:
-        peak = peak_tflops * 1e12
+        peak = positive("--peak-tflops", peak_tflops) * 1e12
     else:
         assert chip is not None
         if dtype not in chip.peak_flops:
@@ -128,7 +131,7 @@ def mfu(
     best = chip.best_flops if chip is not None and dtype == "bf16" else None
     n = count(gpus)
     found = flops.utilisation(shape, tokens_per_second, n, peak, recompute=recompute, best_flops=best)
-    flops.check_possible(found[flops.DEFAULT].mfu, n, dtype, chip)
+    flops.check_possible(found, shape, n, dtype, chip)
     rows = [
         [name + (" (default)" if name == flops.DEFAULT else ""), f"{u.model_flops / 1e12:,.1f}",
          f"{u.hardware_flops / 1e12:,.1f}", f"{u.mfu:.2%}", f"{u.hfu:.2%}",
@@ -138,7 +141,7 @@ def mfu(
     source = f"{peak / 1e12:g} TFLOPS" + (
         f", {chip.name}, dense {dtype}" if chip and peak_tflops is None else ", given"
     )
-    header = ["convention", "TFLOPS a GPU", "with recompute", "MFU", "HFU", "of the best product", "formula"]
+    header = ["convention", "TFLOPS", "hardware", "MFU", "HFU", "of best", "formula"]
     data = {
         "model": model_data(model, shape), "tokens_per_second": tokens_per_second, "gpus": n, "peak_flops": peak,
         "default": flops.DEFAULT, "best_flops": best,
@@ -146,9 +149,11 @@ def mfu(
                             "hfu": u.hfu, "of_best": u.of_best} for k, u in found.items()},
     }  # fmt: skip
     title = f"{title_of(model, shape)}; {tokens_per_second:,.0f} tokens/s on {n}; peak {source}"
-    Report(title, data, [Grid("Utilisation", header, rows, ("formula",))]).show(
-        as_json=as_json, explain=explain, page=page
+    legend = (
+        "TFLOPS are a GPU's, hardware's with recompute; of best: of the fastest bf16 product measured on this chip."
     )
+    items = [Grid("Utilisation", header, rows, ("formula",)), legend, *notes_of(shape)]
+    Report(title, data, items).show(as_json=as_json, explain=explain, page=page)
 
 
 @app.command("lint")
@@ -241,14 +246,13 @@ def roofline_command(
             f"The step's floor: {total * 1e3:.2f} ms, {tokens / total:,.0f} tokens/s; one GPU, no traffic.",
             *notes_of(shape),
         ],
-        _roofline_figure(floors, chip),
+        _roofline_figure(floors, chip.name, *roofline.rates(chip, how, achievable)),
     )
     report.show(as_json=as_json, explain=explain, page=page)
 
 
-def _roofline_figure(floors: list[roofline.Floor], chip: hardware.Accelerator) -> dict[str, Any]:
+def _roofline_figure(floors: list[roofline.Floor], name: str, peak: float, bandwidth: float) -> dict[str, Any]:
     """Intensity against speed, each op at its own roof."""
-    peak, bandwidth = max(chip.peak_flops.get("bf16", 0.0), chip.peak_flops.get("fp32", 0.0)), chip.bytes_per_second
     line = [0.1, peak / bandwidth, 1e5]
     dots = [f for f in floors if f.op.cost.flops]
     return {
@@ -261,7 +265,7 @@ def _roofline_figure(floors: list[roofline.Floor], chip: hardware.Accelerator) -
              "marker": {"size": [8 + 40 * f.share for f in dots]}},
         ],
         "layout": {
-            "title": {"text": f"Roofline, {chip.name}"}, "xaxis": {"type": "log", "title": {"text": "FLOPs a byte"}},
+            "title": {"text": f"Roofline, {name}"}, "xaxis": {"type": "log", "title": {"text": "FLOPs a byte"}},
             "yaxis": {"type": "log", "title": {"text": "TFLOPS"}}, "template": "plotly_white",
         },
     }  # fmt: skip
@@ -278,6 +282,8 @@ def parallel_command(
     link: float = typer.Option(None, help="GB/s a GPU inside a node, one direction; default: the table's."),
     network: float = typer.Option(50.0, help="GB/s a GPU between nodes."),
     memory_gb: float = typer.Option(None, help="Memory of a GPU in GB, in place of the table's."),
+    precision: str = typer.Option("mixed", help="amp, mixed, bf16 or fp32."),
+    optimizer: str = OPTIMIZER,
     efficiency: float = typer.Option(0.75, min=0.01, max=1.0, help="Share of the best product that computing reaches."),
     keep: int = typer.Option(10, min=1, help="Plans to show."),
     as_json: bool = AS_JSON,
@@ -295,15 +301,16 @@ def parallel_command(
         accelerator=find_gpu(gpu),
         gpus=count(gpus),
         node=node,
-        link=link * 1e9 if link else None,
-        network=network * 1e9,
-        memory=memory_gb * 1e9 if memory_gb else None,
+        link=None if link is None else positive("--link", link) * 1e9,
+        network=positive("--network", network) * 1e9,
+        memory=None if memory_gb is None else positive("--memory-gb", memory_gb) * 1e9,
         efficiency=efficiency,
     )
-    plans = parallel.search(shape, cluster, count(global_batch), keep)
+    base = memory.Training(precision=precision, optimizer=optimizer, loss="fused")
+    plans = parallel.search(shape, cluster, count(global_batch), keep, base)
     rows = [
         [str(p.training.tensor), _stages(p), str(p.training.data), str(p.training.zero), p.training.recompute,
-         f"{p.training.micro_batch} x {p.accumulation}", f"{p.seconds:.2f}", f"{p.bubble / p.seconds:.0%}",
+         f"{p.training.micro_batch} x {p.training.accumulation}", f"{p.seconds:.2f}", f"{p.bubble / p.seconds:.0%}",
          f"{(p.tensor_traffic + p.pipeline_traffic + p.data_traffic) / p.seconds:.0%}", gigabytes(p.memory),
          f"{p.mfu:.1%}"]
         for p in plans
@@ -313,7 +320,7 @@ def parallel_command(
     best = plans[0]
     report = Report(
         f"{title_of(model, shape)}; {cluster.gpus:,} {cluster.accelerator.name}, global batch {count(global_batch):,}",
-        {"model": model_data(model, shape), "plans": [parallel.as_dict(p) for p in plans]},
+        {"model": model_data(model, shape), "plans": [dataclasses.asdict(p) for p in plans]},
         [
             Grid("Plans, fastest first", header, rows),
             *(_PARALLEL_FORMULAS if explain else ()),
@@ -330,7 +337,9 @@ _PARALLEL_FORMULAS = (
     "step = compute + bubble + traffic; compute = steps x tokens x FLOPs (with recompute) / (tensor x pipeline x rate)",
     "bubble = (pipeline - 1) x one micro batch / pieces; over the ideal time (p - 1) / (m x pieces)",
     "tensor traffic = layers x 4 (6 with full recompute) x 2(t - 1)/t x tokens x h x 2 B / link, not hidden",
-    "data traffic = 8 B x parameters here x (d - 1)/d / network (ZeRO 3: 8 B a micro batch), less what backward hides",
+    "pipeline traffic = steps x pieces x 2 x tokens x h x 2 B / t / link or network",
+    "data traffic = 2 gradients x parameters here x (d - 1)/d / rate (ZeRO 2 and 3: for every micro batch), less what "
+    "backward hides; rate = the least of link and network x (GPUs of a node that share a group)",
 )
 
 

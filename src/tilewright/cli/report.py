@@ -58,7 +58,7 @@ class Report:
         if page is not None:
             _write(page, self._html(explain))
         if as_json:
-            print(json.dumps({"schema": SCHEMA, **self.data}))
+            print(json.dumps({"schema": SCHEMA, **self.data}, allow_nan=False))
             return
         console = Console()
         console.print(self.title, style="bold", highlight=False, soft_wrap=True, markup=False)
@@ -109,9 +109,20 @@ def count(text: str) -> int:
         value = float(digits) * scale
     except ValueError:
         raise UserError(f"{text!r} is not a number; write 2048, 8k or 2M.") from None
-    if not 0 < value < 1e18 or value != int(value):
-        raise UserError(f"{text!r} is not a whole number above 0.")
+    if not 0 < value < 1e15 or value != int(value):
+        raise UserError(f"{text!r} is not a whole number above 0 and below 1e15.")
     return int(value)
+
+
+def positive(name: str, value: float) -> float:
+    """The value, or a sentence where it is no number above 0.
+
+    >>> positive("--link", 450.0)
+    450.0
+    """
+    if not 0 < value < float("inf"):
+        raise UserError(f"{name} is {value}; give a number above 0.")
+    return value
 
 
 def _visible(grid: Grid, explain: bool) -> list[int]:
@@ -122,8 +133,10 @@ def _table(grid: Grid, explain: bool) -> Table:
     table = Table(title=grid.title, title_justify="left")
     columns = _visible(grid, explain)
     for i in columns:
-        numbers = i > 0 and all(_NUMBER.fullmatch(row[i]) for row in grid.rows)
-        table.add_column(grid.header[i], justify="right" if numbers else "left", overflow="fold")
+        numbers = i > 0 and all(_NUMBER.fullmatch(row[i]) is not None for row in grid.rows)
+        table.add_column(
+            grid.header[i], justify="right" if numbers else "left", overflow="fold", no_wrap=numbers or i == 0
+        )
     for row in grid.rows:
         table.add_row(*(Text(row[i]) for i in columns))
     return table

@@ -95,11 +95,14 @@ def product(m: int, n: int, k: int, *, element_bytes: int = 2) -> Cost:
 
 def attention(
     batch: int, sequence: int, heads: int, kv_heads: int, head_dim: int, *,
-    context: float | None = None, element_bytes: int = 2, backward: bool = False, causal: bool = True,
+    context: float | None = None, element_bytes: int = 2, backward: bool = False,
 ) -> Cost:  # fmt: skip
-    """Attention that stores no scores: two products forward, five backward, half of each under a causal mask."""
+    """Attention that stores no scores: two products forward, five backward.
+
+    `context` is how many tokens a token looks at in the mean; left out, it is half of them, as under a causal mask.
+    """
     queries, keys = batch * sequence * heads * head_dim, batch * sequence * kv_heads * head_dim
-    pairs = batch * heads * sequence * (sequence if context is None else context) * (0.5 if causal else 1.0)
+    pairs = batch * heads * sequence * (sequence / 2 if context is None else context)
     if not backward:
         return Cost(int(4 * pairs * head_dim), element_bytes * (queries + 2 * keys), element_bytes * queries)
     return Cost(

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import UserError
-from tilewright.plan.gpt import PRESETS, GPTConfig, preset
+from tilewright.plan.gpt import GPT_BLOCKS, PRESETS, GPTConfig, preset
 
 _LARGEST_FILE = 1 << 20  # bytes of a config.json; real ones have a few thousand
 _LARGEST_NUMBER = 1 << 40
 _MOST_LAYERS = 100_000
+_SIZES = ("width", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "sequence", "norms", "experts",
+          "active_experts")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,25 @@ class Decoder:
     note: str = ""  # what had to be assumed
 
     def __post_init__(self) -> None:
-        for field in ("width", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "sequence", "experts"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_NUMBER:
-                raise UserError(f"{field} is {_short(value)}; it must be a whole number of at least 1.")
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), 1 if field.name in _SIZES else 0
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if field.type == "int" and not (whole and least <= value <= _LARGEST_NUMBER):
+                raise UserError(f"{field.name} is {_short(value)}; it must be a whole number of at least {least}.")
+        for name, allowed in (
+            ("norm", ("layer", "rms")),
+            ("positions", ("learned", "rope")),
+            ("gpt_block", GPT_BLOCKS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name} is {_short(getattr(self, name))}; choose {' or '.join(allowed)}.")
         if self.layers > _MOST_LAYERS:
             raise UserError(f"layers is {self.layers}; no model has more than {_MOST_LAYERS:,}.")
         if self.heads % self.kv_heads:
             raise UserError(f"{self.heads} heads do not divide into {self.kv_heads} key-value heads.")
         if not 1 <= self.active_experts <= self.experts:
             raise UserError(f"{self.active_experts} of {self.experts} experts cannot be active.")
-        if not 0 <= self.windowed_layers <= self.layers or self.window < 0 or self.dense_layers > self.layers:
+        if self.windowed_layers > self.layers or self.dense_layers > self.layers:
             raise UserError("There are more special layers than layers.")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}; it must lie in [0, 1).")
@@ -126,11 +136,22 @@ class Decoder:
         """Those that one token meets: of a mixture, the active experts alone."""
         return self._count(self.active_experts)
 
-    @property
-    def context(self) -> float:
-        """Tokens that attention looks at, the mean over the layers, not counting the causal mask."""
-        windowed = self.windowed_layers * min(self.window or self.sequence, self.sequence)
-        return (windowed + (self.layers - self.windowed_layers) * self.sequence) / self.layers
+    def context(self, causal: bool = False) -> float:
+        """Tokens that a token looks at, the mean over tokens and layers: s, or s/2 under the causal mask.
+
+        In a layer with a window w they are w, or w - w²/2s: only the first w tokens have fewer before them.
+        """
+        s, w = self.sequence, min(self.window or self.sequence, self.sequence)
+        full, windowed = (s / 2, w - w * w / (2 * s)) if causal else (float(s), float(w))
+        return (self.windowed_layers * windowed + (self.layers - self.windowed_layers) * full) / self.layers
+
+    def check_tensor(self, ranks: int) -> None:
+        """Refuse a number of tensor-parallel ranks that heads, feed-forward width or vocabulary do not allow."""
+        for name, value in (("heads", self.heads), ("columns of the feed-forward", self.ffn)):
+            if value % ranks:
+                raise UserError(f"{value} {name} do not divide by tensor parallel {ranks}; choose a divisor.")
+        if self.vocabulary < ranks:
+            raise UserError(f"A vocabulary of {self.vocabulary} is less than tensor parallel {ranks}.")
 
 
 def from_gpt(config: GPTConfig) -> Decoder:
@@ -153,21 +174,36 @@ def load(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Decoder:
     >>> load("125m", ["sequence=1024"]).sequence
     1024
     """
-    path = Path(name)
-    if name in PRESETS:
-        decoder = from_gpt(preset(name))
-    elif path.suffix == ".json" or path.is_dir() or path.exists():
-        decoder = read_config(path / "config.json" if path.is_dir() else path)
-    else:
-        try:
-            decoder = from_gpt(preset(name))
-        except UserError as error:
-            raise UserError(f"{error} A path to a config.json works too.") from None
-    return override(decoder, overrides)
+    if name not in PRESETS and _is_path(name):
+        path = Path(name)
+        return override(read_config(path / "config.json" if path.is_dir() else path), overrides)
+    try:
+        config = preset(name)
+    except UserError as error:
+        raise UserError(f"{error} A path to a config.json works too.") from None
+    # A preset's own fields first: what follows from them, such as the width of a head, then follows.
+    own = {field.name for field in dataclasses.fields(GPTConfig)} - {"recompute"}
+    mine = [item for item in overrides if item.partition("=")[0].removeprefix("model.") in own]
+    rest = [item for item in overrides if item not in mine]
+    return override(from_gpt(dataclasses.replace(config, **_parse(mine))), rest)
+
+
+def _is_path(name: str) -> bool:
+    try:
+        return name.endswith(".json") or "/" in name or Path(name).exists()
+    except OSError:  # longer than a path can be
+        return False
 
 
 def override(decoder: Decoder, overrides: list[str] | tuple[str, ...]) -> Decoder:
     """The decoder with `field=value` changes; an unknown field is refused with the nearest name."""
+    changes = _parse(overrides)
+    if "sequence" in changes and decoder.note.startswith("sequence"):
+        changes["note"] = ""
+    return dataclasses.replace(decoder, **changes)
+
+
+def _parse(overrides: list[str] | tuple[str, ...]) -> dict[str, Any]:
     fields = {field.name: field.type for field in dataclasses.fields(Decoder)}
     changes: dict[str, Any] = {}
     for item in overrides:
@@ -183,7 +219,7 @@ def override(decoder: Decoder, overrides: list[str] | tuple[str, ...]) -> Decode
             changes[name] = parse[kind](text)
         except ValueError:
             raise UserError(f"{name} is {_short(text)}; it must be of type {kind}.") from None
-    return dataclasses.replace(decoder, **changes)
+    return changes
 
 
 def _truth(text: str) -> bool:
@@ -203,11 +239,15 @@ def _short(value: object) -> str:
 def read_config(path: Path) -> Decoder:
     """The decoder that a Hugging Face config.json describes."""
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise UserError(f"{path} has {path.stat().st_size:,} bytes; a config.json has a few thousand.")
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is no file.")
+        with path.open("rb") as file:
+            text = file.read(_LARGEST_FILE + 1)
+        if len(text) > _LARGEST_FILE:
+            raise UserError(f"{path} has more than {_LARGEST_FILE:,} bytes; a config.json has a few thousand.")
+        raw = json.loads(text)
     except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+        raise UserError(f"Cannot read {_short(str(path))}: {error.strerror}.") from None
     except (ValueError, RecursionError):
         raise UserError(f"{path} is not JSON that a model could have written.") from None
     if not isinstance(raw, dict):
@@ -223,6 +263,10 @@ def from_config(raw: dict[str, Any]) -> Decoder:
     kind = raw.get("model_type")
     if not isinstance(kind, str):
         raise UserError("config.json has no model_type; it names the architecture, such as llama.")
+    for field in ("kv_lora_rank", "n_routed_experts"):
+        if field in raw:
+            raise UserError(f"{_short(kind)} compresses its attention or routes experts as DeepSeek does ({field}); "
+                            "that is not counted here.")  # fmt: skip
     return _gpt2(fields) if kind == "gpt2" else _llama_like(fields, kind)
 
 
@@ -331,7 +375,9 @@ def _llama_like(fields: _Fields, kind: str) -> Decoder:
         "shared_ffn": fields.number("shared_expert_intermediate_size", 0),
         "dense_layers": dense_layers,
         "dense_ffn": dense if dense_layers else 0,
-        "note": "" if kind in _FAMILIES else f"{kind} is not a family known here; counted as a Llama with its fields.",
+        "note": f"sequence {fields.number('max_position_embeddings', 2048):,} is the longest its config.json allows."
+        if kind in _FAMILIES
+        else f"{_short(kind)} is not a family known here; counted as a Llama with its fields.",
     }
     values.update({k: v for k, v in family.items() if k not in ("tied", "qkv_bias")})
     values.update(_windows(fields, kind, layers))

@@ -26,11 +26,11 @@ class Product:
     n: int
     k: int
     count: int = 1
-    weights: bool = True  # one factor is a parameter: backward has two products of the same size
+    active: float = 1.0  # share of the `count` that a token meets
 
     @property
-    def flops(self) -> int:
-        return 2 * self.m * self.n * self.k * self.count
+    def flops_per_token(self) -> float:
+        return 2 * self.n * self.k * self.count * self.active
 
 
 def products(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Product]:
@@ -48,15 +48,16 @@ def products(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Product
     sparse = layers - decoder.dense_layers
     if decoder.experts > 1:
         yield Product("router", tokens, decoder.experts, h, sparse)
-        share = -(-tokens * decoder.active_experts // decoder.experts)  # tokens an expert sees
-        yield Product("expert up", share, ups * decoder.ffn // tensor, h, sparse * decoder.experts)
-        yield Product("expert down", share, h, decoder.ffn // tensor, sparse * decoder.experts)
+        seen = -(-tokens * decoder.active_experts // decoder.experts)  # tokens an expert sees
+        active = decoder.active_experts / decoder.experts
+        yield Product("expert up", seen, ups * decoder.ffn // tensor, h, sparse * decoder.experts, active)
+        yield Product("expert down", seen, h, decoder.ffn // tensor, sparse * decoder.experts, active)
         if decoder.shared_ffn:
             yield Product("shared up", tokens, ups * decoder.shared_ffn // tensor, h, sparse)
             yield Product("shared down", tokens, h, decoder.shared_ffn // tensor, sparse)
     dense = layers if decoder.experts == 1 else decoder.dense_layers
     if dense:
-        ffn = decoder.ffn if decoder.experts == 1 else decoder.dense_ffn
+        ffn = decoder.ffn if decoder.experts == 1 else decoder.dense_ffn or decoder.ffn
         yield Product("up", tokens, ups * ffn // tensor, h, dense)
         yield Product("down", tokens, h, ffn // tensor, dense)
     yield Product("logits", tokens, decoder.vocabulary // tensor, h)
@@ -64,15 +65,12 @@ def products(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Product
 
 def attention_flops(decoder: Decoder, causal: bool = False) -> float:
     """Forward FLOPs a token of the two products inside attention, all layers: 4·L·a·d·s, half of it under the mask."""
-    return 4 * decoder.layers * decoder.heads * decoder.head_dim * decoder.context * (0.5 if causal else 1.0)
+    return 4 * decoder.layers * decoder.heads * decoder.head_dim * decoder.context(causal)
 
 
 def forward_flops(decoder: Decoder, causal: bool = False) -> float:
     """Forward FLOPs a token, product by product."""
-    weights = sum(2 * p.n * p.k * p.count for p in products(decoder, 1) if not p.name.startswith("expert"))
-    sparse = decoder.layers - decoder.dense_layers if decoder.experts > 1 else 0
-    weights += 2 * sparse * decoder.active_experts * decoder.mlp_weights(decoder.ffn)
-    return weights + attention_flops(decoder, causal)
+    return sum(p.flops_per_token for p in products(decoder, 1)) + attention_flops(decoder, causal)
 
 
 @dataclass(frozen=True)
@@ -103,15 +101,15 @@ def conventions(decoder: Decoder) -> dict[str, Convention]:
     causal = 3 * attention_flops(decoder, causal=True)
     rest = n - decoder.embedding_parameters
     found = {}
-    for name, formula, model in (
-        (DEFAULT, "6N + 12·L·a·d·s", 6 * n + attention),
-        ("6N + causal attention", "6N + 6·L·a·d·s", 6 * n + causal),
-        ("6N", "6N", float(6 * n)),
-        ("6N without embeddings", "6(N - embeddings) + 12·L·a·d·s", 6 * rest + attention),
+    for name, formula, body, inside in (
+        (DEFAULT, "6N + 12·L·a·d·s", 6 * n, attention),
+        ("6N + causal attention", "6N + 6·L·a·d·s", 6 * n, causal),
+        ("6N", "6N", 6 * n, 0.0),
+        ("6N without embeddings", "6(N - embeddings) + 12·L·a·d·s", 6 * rest, attention),
     ):
-        found[name] = Convention(
-            name, formula, model, {"none": model, "selective": model + attention / 3, "full": model * 4 / 3}
-        )
+        model = body + inside
+        hardware = {"none": model, "selective": model + inside / 3, "full": model * 4 / 3}
+        found[name] = Convention(name, formula, model, hardware)
     logits = 2 * decoder.width * decoder.vocabulary
     for name, formula, is_causal in (
         ("products", "3 x every product; GPT: 72·s·L·h²(1 + s/6h + v/12hL) a sequence", False),
@@ -162,32 +160,25 @@ def utilisation(
     return found
 
 
-def check_possible(mfu: float, gpus: int, dtype: str, accelerator: Accelerator | None) -> None:
-    """Refuse a utilisation above 1: it is a mistake somewhere, and this says which one is likely."""
-    if mfu <= 1.0:
+def check_possible(
+    found: dict[str, Utilisation], decoder: Decoder, gpus: int, dtype: str, accelerator: Accelerator | None
+) -> None:
+    """Refuse a speed that would take more than the whole peak, however FLOPs are counted, and name likely mistakes."""
+    share = found["products, causal"].hfu  # the fewest FLOPs that the device can have done
+    if share <= 1.0:
         return
     guesses = []
     if (
         accelerator is not None
         and dtype != "fp8"
-        and mfu * accelerator.peak_flops.get(dtype, 0.0) <= (accelerator.peak_flops.get("fp8", 0.0))
+        and share * accelerator.peak_flops.get(dtype, 0.0) <= (accelerator.peak_flops.get("fp8", 0.0))
     ):
         guesses.append("the run was in fp8 (give --dtype fp8)")
-    if mfu <= 2.0:
+    if share <= 2.0:
         guesses.append("tokens are counted twice")
         guesses.append("the peak is half of what it should be: never a sparse one, but of another dtype")
-    if gpus == 1 and mfu > 1.5:
+    if gpus == 1 and share > 1.5:
         guesses.append("the speed is that of several GPUs (give --gpus)")
+    guesses.append(f"the sequence is not {decoder.sequence:,} (give sequence=...)")
     guesses.append("the accelerator is another one")
-    raise UserError(f"MFU comes out at {mfu:.0%}, which cannot be. Likely: {'; '.join(guesses)}.")
-
-
-def shortcut_tflops(
-    billions: float, sequence: int, global_batch: int, seconds: float, gpus: int, recompute: bool
-) -> float:
-    """The back of an envelope: params_in_B · (4 with full recompute, else 3) · 2 · s · GBS / (seconds · gpus · 1000).
-
-    >>> round(shortcut_tflops(52, 2048, 1024, 127, 64, recompute=True), 2)
-    107.35
-    """
-    return billions * (4 if recompute else 3) * 2 * sequence * global_batch / (seconds * gpus * 1000)
+    raise UserError(f"It comes out at {share:.0%} of the peak, which cannot be. Likely: {'; '.join(guesses)}.")

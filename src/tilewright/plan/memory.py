@@ -12,23 +12,24 @@ several moments that can be its peak; the parts are those of the highest:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tilewright.errors import UserError
 from tilewright.plan.decoder import Decoder
+from tilewright.plan.flops import RECOMPUTE
 
 PRECISIONS = ("amp", "mixed", "bf16", "fp32")
 OPTIMIZERS = ("adamw", "adamw_bf16_kahan", "adamw_8bit", "lion", "sgd", "adafactor")
-RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("flash", "softmax")
 LOSSES = ("plain", "fused", "linear_fused")
 
 CONTEXT_BYTES = 620 * 2**20  # of CUDA and its libraries, as `bench memory` measured on an H200
 WORKSPACE_BYTES = 72 * 2**20  # of cuBLAS and the like, in every step measured there
 _LOOSE = 0.02  # of what is allocated, lost between blocks
-# Bytes a logit of the plain loss: kept for backward, at the peak of its forward, at the peak of its backward. Measured.
-_PLAIN_LOSS = {"amp": (6, 8, 10), "mixed": (2, 4, 6), "bf16": (2, 4, 6), "fp32": (4, 8, 12)}
+# Bytes a logit of the plain loss at the peak of its forward and of its backward. Measured for amp, derived else.
+_PLAIN_LOSS = {"amp": (8, 10), "mixed": (4, 6), "bf16": (4, 6), "fp32": (8, 12)}
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Training:
     """How a model is trained, as far as memory is concerned.
 
     Precisions: `amp` is bf16 autocast over float32 parameters; `mixed` has 16-bit parameters and gradients and a
-    float32 copy of the parameters in the optimizer, as Megatron and DeepSpeed do it; `bf16` has no float32 anywhere.
+    float32 copy of the parameters in the optimizer, as DeepSpeed does it; `bf16` has no float32 anywhere.
     """
 
     micro_batch: int = 1
@@ -45,14 +46,13 @@ class Training:
     recompute: str = "none"
     attention: str = "flash"
     loss: str = "plain"
-    accumulates: bool = False  # gradients of earlier micro batches are there from the start
+    accumulation: int | None = None  # micro batches a step; None: 1, or as many as a pipeline needs
     data: int = 1  # data-parallel ranks
     zero: int = 0  # ZeRO stage; 3 is FSDP
     tensor: int = 1
     sequence_parallel: bool = False
     pipeline: int = 1
     interleave: int = 1  # pieces of a pipeline stage; more of them make a smaller bubble and more traffic
-    in_flight: float | None = None  # micro batches a first pipeline stage holds; None: as many as its schedule needs
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -64,6 +64,8 @@ class Training:
         for name in ("micro_batch", "data", "tensor", "pipeline", "interleave"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.accumulation is not None and self.accumulation < 1:
+            raise UserError(f"accumulation is {self.accumulation}; it must be at least 1.")
 
     @property
     def compute_bytes(self) -> int:
@@ -104,9 +106,7 @@ class Anatomy:
 
 def check_parallel(decoder: Decoder, training: Training) -> None:
     """Refuse a split that the model's shape does not allow."""
-    for name, value in (("heads", decoder.heads), ("feed-forward width", decoder.ffn)):
-        if value % training.tensor:
-            raise UserError(f"{value} {name} do not divide by tensor parallel {training.tensor}; choose a divisor.")
+    decoder.check_tensor(training.tensor)
     if decoder.layers % training.pipeline:
         raise UserError(f"{decoder.layers} layers do not divide into {training.pipeline} pipeline stages.")
     if decoder.layers % (training.pipeline * training.interleave):
@@ -120,7 +120,7 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     selective = training.recompute == "selective"
     cheap = selective and training.attention == "flash"  # there, norms' and activation's outputs are computed again
     # Each of two: the sum that is normalised, the norm's output (the next product's input), statistics, dropout's mask.
-    statistics = 4 if decoder.norm == "rms" else 8
+    statistics = 4.0 if decoder.norm == "rms" else 8.0
     masks = h if decoder.dropout > 0 and decoder.gpt_block == "standard" else 0
     norms = 2 * (r * h + (0 if cheap else c * h) + statistics + masks)
     norms += (decoder.norms - 2) * (c * h + statistics)  # norms behind a branch keep their input
@@ -129,16 +129,20 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     if training.attention == "flash":
         attention += 4 * heads  # log-sum-exp of each row
     elif not selective:
-        kept = c + (1 + c if decoder.dropout > 0 else 0)  # softmax's output; dropout's mask and output
+        # Softmax's output, in float32 and rounded under autocast; dropout's mask, and its output where that is another.
+        amp = training.precision == "amp"
+        kept = (6 if amp else c) + ((1 if amp else 1 + c) if decoder.dropout > 0 else 0)
         attention += kept * heads * decoder.sequence
+    if decoder.qk_norm:
+        attention += c * (queries + keys) + 4 * (heads + decoder.kv_heads)  # their inputs and statistics
+    inner = float(f)
     if decoder.experts > 1:
-        experts, shared = decoder.active_experts, decoder.shared_ffn
-        inner = experts * f + shared
-        mlp = c * h * experts  # every expert has its own copy of the tokens it takes
-    else:
-        inner, mlp = f, 0
+        # The mean over layers with and without experts.
+        sparse = 1 - decoder.dense_layers / decoder.layers
+        inner = sparse * (decoder.active_experts * f + decoder.shared_ffn) + (1 - sparse) * (decoder.dense_ffn or f)
+        norms += sparse * c * h * decoder.active_experts  # every expert has its own copy of the tokens it takes
     # Gated: gate, up, the activated gate and the product; else the activation's input and output.
-    mlp += (c * inner * (3 if cheap else 4)) if decoder.gated else (c * inner * (1 if cheap else 2))
+    mlp = (c * inner * (3 if cheap else 4)) if decoder.gated else (c * inner * (1 if cheap else 2))
     shared_rows = t if training.sequence_parallel else 1
     return norms / shared_rows + (attention + mlp) / t
 
@@ -186,16 +190,16 @@ def optimizer_bytes(decoder: Decoder, training: Training) -> float:
     }[training.optimizer]  # fmt: skip
 
 
-def _loss_parts(decoder: Decoder, training: Training, tokens: int) -> tuple[float, float, float]:
-    """Bytes of the logits and the loss: kept, at forward's peak, at backward's peak."""
+def _loss_parts(decoder: Decoder, training: Training, tokens: int) -> tuple[float, float]:
+    """Bytes of the logits and the loss at the peak of its forward and of its backward."""
     logits = tokens * decoder.vocabulary / training.tensor
     if training.loss == "plain":
-        kept, forward, backward = _PLAIN_LOSS[training.precision]
-        return kept * logits, forward * logits, backward * logits
-    if training.loss == "fused":  # the gradient overwrites the logits
-        return (training.compute_bytes * logits,) * 3
-    chunk = min(training.compute_bytes * logits / 8, 512e6)
-    return 0.0, chunk, chunk
+        forward, backward = _PLAIN_LOSS[training.precision]
+        return forward * logits, backward * logits
+    held = training.compute_bytes * logits  # fused: the gradient overwrites the logits
+    if training.loss == "linear_fused":
+        held = min(held / 8, 512e6)
+    return held, held
 
 
 def train(decoder: Decoder, training: Training) -> Anatomy:
@@ -207,14 +211,16 @@ def train(decoder: Decoder, training: Training) -> Anatomy:
     ('loss, backward', 87)
     """
     check_parallel(decoder, training)
-    stages = training.pipeline
-    if stages == 1:
+    p, v = training.pipeline, training.interleave
+    if p == 1:
         return _stage(decoder, training, decoder.layers, 1, first=True, last=True)
-    layers = decoder.layers // stages
-    held = training.in_flight or stages + (stages - 1) / training.interleave * (training.interleave > 1)
+    # Micro batches that one-forward-one-backward leaves in flight, in whole stages: interleaved, both ends hold more.
+    most = training.accumulation or math.inf
+    first, last = (p, 1.0) if v == 1 else (p + (p - 1) / v, ((v - 1) * p + 1) / v)
+    layers = decoder.layers // p
     ends = (
-        _stage(decoder, training, layers, held, first=True, last=False),
-        _stage(decoder, training, layers, 1, first=False, last=True),
+        _stage(decoder, training, layers, min(first, most), first=True, last=False),
+        _stage(decoder, training, layers, min(last, most), first=False, last=True),
     )
     return max(ends, key=lambda anatomy: anatomy.total)
 
@@ -248,9 +254,9 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     activations = held * kept_activations(decoder, training, layers, first=first, last=last)
     # One layer at work in backward, with gradients of its own beside what it kept.
     working = 1.5 * tokens * layer_activation_bytes(decoder, dataclasses.replace(training, recompute="none"))
-    _, loss_forward, loss_backward = _loss_parts(decoder, training, tokens) if last else (0.0, 0.0, 0.0)
+    loss_forward, loss_backward = _loss_parts(decoder, training, tokens) if last else (0.0, 0.0)
 
-    early = gradients if training.accumulates or held > 1 else 0.0
+    early = gradients if (training.accumulation or training.pipeline) > 1 else 0.0
     moments = {
         "loss, forward": (early, copies, activations, loss_forward),
         "loss, backward": (early, head_copy if full else copies, activations, loss_backward),
@@ -349,15 +355,18 @@ def infer(
     """The memory of serving `batch` sequences of up to `tokens` tokens each."""
     if weights not in WEIGHT_BYTES:
         raise UserError(f"weights are {weights!r}; choose {', '.join(WEIGHT_BYTES)}.")
-    if batch < 1 or tokens < 1 or tensor < 1:
-        raise UserError("batch, tokens and tensor must be at least 1.")
+    if batch < 1 or tokens < 1 or tensor < 1 or not 0 < kv_bytes <= 8:
+        raise UserError("batch, tokens and tensor must be at least 1, and a cached number 0 to 8 bytes.")
+    decoder.check_tensor(tensor)
+    window = f", {decoder.windowed_layers} layers no further than {decoder.window:,}" if decoder.windowed_layers else ""
     widest = max(3 * decoder.width, (2 if decoder.gated else 1) * decoder.ffn) * 2
     parts = [
         Part("weights", WEIGHT_BYTES[weights] * decoder.parameters / tensor, f"{WEIGHT_BYTES[weights]} B a parameter"),
         Part(
             "KV cache",
             kv_cache_bytes(decoder, batch, tokens, kv_bytes) / min(tensor, decoder.kv_heads),
-            f"{kv_bytes_per_token(decoder, kv_bytes):,.0f} B a token x {batch} x {tokens:,}",
+            f"{kv_bytes_per_token(decoder, kv_bytes):,.0f} B a token x {batch} x {tokens:,}{window}; over "
+            f"{min(tensor, decoder.kv_heads)} ranks",
         ),
         Part("activations", 2.0 * batch * (widest + 2 * decoder.vocabulary), "one token a sequence, logits in float32"),
     ]

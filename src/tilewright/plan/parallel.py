@@ -38,7 +38,7 @@ class Cluster:
 
     @property
     def capacity(self) -> float:
-        return self.memory or max(self.accelerator.memory_bytes)
+        return self.memory or self.accelerator.usable_bytes
 
     @property
     def link_rate(self) -> float:
@@ -60,7 +60,6 @@ class Plan:
     """One split, with where its step's time goes in seconds."""
 
     training: Training
-    accumulation: int
     seconds: float
     compute: float
     tensor_traffic: float
@@ -84,8 +83,8 @@ def padded(decoder: Decoder, stages: int) -> Decoder:
     return dataclasses.replace(decoder, layers=-(-decoder.layers // stages) * stages)
 
 
-def splits(decoder: Decoder, cluster: Cluster, global_batch: int) -> Iterator[tuple[Training, int]]:
-    """Every way to cut the model and the batch, with its accumulation; not yet asked whether it fits."""
+def splits(decoder: Decoder, cluster: Cluster, global_batch: int, base: Training) -> Iterator[Training]:
+    """Every way to cut the model and the batch; not yet asked whether it fits."""
     stages = range(1, min(decoder.layers, cluster.gpus) + 1)
     divisors = [p for p in stages if padded(decoder, p).layers <= 1.1 * decoder.layers]
     for tensor in _powers(min(cluster.node, decoder.heads, cluster.gpus)):
@@ -108,21 +107,22 @@ def splits(decoder: Decoder, cluster: Cluster, global_batch: int) -> Iterator[tu
                         pieces = padded(decoder, pipeline).layers // pipeline
                         if interleave > 1 and (pipeline == 1 or pieces % interleave or share // micro % pipeline):
                             continue
-                        training = Training(
-                            micro_batch=micro, loss="fused", recompute=recompute, data=data, zero=zero, tensor=tensor,
+                        yield dataclasses.replace(
+                            base, micro_batch=micro, recompute=recompute, data=data, zero=zero, tensor=tensor,
                             sequence_parallel=tensor > 1, pipeline=pipeline, interleave=interleave,
-                            accumulates=share // micro > 1,
-                            in_flight=share // micro if share // micro < pipeline else None,
+                            accumulation=share // micro,
                         )  # fmt: skip
-                        yield training, share // micro
 
 
-def estimate(decoder: Decoder, training: Training, accumulation: int, cluster: Cluster, memory: float) -> Plan:
+def estimate(decoder: Decoder, training: Training, cluster: Cluster, memory: float = 0.0) -> Plan:
     """The step of one split."""
+    accumulation = training.accumulation or 1
     tokens = training.micro_batch * decoder.sequence
     model_flops = conventions(decoder)[DEFAULT].model
     decoder = padded(decoder, training.pipeline)
-    hardware = conventions(decoder)[DEFAULT].hardware[training.recompute]
+    # With flash attention selective recompute runs norms and activations again: next to no FLOPs.
+    free = training.recompute == "selective" and training.attention == "flash"
+    hardware = conventions(decoder)[DEFAULT].hardware["none" if free else training.recompute]
     shards = training.tensor * training.pipeline
     micro_compute = tokens * hardware / shards / cluster.flops
     layers = decoder.layers / training.pipeline
@@ -140,41 +140,53 @@ def estimate(decoder: Decoder, training: Training, accumulation: int, cluster: C
     d = training.data
     traffic = 0.0
     if d > 1:
-        rate = cluster.network if d * t * p > cluster.node else cluster.link_rate
+        # Ranks of a group that share a node share its cards' bandwidth to the network: a ring crosses nodes once.
+        rate = cluster.link_rate
+        if d * t * p > cluster.node:
+            rate = min(rate, cluster.network * max(1, cluster.node // (t * p)))
         bytes_here = decoder.parameters / shards * (d - 1) / d
-        if training.zero == 3:  # weights gathered forward and backward in 16 bits, gradients scattered in 32
-            traffic = accumulation * (2 * 2 + 4) * bytes_here / rate
+        g = training.stored_bytes
+        if training.zero == 3:  # for every micro batch weights gathered twice in 16 bits and gradients scattered
+            traffic = accumulation * (2 * 2 + g) * bytes_here / rate
+        elif training.zero == 2:  # gradients scattered for every micro batch, weights gathered once
+            traffic = (accumulation * g + g) * bytes_here / rate
         else:
-            traffic = 8 * bytes_here / rate  # gradients in 32 bits, scattered and gathered (or weights gathered)
-    hidden = _BACKWARD_SHARE * steady if training.zero == 3 else _BACKWARD_SHARE * (micro_compute + micro_tensor)
+            traffic = 2 * g * bytes_here / rate  # gradients scattered and gathered, or weights gathered
+    hidden = _BACKWARD_SHARE * (steady if training.zero >= 2 else micro_compute + micro_tensor)
     exposed = max(0.0, traffic - hidden)
     pipe = accumulation * micro_pipe
     seconds = steady + bubble + exposed + pipe
     batch_tokens = tokens * accumulation * d
     peak = cluster.accelerator.peak_flops.get("bf16", cluster.flops)
     return Plan(
-        training=training, accumulation=accumulation, seconds=seconds, compute=accumulation * micro_compute,
+        training=training, seconds=seconds, compute=accumulation * micro_compute,
         tensor_traffic=accumulation * micro_tensor, pipeline_traffic=pipe, bubble=bubble, data_traffic=exposed,
         memory=memory, mfu=batch_tokens * model_flops / seconds / (cluster.gpus * peak),
         tokens_per_second=batch_tokens / seconds,
     )  # fmt: skip
 
 
-def search(decoder: Decoder, cluster: Cluster, global_batch: int, keep: int = 20) -> list[Plan]:
-    """The best plans that fit, fastest first."""
+def search(
+    decoder: Decoder, cluster: Cluster, global_batch: int, keep: int = 20, base: Training | None = None
+) -> list[Plan]:
+    """The best plans that fit, fastest first; `base` has what is not searched: precision, optimizer, loss."""
+    base = base or Training(precision="mixed", loss="fused")
     if not 1 <= cluster.gpus <= _MOST_GPUS or global_batch < 1:
         raise UserError(f"GPUs must be 1 to {_MOST_GPUS:,}, and the global batch at least 1.")
+    for name, value in (("link", cluster.link_rate), ("network", cluster.network), ("memory", cluster.capacity)):
+        if not 0 < value < math.inf:
+            raise UserError(f"{name} is {value}; it must be a number above 0.")
     if cluster.gpus > cluster.node and cluster.gpus % cluster.node:
         raise UserError(f"{cluster.gpus} GPUs are not whole nodes of {cluster.node}; give --node.")
     fits: dict[Training, Plan] = {}  # by split, with the least ZeRO that fits: more of it is never faster
     smallest, seen = math.inf, False
-    for training, accumulation in splits(decoder, cluster, global_batch):
+    for training in splits(decoder, cluster, global_batch, base):
         seen = True
         memory = train(padded(decoder, training.pipeline), training).total
         smallest = min(smallest, memory)
         split = dataclasses.replace(training, zero=0)
         if memory <= cluster.capacity and split not in fits:
-            fits[split] = estimate(decoder, training, accumulation, cluster, memory)
+            fits[split] = estimate(decoder, training, cluster, memory)
     if not seen:
         raise UserError(
             f"No split of {cluster.gpus} GPUs divides {decoder.heads} heads, {decoder.layers} layers and a global "
@@ -192,8 +204,3 @@ def search(decoder: Decoder, cluster: Cluster, global_batch: int, keep: int = 20
         return round(plan.seconds, 9), -how.micro_batch, how.tensor, how.pipeline
 
     return sorted(fits.values(), key=order)[:keep]
-
-
-def as_dict(plan: Plan) -> dict[str, object]:
-    """Flat, for JSON."""
-    return dataclasses.asdict(plan)

@@ -28,7 +28,7 @@ class Op:
     @property
     def intensity(self) -> float:
         """FLOPs a byte."""
-        return self.cost.flops / self.cost.bytes if self.cost.bytes else float("inf")
+        return self.cost.flops / max(1, self.cost.bytes)
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,13 @@ def step_ops(decoder: Decoder, training: Training) -> Iterator[Op]:
     c, r, t = training.compute_bytes, training.residual_bytes, training.tensor
     h, layers, dropout = decoder.width, decoder.layers, decoder.dropout > 0
     again = 2 if training.recompute == "full" else 1  # forwards of a layer
+    cheap = 1 if training.recompute == "none" else 2  # and of its norms and activation
     rows = tokens // (t if training.sequence_parallel else 1)
     norms = decoder.norms * layers + 1
     fused = decoder.gpt_block == "optimized"
     norm_cost = cost.dropout_add_norm if fused else cost.separate_dropout_add_norm
     for backward in (False, True):
-        count = norms if backward else (norms - 1) * again + 1
+        count = norms if backward else (norms - 1) * cheap + 1
         side = "backward" if backward else "forward"
         one = norm_cost(rows, h, x_bytes=c, residual_bytes=r, backward=backward, dropout=dropout)
         yield Op(f"{'fused' if fused else 'separate'} dropout + add + norm, {side}", one, count)
@@ -64,13 +65,15 @@ def step_ops(decoder: Decoder, training: Training) -> Iterator[Op]:
     for backward in (False, True):
         one = cost.attention(
             training.micro_batch, decoder.sequence, decoder.heads // t, max(1, decoder.kv_heads // t),
-            decoder.head_dim, context=decoder.context, element_bytes=c, backward=backward,
+            decoder.head_dim, context=decoder.context(causal=True), element_bytes=c, backward=backward,
         )  # fmt: skip
         yield Op(f"attention, {'backward' if backward else 'forward'}", one, layers * (1 if backward else again), True)
-    inner = decoder.active_experts * decoder.ffn // t
+    inner = decoder.ffn
+    if decoder.experts > 1:
+        inner = decoder.active_experts * decoder.ffn + decoder.shared_ffn
     for backward in (False, True):
-        one = cost.activation(tokens, inner, gated=decoder.gated, element_bytes=c, backward=backward)
-        calls = layers * (1 if backward else again)
+        one = cost.activation(tokens, inner // t, gated=decoder.gated, element_bytes=c, backward=backward)
+        calls = layers * (1 if backward else cheap)
         yield Op(f"{'gated ' if decoder.gated else ''}activation, {'backward' if backward else 'forward'}", one, calls)
     if decoder.positions == "rope":
         heads = (decoder.heads + decoder.kv_heads) // t
@@ -83,19 +86,25 @@ def step_ops(decoder: Decoder, training: Training) -> Iterator[Op]:
     yield Op("optimizer", Cost(12 * held, int((2 * stored + states) * held), int((stored + states) * held)), 1)
 
 
-def roofline(
-    decoder: Decoder, training: Training, accelerator: Accelerator, *, achievable: bool = False
-) -> list[Floor]:
-    """The floor of every op, the largest first. `achievable`: by the best rates measured, not the datasheet's."""
+def rates(accelerator: Accelerator, training: Training, achievable: bool = False) -> tuple[float, float]:
+    """FLOPs and bytes a second: the datasheet's, or the best that were measured."""
     dtype = "fp32" if training.precision == "fp32" else "bf16"
     peak = accelerator.peak_flops.get(dtype)
     if peak is None:
         raise UserError(f"The table has no {dtype} peak for {accelerator.name}.")
+    if not achievable:
+        return peak, accelerator.bytes_per_second
+    best = (accelerator.best_flops or peak) if dtype == "bf16" else peak
+    return best, 0.885 * accelerator.bytes_per_second  # what a 2 GiB copy reaches on an H200
+
+
+def roofline(
+    decoder: Decoder, training: Training, accelerator: Accelerator, *, achievable: bool = False
+) -> list[Floor]:
+    """The floor of every op, the largest first."""
+    decoder.check_tensor(training.tensor)
+    peak, bandwidth = rates(accelerator, training, achievable)
     vector = accelerator.peak_flops.get("fp32", peak)
-    bandwidth = accelerator.bytes_per_second
-    if achievable:
-        peak = (accelerator.best_flops or peak) if dtype == "bf16" else peak
-        bandwidth *= 0.885  # of the datasheet, a 2 GiB copy on an H200
     floors = []
     for op in step_ops(decoder, training):
         memory = op.cost.bytes / bandwidth

@@ -81,8 +81,7 @@ def lint(decoder: Decoder, accelerator: Accelerator, *, micro_batch: int = 1, te
     """Everything about the model's shape that a GPU minds, bad ones first, the costliest of them first."""
     if accelerator.multiprocessors is None:
         raise UserError(f"The table has no number of multiprocessors for {accelerator.name}.")
-    if decoder.heads % tensor:
-        raise UserError(f"{decoder.heads} heads do not divide by tensor parallel {tensor}; choose a divisor.")
+    decoder.check_tensor(tensor)
     tokens = micro_batch * decoder.sequence
     findings = []
 
@@ -98,8 +97,6 @@ def lint(decoder: Decoder, accelerator: Accelerator, *, micro_batch: int = 1, te
     divisible("feed-forward f/t", decoder.ffn // tensor, 64, "a multiple of 64")
     whole = micro_batch * decoder.heads % tensor == 0
     findings.append(Finding("(b·a)/t", f"{micro_batch * decoder.heads / tensor:g}", whole, None, "a whole number"))
-    if decoder.ffn % tensor:
-        findings.append(Finding("f/t", f"{decoder.ffn / tensor:g}", False, None, "tensor parallel must divide f"))
     findings += [_product(product, accelerator.multiprocessors) for product in products(decoder, tokens, tensor)]
     return sorted(findings, key=lambda finding: (finding.good, -(finding.cost or 0.0)))
 

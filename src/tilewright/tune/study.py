@@ -99,9 +99,10 @@ def _row(setting: Setting, result: Result, study: Study, trial: Trial, peak_flop
         first = (study.rows[0].result if study.rows else result).tokens_per_second
         speedup = rate / first if first else None
         if peak_flops:
-            mfu = utilisation(from_gpt(trial.model), rate, 1, peak_flops)[DEFAULT].mfu
+            found = utilisation(from_gpt(trial.model), rate, 1, peak_flops)
+            mfu = found[DEFAULT].mfu
             try:
-                check_possible(mfu, 1, "bf16", None)
+                check_possible(found, from_gpt(trial.model), 1, "bf16", None)
             except UserError as error:
                 result, mfu = dataclasses.replace(result, error=str(error)), None
     return Row(setting, result, difference, speedup, mfu)
