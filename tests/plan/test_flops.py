@@ -44,6 +44,15 @@ def test_megatrons_models_with_selective_recompute(heads, width, layers, gpus, b
     assert 100 * result.hfu == pytest.approx(hfu, abs=0.2)
 
 
+def test_palm():
+    model = Decoder(
+        width=18432, layers=118, heads=48, kv_heads=1, head_dim=256, ffn=73728, vocabulary=256000, sequence=2048,
+        gated=True, positions="rope",
+    )  # fmt: skip
+    result = utilisation(model, 238_300, 6144, 275e12)[DEFAULT]
+    assert 100 * result.mfu == pytest.approx(46.2, abs=0.05)
+
+
 def test_bloom():
     model = gpt(14336, 70, 112, 250880, 2048)
     result = utilisation(model, 2048 * 2048 / 105, 384, 312e12, recompute="full")["products"]
