@@ -8,6 +8,7 @@ from ops.contract import DEVICE, on_gpu
 from tilewright.errors import UserError
 from tilewright.models import GPT
 from tilewright.plan.gpt import PRESETS, GPTConfig, preset
+from tilewright.tune.trial import corpus
 
 SMALL = GPTConfig(width=32, layers=2, heads=2, vocabulary=64, sequence=16)
 
@@ -149,3 +150,41 @@ def test_recompute_changes_neither_loss_nor_gradients(block):
         results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("block", ["standard", "optimized"])
+def test_the_fused_loss_is_the_plain_one(block):
+    plain = GPT(dataclasses.replace(SMALL, gpt_block=block)).to(DEVICE)
+    fused = GPT(dataclasses.replace(SMALL, gpt_block=block, loss="fused")).to(DEVICE)
+    fused.load_state_dict(plain.state_dict())
+    targets = tokens().clone()
+    targets[0, :3] = -100
+    results = []
+    for model in (plain, fused):
+        loss = model(tokens(), targets)
+        results.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_two_hundred_steps_with_the_fused_loss_stay_within_the_noise_of_a_seed():
+    text = torch.frombuffer(bytearray(corpus(1 << 16)), dtype=torch.uint8).long() % 64
+
+    def curve(loss, seed):
+        torch.manual_seed(seed)
+        model = GPT(dataclasses.replace(SMALL, loss=loss)).to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        starts = torch.randint(len(text) - 17, (200, 2), generator=torch.Generator().manual_seed(0))
+        losses = []
+        for row in starts:
+            batch = text[row[:, None] + torch.arange(17)].to(DEVICE)
+            value = model(batch[:, :-1], batch[:, 1:])
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.item())
+        return torch.tensor(losses)
+
+    plain, fused, other = curve("plain", 0), curve("fused", 0), curve("plain", 1)
+    assert plain[-20:].mean() < plain[:20].mean() - 0.5  # it learns
+    assert (plain - fused).abs().max() < 0.1 * (plain - other).abs().max()

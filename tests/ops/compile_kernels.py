@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewright.ops import _op
+from tilewright.ops import _op, cross_entropy_kernels
 from tilewright.ops import dropout_add_norm_kernels as kernels
 
 H200 = torch.device("cuda", 0)
@@ -65,10 +65,22 @@ def dropout_add_norm(x: torch.dtype, residual: torch.dtype, weight: torch.dtype,
     yield "add_partials", resources(plan.add_partials, ["*fp32", None, POINTER[weight], POINTER[bias], "i64"])
 
 
+def cross_entropy(dtype: torch.dtype, vocabulary: int, full: bool):
+    """Loss and gradient in one launch, and the scaling of the gradient."""
+    weight, single = dtype if full else None, torch.float32
+    tensors = (dtype, torch.int64, weight, single if full else None, single, None, single, single, dtype)
+    launch = cross_entropy_kernels.forward_launch(H200, vocabulary, tensors, full, full)
+    types = [{**POINTER, torch.int64: "*i64"}[t] for t in tensors]
+    yield "forward", resources(launch, [*types, "i64", "i64", "fp64", "fp64", "fp64"])
+    launch = cross_entropy_kernels.scale_launch(H200, vocabulary, dtype, single)
+    yield "scale_rows", resources(launch, [POINTER[dtype], "*fp32", "i64"])
+
+
 if __name__ == "__main__":
     _op.multiprocessors = lambda device: 132
     _op.shared_memory = lambda device: 232_448
     for line in sys.stdin:
-        *dtypes, width, norm, full = json.loads(line)
-        for name, usage in dropout_add_norm(*(getattr(torch, d) for d in dtypes), width, norm, full):
+        op, *arguments = json.loads(line)
+        arguments = [getattr(torch, a, a) if isinstance(a, str) and "float" in a else a for a in arguments]
+        for name, usage in {"dropout_add_norm": dropout_add_norm, "cross_entropy": cross_entropy}[op](*arguments):
             print(json.dumps({"kernel": name, **usage}), flush=True)

@@ -15,13 +15,15 @@ BF, F32 = "bfloat16", "float32"
 @pytest.mark.parametrize(
     ("case", "spill_free"),
     [
-        ((BF, BF, BF, 768, "layer", False), True),
-        ((BF, F32, F32, 2048, "layer", False), True),
-        ((BF, BF, BF, 12288, "layer", False), True),
-        ((BF, BF, BF, 16384, "layer", False), True),
-        ((BF, BF, BF, 16384, "rms", False), False),
-        ((F32, F32, F32, 5120, "rms", True), False),
-        ((BF, BF, BF, 20000, "layer", True), False),
+        (("dropout_add_norm", BF, BF, BF, 768, "layer", False), True),
+        (("dropout_add_norm", BF, F32, F32, 2048, "layer", False), True),
+        (("dropout_add_norm", BF, BF, BF, 12288, "layer", False), True),
+        (("dropout_add_norm", BF, BF, BF, 16384, "layer", False), True),
+        (("dropout_add_norm", BF, BF, BF, 16384, "rms", False), False),
+        (("dropout_add_norm", F32, F32, F32, 5120, "rms", True), False),
+        (("dropout_add_norm", BF, BF, BF, 20000, "layer", True), False),
+        (("cross_entropy", BF, 50304, False), True),
+        (("cross_entropy", F32, 128256, True), True),
     ],
     ids=str,
 )
@@ -32,7 +34,7 @@ def test_the_real_compiler_takes_the_kernels_and_an_h200_can_hold_them(case, spi
     )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {"forward", "backward", "add_partials"} <= {kernel["kernel"] for kernel in kernels}
+    assert {"forward"} < {kernel["kernel"] for kernel in kernels}
     for kernel in kernels:
         assert kernel["shared"] <= 232_448, kernel
         # A few spilled words are in the noise; a tile of them is what made backward at 16384 slow.

@@ -85,6 +85,8 @@ def processes_with(marker):
 def test_an_interrupted_study_leaves_no_process_behind():
     endless = dataclasses.replace(TRIAL, check_steps=100_000)
     code = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits it ignored\n"
         "from tilewright.plan.gpt import GPTConfig\n"
         "from tilewright.tune.study import run_trial\n"
         "from tilewright.tune.trial import Trial\n"
@@ -100,7 +102,7 @@ def test_an_interrupted_study_leaves_no_process_behind():
             break
     assert len(processes_with(marker)) >= 2
     process.send_signal(signal.SIGINT)
-    process.wait(timeout=120)
+    process.wait(timeout=60)
     time.sleep(0.5)
     assert processes_with(marker) == []
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tilewright.nn import DropoutAddNorm
+from tilewright.ops import cross_entropy
 from tilewright.plan.gpt import GPTConfig
 
 
@@ -125,4 +126,6 @@ class GPT(nn.Module):
         logits = F.linear(x, self.token.weight)
         if targets is None:
             return logits
+        if self.config.loss == "fused":
+            return cross_entropy(logits, targets, inplace=True)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))

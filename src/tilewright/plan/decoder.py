@@ -182,7 +182,9 @@ def load(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Decoder:
     except UserError as error:
         raise UserError(f"{error} A path to a config.json works too.") from None
     # A preset's own fields first: what follows from them, such as the width of a head, then follows.
-    own = {field.name for field in dataclasses.fields(GPTConfig)} - {"recompute"}
+    own = {field.name for field in dataclasses.fields(GPTConfig)} & {
+        field.name for field in dataclasses.fields(Decoder)
+    }
     mine = [item for item in overrides if item.partition("=")[0].removeprefix("model.") in own]
     rest = [item for item in overrides if item not in mine]
     return override(from_gpt(dataclasses.replace(config, **_parse(mine))), rest)

@@ -10,6 +10,7 @@ from tilewright.errors import UserError
 
 GPT_BLOCKS = ("standard", "optimized")
 RECOMPUTE = ("none", "full")
+LOSSES = ("plain", "fused")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class GPTConfig:
     dropout: float = 0.0
     gpt_block: str = "standard"
     recompute: str = "none"  # "full": a block keeps its inputs alone and runs again in backward
+    loss: str = "plain"  # "fused": one pass over the logits, whose memory the gradient takes
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "vocabulary", "sequence"):
@@ -43,6 +45,8 @@ class GPTConfig:
             raise UserError(f"gpt_block is {self.gpt_block!r}; choose {' or '.join(GPT_BLOCKS)}.")
         if self.recompute not in RECOMPUTE:
             raise UserError(f"recompute is {self.recompute!r}; choose {' or '.join(RECOMPUTE)}.")
+        if self.loss not in LOSSES:
+            raise UserError(f"loss is {self.loss!r}; choose {' or '.join(LOSSES)}.")
 
     @property
     def parameters(self) -> int:

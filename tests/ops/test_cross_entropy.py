@@ -1,0 +1,280 @@
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.contract import (
+    DEVICE,
+    DTYPES,
+    assert_compiles,
+    assert_deterministic,
+    assert_near_truth,
+    assert_no_worse,
+    on_gpu,
+)
+from tilewright.ops import cross_entropy
+from tilewright.ops.cross_entropy import cost, reference
+
+OP = sys.modules["tilewright.ops.cross_entropy"]
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothed": {"label_smoothing": 0.1},
+    "weighted": {"weight": True},
+    "weighted and smoothed": {"weight": True, "label_smoothing": 0.2},
+    "z-loss": {"z_loss": 1e-2},
+    "capped": {"softcap": 5.0},
+    "all": {"weight": True, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "reduction": "none"},
+}
+
+
+def problem(rows, vocabulary, dtype, options, scale=3.0):
+    torch.manual_seed(rows * 1000 + vocabulary)
+    logits = (scale * torch.randn(rows, vocabulary, device=DEVICE)).to(dtype).requires_grad_()
+    targets = torch.randint(vocabulary, (rows,), device=DEVICE)
+    if rows > 2:
+        targets[1] = -100
+    options = dict(options)
+    if options.pop("weight", False):
+        options["weight"] = torch.rand(vocabulary, device=DEVICE, dtype=torch.float64).to(dtype) + 0.5
+    return logits, targets, options
+
+
+def run(function, logits, targets, options, upstream=None):
+    loss = function(logits, targets, **options)
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    upstream = torch.ones_like(loss) if upstream is None else upstream
+    (gradient,) = torch.autograd.grad(loss, logits, upstream.to(loss.dtype))
+    return loss.detach(), gradient
+
+
+def truth(logits, targets, options, upstream=None):
+    options = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    return run(reference, logits.detach().double().requires_grad_(), targets, options, upstream)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_loss_and_gradient_match_float64_and_are_no_worse_than_torch(dtype, name):
+    logits, targets, options = problem(7, 301, dtype, OPTIONS[name])
+    actual, expected = run(cross_entropy, logits, targets, options), truth(logits, targets, options)
+    assert actual[0].dtype == torch.float32 and actual[1].dtype == dtype
+    assert_near_truth(actual, expected, reduced=301)
+    if DEVICE == "cuda" or dtype != torch.bfloat16:  # Triton's interpreter cuts bfloat16 off, and most at just under 1
+        assert_no_worse(actual, run(reference, logits, targets, options), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_comes_from_above_is_multiplied_in(dtype, reduction):
+    logits, targets, options = problem(6, 90, dtype, {"reduction": reduction})
+    upstream = torch.tensor(0.37) if reduction == "mean" else torch.linspace(-1.0, 2.0, 6)
+    actual, expected = (f(logits, targets, options, upstream.to(DEVICE)) for f in (
+        lambda *arguments: run(cross_entropy, *arguments), truth))  # fmt: skip
+    assert_near_truth(actual, expected, reduced=90)
+
+
+def test_the_reference_is_torchs_own_loss():
+    logits, targets, options = problem(6, 50, torch.float64, OPTIONS["weighted and smoothed"])
+    for reduction in ("mean", "sum", "none"):
+        ours, _ = reference(logits, targets, **options, reduction=reduction)
+        torch.testing.assert_close(ours, F.cross_entropy(logits, targets, **options, reduction=reduction))
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 2), (3, 3), (2, 127), (5, 128), (2, 4097), (1, 9000), (0, 10)])
+def test_any_shape(rows, vocabulary):
+    logits, targets, _ = problem(rows, vocabulary, torch.float32, {})
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "sum"}
+    assert_near_truth(run(cross_entropy, logits, targets, options), truth(logits, targets, options), vocabulary)
+
+
+@given(
+    rows=st.integers(1, 4), vocabulary=st.integers(2, 70), smoothing=st.sampled_from([0.0, 0.3]),
+    z_loss=st.sampled_from([0.0, 0.1]), softcap=st.sampled_from([0.0, 2.0]), weighted=st.booleans(),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+)  # fmt: skip
+@settings(max_examples=30, deadline=None)
+def test_any_combination_of_options(rows, vocabulary, smoothing, z_loss, softcap, weighted, reduction):
+    options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap, "weight": weighted}
+    logits, targets, options = problem(rows, vocabulary, torch.float32, {**options, "reduction": reduction})
+    assert_near_truth(run(cross_entropy, logits, targets, options), truth(logits, targets, options), vocabulary)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_gradcheck_of_the_kernel_in_float64(name):
+    logits, targets, options = problem(3, 11, torch.float64, OPTIONS[name])
+    assert torch.autograd.gradcheck(lambda x: cross_entropy(x, targets, **options), (logits,))
+
+
+def test_leading_dimensions_and_any_layout():
+    base, _, _ = problem(6, 40, torch.float32, {})
+    targets = torch.randint(40, (2, 3), device=DEVICE)
+    expected = run(cross_entropy, base.detach().view(2, 3, 40).requires_grad_(), targets, {"reduction": "none"})
+    strided = torch.stack([base.detach(), base.detach()], -1)[..., 0].view(2, 3, 40).requires_grad_()
+    assert not strided.is_contiguous()
+    for a, b in zip(run(cross_entropy, strided, targets, {"reduction": "none"}), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_log_sum_exp_comes_back_without_a_gradient():
+    logits, targets, _ = problem(4, 60, torch.float32, {})
+    loss, lse = cross_entropy(logits, targets, return_lse=True)
+    torch.testing.assert_close(lse, torch.logsumexp(logits.detach(), -1))
+    assert loss.requires_grad and not lse.requires_grad
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e30])
+def test_large_logits_and_minus_infinity(scale):
+    logits = torch.tensor(
+        [[scale, 0.0, -scale], [-scale, -scale, -scale + 1], [float("-inf"), 1.0, 2.0]], device=DEVICE
+    )
+    targets = torch.tensor([0, 2, 1], device=DEVICE)
+    logits.requires_grad_()
+    actual, expected = (run(f, logits, targets, {"reduction": "none"}) for f in (cross_entropy, reference))
+    for a, e in zip(actual, (expected[0], expected[1]), strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, e)
+
+
+def test_all_targets_ignored_is_zero_and_so_is_the_gradient():
+    logits, targets, _ = problem(4, 9, torch.float32, {})
+    loss, gradient = run(cross_entropy, logits, torch.full_like(targets, -100), {})
+    assert loss == 0 and not gradient.any()
+    loss, gradient = run(cross_entropy, logits, torch.full_like(targets, 3), {"ignore_index": 3})
+    assert loss == 0 and not gradient.any()
+
+
+def test_a_target_out_of_range_is_loud_and_reads_nothing(monkeypatch):
+    logits, targets, _ = problem(4, 9, torch.float32, {})
+    targets[2] = 9
+    loss, gradient = run(cross_entropy, logits, targets, {"reduction": "none"})
+    assert loss.isnan().tolist() == [False, False, True, False]
+    assert gradient[2].isnan().all() and gradient[[0, 1, 3]].isfinite().all()
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    for bad in (9, -1):
+        targets[2] = bad
+        with pytest.raises(ValueError, match=f"target {bad} is not ignore_index"):
+            cross_entropy(logits, targets)
+
+
+def test_in_place_the_gradient_is_the_logits_memory():
+    leaf, targets, _ = problem(5, 33, torch.float32, {})
+    expected = run(cross_entropy, leaf, targets, {})
+    logits = leaf * 1.0
+    loss = cross_entropy(logits, targets, inplace=True)
+    (gradient,) = torch.autograd.grad(loss, logits, torch.tensor(0.5, device=DEVICE), retain_graph=True)
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert torch.equal(loss.detach(), expected[0])
+    torch.testing.assert_close(gradient, 0.5 * expected[1])
+
+
+def test_in_place_is_refused_where_autograd_still_needs_the_logits():
+    leaf, targets, _ = problem(5, 33, torch.float32, {})
+    for logits in (leaf, torch.tanh(leaf)):
+        with pytest.raises(ValueError, match="leave out inplace"):
+            cross_entropy(logits, targets, inplace=True)
+    logits = leaf * 1.0
+    other = logits.square().sum()  # keeps the logits for its own backward
+    cross_entropy(logits, targets, inplace=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        other.backward()
+
+
+def test_float16_gradients_survive_a_small_mean_and_a_loss_scale():
+    rows = 4096 if DEVICE == "cuda" else 64
+    logits, targets, _ = problem(rows, 50, torch.float16, {}, scale=8.0)
+    upstream = torch.tensor(65536.0)
+    actual, expected = (f(logits, targets, {}, upstream.to(DEVICE)) for f in (lambda *a: run(cross_entropy, *a), truth))
+    assert_near_truth(actual[1:], expected[1:], reduced=50)
+
+
+def test_one_backward_alone_and_no_second_derivative():
+    logits, targets, _ = problem(3, 8, torch.float32, {})
+    loss = cross_entropy(logits, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run forward again"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(cross_entropy(logits, targets), logits, create_graph=True)
+
+
+def test_without_a_gradient_none_is_computed():
+    logits, targets, _ = problem(3, 8, torch.float32, {})
+    with torch.no_grad():
+        loss = cross_entropy(logits, targets, inplace=True)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, targets))
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}], ids=str)
+def test_opcheck(options):
+    logits, targets, _ = problem(4, 30, torch.float32, {})
+    denominator = torch.tensor(3.0, device=DEVICE)
+    smoothing, z_loss, softcap = (options.get(k, 0.0) for k in ("label_smoothing", "z_loss", "softcap"))
+    arguments = (logits, targets, None, denominator, -100, smoothing, z_loss, softcap, True, True)
+    torch.library.opcheck(torch.ops.tilewright.cross_entropy.default, arguments)
+
+
+def test_compiles_into_one_graph_with_the_same_result():
+    logits, targets, _ = problem(4, 30, torch.float32, {})
+    assert_compiles(lambda x: (cross_entropy(x, targets, label_smoothing=0.1, reduction="none"),), [logits])
+
+
+def test_same_bits_on_every_run_even_in_poisoned_memory():
+    logits, targets, options = problem(5, 200, torch.bfloat16, OPTIONS["all"])
+    assert_deterministic(lambda: run(cross_entropy, logits, targets, options))
+
+
+def test_the_plain_path_agrees_with_the_kernel(monkeypatch):
+    logits, targets, options = problem(5, 77, torch.float32, OPTIONS["all"])
+    kernel = run(cross_entropy, logits, targets, options)
+    monkeypatch.setattr(OP._op, "runs_kernel", lambda x: False)
+    for a, b in zip(run(cross_entropy, logits, targets, options), kernel, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"targets": torch.zeros(3)}, TypeError, "int64"),
+        ({"targets": [1, 2, 3]}, TypeError, "int64"),
+        ({"targets": torch.zeros(4, dtype=torch.int64)}, ValueError, "shape"),
+        ({"logits": torch.zeros(3, 1)}, ValueError, "vocabulary"),
+        ({"logits": torch.zeros(3, 8, dtype=torch.int32)}, TypeError, "dtype"),
+        ({"logits": 3}, TypeError, "tensor"),
+        ({"weight": torch.ones(7)}, ValueError, "shape"),
+        ({"weight": torch.ones(8).requires_grad_()}, ValueError, "detach"),
+        ({"label_smoothing": 1.0}, ValueError, "label_smoothing"),
+        ({"z_loss": -1.0}, ValueError, "z_loss"),
+        ({"softcap": float("nan")}, ValueError, "softcap"),
+        ({"reduction": "avg"}, ValueError, "mean, sum, none"),
+        ({"ignore_index": 1.5}, TypeError, "ignore_index"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_sentence(change, kind, message):
+    arguments = {"logits": torch.zeros(3, 8), "targets": torch.zeros(3, dtype=torch.int64), **change}
+    arguments = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) and k != "weight" else v for k, v in arguments.items()}
+    if "weight" in change:
+        arguments["weight"] = change["weight"].detach().to(DEVICE).requires_grad_(change["weight"].requires_grad)
+    with pytest.raises(kind, match=message) as caught:
+        cross_entropy(arguments.pop("logits"), arguments.pop("targets"), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_cost_is_one_read_and_one_write():
+    assert cost(10, 100).bytes == 10 * 100 * 4
+
+
+@on_gpu
+def test_more_than_two_to_the_31_logits():
+    rows, vocabulary = 17000, 131072
+    logits = torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(vocabulary, (rows,), device="cuda")
+    loss, gradient = run(cross_entropy, logits, targets, {"reduction": "none"}, torch.ones(rows, device="cuda"))
+    tail = slice(rows - 8, rows)
+    expected = truth(logits[tail], targets[tail], {"reduction": "none"}, torch.ones(8, device="cuda"))
+    assert_near_truth((loss[tail], gradient[tail]), expected, reduced=vocabulary)
