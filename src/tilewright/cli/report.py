@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewright.errors import UserError
-from tilewright.measure.results import SCHEMA
+from tilewright.measure.results import SCHEMA, write_text
 
 COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_black", "white")
 _PAGE_COLOURS = ("#3b6fb6", "#4bb3c3", "#5aa469", "#d9a441", "#a05fa8", "#c9514a", "#8a8f98", "#c7ccd4")
@@ -56,7 +54,7 @@ class Report:
     def show(self, *, as_json: bool, explain: bool, page: Path | None) -> None:
         """Print, and write the page where one is asked for."""
         if page is not None:
-            _write(page, self._html(explain))
+            write_text(page, self._html(explain))
         if as_json:
             print(json.dumps({"schema": SCHEMA, **self.data}, allow_nan=False))
             return
@@ -174,18 +172,6 @@ def _html_bar(bar: Bar) -> str:
     if bar.capacity and bar.capacity < whole:
         cells.append(f'<b title="the GPU ends here" style="left:{100 * bar.capacity / whole:.3f}%"></b>')
     return f"<h2>{html.escape(bar.title)}</h2><div class=bar>{''.join(cells)}</div><ul>{''.join(legend)}</ul>"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror}; choose another file.") from error
 
 
 _PAGE = """<!doctype html>

@@ -15,6 +15,11 @@ SCHEMA = 1
 
 def write_json(path: Path, value: Any) -> None:
     """Write a result so that a reader never sees half of it."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
@@ -22,8 +27,7 @@ def write_json(path: Path, value: Any) -> None:
         raise UserError(f"Cannot write {path}: {error.strerror}; choose another file.") from error
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, allow_nan=False)
-            file.write("\n")
+            file.write(text)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
