@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from ops.contract import (
     DEVICE,
@@ -172,16 +173,76 @@ def test_in_place_the_gradient_is_the_logits_memory():
     torch.testing.assert_close(gradient, 0.5 * expected[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "shifted rows", "part of the vocabulary", "transposed"])
+def test_in_place_is_right_for_every_layout_and_factor(dtype, layout):
+    arrange = {
+        "contiguous": lambda made: made,
+        "shifted rows": lambda made: made.view(1, 7, 32)[:, :-1][0],
+        "part of the vocabulary": lambda made: made[:, :24],
+        "transposed": lambda made: made.t(),
+    }[layout]
+    leaf = torch.randn(7, 32, device=DEVICE).to(dtype).requires_grad_()
+    double = leaf.detach().double().requires_grad_()
+    logits = arrange(leaf * 1.0)
+    targets = torch.randint(logits.shape[1], logits.shape[:1], device=DEVICE)
+    (0.5 * cross_entropy(logits, targets, inplace=True)).backward()
+    (0.5 * reference(arrange(double * 1.0), targets)[0]).backward()
+    assert_near_truth([leaf.grad], [double.grad], reduced=32)
+
+
 def test_in_place_is_refused_where_autograd_still_needs_the_logits():
     leaf, targets, _ = problem(5, 33, torch.float32, {})
-    for logits in (leaf, torch.tanh(leaf)):
+    for logits in (leaf, leaf.view(5, 33), torch.tanh(leaf)):
         with pytest.raises(ValueError, match="leave out inplace"):
             cross_entropy(logits, targets, inplace=True)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_who_saved_logits_that_were_overwritten_is_told(dtype):
+    leaf, targets, _ = problem(5, 33, dtype, {})
     logits = leaf * 1.0
     other = logits.square().sum()  # keeps the logits for its own backward
-    cross_entropy(logits, targets, inplace=True)
+    loss = cross_entropy(logits, targets, inplace=True)
     with pytest.raises(RuntimeError, match="inplace"):
-        other.backward()
+        (loss.to(dtype) + other).backward()
+
+
+def test_in_place_compiles_into_one_graph():
+    leaf, targets, _ = problem(4, 30, torch.float32, {})
+
+    def function(x):
+        loss, lse = cross_entropy(x * 2.0, targets, inplace=True, return_lse=True)
+        return loss, lse + 0.0 * loss
+
+    assert_compiles(function, [leaf])
+
+
+def test_traced_by_a_dispatch_mode_there_is_no_second_derivative_either():
+    logits, targets, _ = problem(3, 8, torch.float32, {})
+    with FlopCounterMode(display=False):
+        loss, lse = cross_entropy(logits, targets, return_lse=True)
+        assert not lse.requires_grad
+        with pytest.raises(RuntimeError, match="second derivative"):
+            torch.autograd.grad(loss, logits, create_graph=True)
+
+
+def test_a_row_of_the_lowest_numbers_and_a_target_of_minus_infinity():
+    lowest = torch.finfo(torch.float32).min
+    logits = torch.tensor([[lowest] * 3, [float("-inf"), 1.0, 2.0]], device=DEVICE).requires_grad_()
+    targets = torch.tensor([1, 0], device=DEVICE)
+    for smoothing in (0.0, 0.1):
+        options = {"reduction": "none", "label_smoothing": smoothing}
+        actual, expected = (run(f, logits, targets, options) for f in (cross_entropy, reference))
+        torch.testing.assert_close(actual[0], expected[0])
+        torch.testing.assert_close(actual[1][0], expected[1][0])
+
+
+def test_a_cap_in_float64_is_exact_to_float64():
+    logits, targets, _ = problem(8, 40, torch.float64, {}, scale=1.0)
+    actual, expected = (run(f, logits, targets, {"softcap": 5.0}) for f in (cross_entropy, reference))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
 
 
 def test_float16_gradients_survive_a_small_mean_and_a_loss_scale():

@@ -27,6 +27,7 @@ __all__ = ["cost", "cross_entropy", "reference"]
 _NAME = "cross_entropy"
 _LARGEST = 262144
 _REDUCTIONS = ("mean", "sum", "none")
+_ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 
 
 def reference(
@@ -128,8 +129,6 @@ def _forward(
     _launch(
         packed, targets, weight, denominator, None, loss, lse, gradient, ignore_index, smoothing, z_loss, softcap
     )  # fmt: skip
-    if inplace and gradient is not None and gradient is not logits:
-        gradient = logits.copy_(gradient)
     return loss, lse, gradient
 
 
@@ -150,16 +149,22 @@ def _scale(gradient: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
 _AHEAD = (torch.bfloat16, torch.float32)
 
 
+def _taken(gradient: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor | None:
+    """The gradient without a graph of its own. Where it has taken the logits' memory, autograd is told: whoever saved
+    them for a backward of their own gets an error then, and not a gradient for a logit."""
+    if gradient is logits:
+        torch.autograd.graph.increment_version(logits)
+    return None if gradient is None else gradient.detach()
+
+
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inplace: bool, reduced: bool, *inputs: Any) -> Any:
         logits, *rest = inputs
         ctx.options, ctx.inplace = rest[3:7], inplace
         if logits.dtype in _AHEAD:
-            loss, lse, ctx.gradient = _forward(*(*inputs, inplace))
-            if inplace:
-                # Whoever saved these logits for a backward of their own is told so by autograd, not given a gradient.
-                torch.autograd.graph.increment_version(logits)
+            loss, lse, gradient = _forward(*(*inputs, inplace))
+            ctx.gradient = _taken(gradient, logits)
         else:
             loss, lse, _ = _forward(*(*inputs[:-1], False))
             ctx.save_for_backward(logits, *rest[:3])
@@ -170,15 +175,14 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Any, _: Any) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
-            )
+            raise RuntimeError(_ONCE)
         (upstream,) = _op.packed((upstream,))
         if ctx.saved_tensors:
             logits, targets, weight, denominator = ctx.saved_tensors
             (packed,) = _op.packed((logits,))
             gradient = packed if ctx.inplace or packed is not logits else torch.empty_like(packed)
             _launch(packed, targets, weight, denominator, upstream, None, None, gradient, *ctx.options)
+            gradient = _taken(gradient, logits)
         else:
             gradient, ctx.gradient = ctx.gradient, None
             if gradient is None:
@@ -217,6 +221,8 @@ def _registered_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _registered_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
     (gradient,) = ctx.saved_tensors
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(_ONCE)
     scaled = None if upstream is None else (gradient * upstream.unsqueeze(-1)).to(gradient.dtype)
     return scaled, *(None,) * 9
 
@@ -249,7 +255,7 @@ def cross_entropy(
         softcap: bend the logits into (-softcap, softcap) first; 0: leave them.
         reduction: ``"mean"`` over the targets that count (by their weights), ``"sum"`` or ``"none"``.
         return_lse: also return the log-sum-exp of each row, which has no gradient.
-        inplace: let the gradient take the logits' memory. They must not be used again.
+        inplace: let the gradient take the logits' memory where their layout allows. They must not be used again.
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
@@ -283,7 +289,7 @@ def cross_entropy(
     )  # fmt: skip
     if traced:
         rows, lse, _ = _registered(*inputs)
-        loss = rows.sum() if reduced else rows
+        loss, lse = rows.sum() if reduced else rows, lse.detach()
     else:
         loss, lse = _eager(inplace and wants_gradient, reduced, *inputs)
     return (loss, lse) if return_lse else loss
@@ -317,11 +323,17 @@ def _check(
             raise ValueError(f"{_NAME}: {name} is {value!r}; give a number of at least 0.")
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{_NAME}: reduction is {reduction!r}; choose {', '.join(_REDUCTIONS)}.")
-    needs = logits.requires_grad and torch.is_grad_enabled()
-    if inplace and needs and (logits.is_leaf or hasattr(logits.grad_fn, "_saved_result")):
+    # A compiler decides for itself what is in place.
+    if inplace and logits.requires_grad and not torch.compiler.is_compiling() and _is_needed(logits):
         raise ValueError(f"{_NAME}: autograd still needs these logits; leave out inplace=True.")
     if os.environ.get("TILEWRIGHT_DEBUG") == "1" and not torch.compiler.is_compiling():
         _check_targets(targets, vocabulary, ignore_index)
+
+
+def _is_needed(logits: torch.Tensor) -> bool:
+    """Whether these are somebody's parameter, or a result that the op which made them keeps for its backward."""
+    base = logits if logits._base is None else logits._base
+    return torch.is_grad_enabled() and (base.is_leaf or hasattr(type(logits.grad_fn), "_saved_result"))
 
 
 def _check_targets(targets: torch.Tensor, vocabulary: int, ignore_index: int) -> None:

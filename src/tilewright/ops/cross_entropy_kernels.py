@@ -26,7 +26,10 @@ _LN2 = tl.constexpr(0.6931471805599453)
 def _tanh(u):
     """Through the exponential, but by its series near 0, where the difference from 1 would cancel."""
     square = u * u
-    series = u * (1.0 + square * (-0.3333333333333333 + square * (0.13333333333333333 - square * 0.05396825396825397)))
+    series = 0.003592128036572481 - square * 0.0014558343870513183
+    series = 0.021869488536155203 + square * (-0.008863235529902197 + square * series)
+    series = 0.13333333333333333 + square * (-0.05396825396825397 + square * series)
+    series = u * (1.0 + square * (-0.3333333333333333 + square * series))
     return tl.where(square < 0.01, series, 1.0 - 2.0 / (tl.exp2(u * (2.0 * _LOG2E)) + 1.0))
 
 
@@ -76,17 +79,18 @@ def forward(
     one = tl.zeros([1], tl.int64)
     x_target, _one_slope = _load(logits, start + at_target + one, one == 0, softcap, SOFTCAP, COMPUTE)
     x_target = tl.sum(x_target, 0)
+    pivot = tl.where(x_target > float("-inf"), x_target, 0.0)  # a number near the logits to take differences from
 
     # A finite start: a row may begin with -inf, and -inf - -inf is no number.
-    maximum = tl.full([BLOCK], -1e300 if DOUBLE else -3e38, COMPUTE)
+    maximum = tl.full([BLOCK], -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38, COMPUTE)
     total = tl.zeros([BLOCK], COMPUTE)
-    spread_sum = tl.zeros([BLOCK], COMPUTE)  # of weight x (logit - target's logit), for label smoothing
+    spread_sum = tl.zeros([BLOCK], COMPUTE)  # of weight x (logit - pivot), for label smoothing
     for first in tl.range(0, VOCABULARY, BLOCK, num_stages=3):
         column = first + tl.arange(0, BLOCK)
         inside = column < VOCABULARY
         x, slope = _load(logits, start + column, inside, softcap, SOFTCAP, COMPUTE)
         if SMOOTH:
-            spread_sum += tl.where(inside, _factor(weight, column, inside, COMPUTE) * (x - x_target), 0.0)
+            spread_sum += tl.where(inside, _factor(weight, column, inside, COMPUTE) * (x - pivot), 0.0)
         shrink = tl.exp2(-tl.abs(x - maximum) * _LOG2E)
         total = tl.where(x > maximum, total * shrink + 1.0, total + shrink)
         maximum = tl.maximum(maximum, x)
@@ -110,7 +114,8 @@ def forward(
         all_weights = tl.load(weight_sum).to(COMPUTE)
     row_loss = row_weight * (1.0 - smoothing) * above_target + z_loss * row_lse * row_lse
     if SMOOTH:
-        row_loss += smoothing / VOCABULARY * (all_weights * above_target - tl.sum(spread_sum, 0))
+        above_pivot = top - pivot + log2_total * _LN2
+        row_loss += smoothing / VOCABULARY * (all_weights * above_pivot - tl.sum(spread_sum, 0))
     row_loss = tl.where(ignored, 0.0, tl.where(known, row_loss * scale, float("nan")))
     if loss is not None:
         tl.store(loss + row, row_loss)
