@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from plan.llama import Llama
+from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.models import GPT
 from tilewright.plan import memory
@@ -81,6 +82,11 @@ def test_the_peak_agrees_with_an_h200(case):
     anatomy = memory.train(from_gpt(config), Training(micro_batch=case["batch"], recompute=config.recompute))
     within(anatomy.allocated, case["peak_allocated"], 0.05)
     within(anatomy.total, case["device_used"], 0.08)
+
+
+def test_what_is_called_measured_is_what_the_run_has():
+    assert pytest.approx(MEASURED["context_bytes"], rel=0.01) == memory.CONTEXT_BYTES
+    assert pytest.approx(MEASURED["machine"]["gpu"]["memory_bytes"], rel=0.02) == hardware.find("H200-SXM").usable_bytes
 
 
 def test_the_literatures_activation_formulas():

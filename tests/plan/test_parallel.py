@@ -27,9 +27,9 @@ def test_sixteen_thousand_gpus_take_seconds_and_every_plan_fits():
         assert train(padded(LLAMA_405B, t.pipeline), t).total == plan.memory <= H100.usable_bytes
         assert 0 < plan.mfu < 1
     assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
-    best = plans[0]  # its makers: tensor 8, pipeline 16, no full recompute, about 41 %
-    assert best.training.tensor == 8 and best.training.pipeline >= 8 and best.training.recompute != "full"
-    assert 0.35 < best.mfu < 0.5
+    best = plans[0]  # its makers: tensor 8, pipeline 16, no full recompute, 41 %; docs/plan.md says 42 of ours
+    assert (best.training.tensor, best.training.pipeline) == (8, 16) and best.training.recompute != "full"
+    assert best.mfu == pytest.approx(0.42, abs=0.005)
 
 
 def test_a_hundred_thousand_gpus_too():

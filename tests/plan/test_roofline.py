@@ -1,15 +1,20 @@
+import json
+from pathlib import Path
+
 import pytest
 
 from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.ops.dropout_add_norm import cost as op_cost
 from tilewright.plan import cost
-from tilewright.plan.decoder import load
+from tilewright.plan.decoder import from_gpt, load
 from tilewright.plan.flops import forward_flops
+from tilewright.plan.gpt import GPTConfig
 from tilewright.plan.memory import Training
-from tilewright.plan.roofline import roofline, step_ops
+from tilewright.plan.roofline import rates, roofline, step_ops
 
 H200 = hardware.find("H200-SXM")
+RESULTS = Path(__file__).parents[2] / "results" / "h200"
 
 
 def ops(model, **options):
@@ -59,9 +64,21 @@ def test_fusing_and_the_datasheet_lower_the_floor():
 
 
 def test_a_measured_step_is_not_below_its_floor():
-    # 1b, batch 16, optimized, bf16 autocast, on an H200: results/h200/tune_1b.json has 60,917 tokens/s.
-    floors = roofline(load("1b", ["gpt_block=optimized", "dropout=0.1"]), Training(micro_batch=16), H200)
-    assert 16 * 2048 / sum(floor.seconds for floor in floors) > 60_917
+    study = json.loads((RESULTS / "tune_1b.json").read_text(encoding="utf-8"))
+    trial = study["trial"]
+    assert len(study["rows"]) == 2
+    for row in study["rows"]:
+        config = GPTConfig(**{**trial["model"], "gpt_block": row["setting"]["gpt_block"]})
+        floors = roofline(from_gpt(config), Training(micro_batch=trial["batch"]), H200)
+        most = trial["batch"] * config.sequence / sum(floor.seconds for floor in floors)
+        assert 0.3 * most < row["result"]["tokens_per_second"] < most
+
+
+def test_the_best_rates_are_those_of_the_committed_run():
+    ceilings = json.loads((RESULTS / "dropout_add_norm.json").read_text(encoding="utf-8"))["ceilings"]
+    flops, bandwidth = rates(H200, Training(), achievable=True)
+    assert flops == pytest.approx(ceilings["bf16_flops"], rel=0.02)
+    assert bandwidth == pytest.approx(ceilings["copy_bytes_per_second"], rel=0.01)
 
 
 def test_an_accelerator_without_the_dtype_is_one_sentence():
