@@ -16,6 +16,7 @@ from ops.contract import (
     assert_no_worse,
     on_gpu,
 )
+from tilewright.measure.numerics import tolerance
 from tilewright.ops import cross_entropy
 from tilewright.ops.cross_entropy import cost, reference
 
@@ -86,7 +87,7 @@ def test_the_reference_is_torchs_own_loss():
         torch.testing.assert_close(ours, F.cross_entropy(logits, targets, **options, reduction=reduction))
 
 
-@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 2), (3, 3), (2, 127), (5, 128), (2, 4097), (1, 9000), (0, 10)])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 2), (3, 3), (2, 127), (5, 128), (2, 4097), (3, 40000), (0, 10)])
 def test_any_shape(rows, vocabulary):
     logits, targets, _ = problem(rows, vocabulary, torch.float32, {})
     options = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "sum"}
@@ -102,7 +103,11 @@ def test_any_shape(rows, vocabulary):
 def test_any_combination_of_options(rows, vocabulary, smoothing, z_loss, softcap, weighted, reduction):
     options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap, "weight": weighted}
     logits, targets, options = problem(rows, vocabulary, torch.float32, {**options, "reduction": reduction})
-    assert_near_truth(run(cross_entropy, logits, targets, options), truth(logits, targets, options), vocabulary)
+    actual, expected = run(cross_entropy, logits, targets, options), truth(logits, targets, options)
+    assert_near_truth(actual[:1], expected[:1], vocabulary)
+    # Where the model is right, the gradient is a small difference of probabilities: their rounding is what counts.
+    allowed = tolerance(torch.float32, vocabulary)
+    assert (actual[1] - expected[1]).norm() <= allowed * (expected[1].norm() + 2.0 * rows**0.5)
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
@@ -273,9 +278,8 @@ def test_without_a_gradient_none_is_computed():
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}], ids=str)
 def test_opcheck(options):
     logits, targets, _ = problem(4, 30, torch.float32, {})
-    denominator = torch.tensor(3.0, device=DEVICE)
     smoothing, z_loss, softcap = (options.get(k, 0.0) for k in ("label_smoothing", "z_loss", "softcap"))
-    arguments = (logits, targets, None, denominator, -100, smoothing, z_loss, softcap, True, True)
+    arguments = (logits, targets, None, -100, smoothing, z_loss, softcap, True, True, True)
     torch.library.opcheck(torch.ops.tilewright.cross_entropy.default, arguments)
 
 

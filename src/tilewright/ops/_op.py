@@ -67,6 +67,27 @@ def check_tensor(op: str, name: str, tensor: Any, shape: torch.Size | None = Non
         raise TypeError(f"{op}: {name} is {dtype} and x is {x.dtype}; float64 mixes with no other dtype.")
 
 
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """What an op computes in: float32, or float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def is_needed(x: torch.Tensor) -> bool:
+    """Whether autograd minds `x` being overwritten: a parameter, or a result that its op keeps for its backward."""
+    base = x if x._base is None else x._base
+    return torch.is_grad_enabled() and (base.is_leaf or hasattr(type(x.grad_fn), "_saved_result"))
+
+
+def taken(result: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | None:
+    """A result without a graph of its own. Where it has taken the memory of `x`, autograd is told: whoever saved `x`
+    for a backward gets an error then, and not the wrong numbers."""
+    if result is None:
+        return None
+    if result is x and not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+    return result.detach()
+
+
 def check_eps(op: str, eps: Any) -> None:
     if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
         raise ValueError(f"{op}: eps is {eps!r}; give a number of at least 0.")

@@ -14,9 +14,10 @@ The arithmetic, two exponentials a logit, takes about as long as that on an H200
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tilewright.ops import _op
@@ -42,7 +43,7 @@ def reference(
     reduction: str = "mean",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, lse) in plain PyTorch: the definition."""
-    x = logits.to(_compute_dtype(logits))
+    x = logits.to(_op.compute_dtype(logits))
     if softcap > 0.0:
         x = softcap * torch.tanh(x / softcap)
     lse = torch.logsumexp(x, -1)
@@ -63,10 +64,6 @@ def reference(
     return total, lse
 
 
-def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 def _denominator(
     targets: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -78,96 +75,142 @@ def _denominator(
     return torch.where(known, weight.to(dtype)[torch.where(known, targets, 0)], 0.0).sum()
 
 
-def _launch(
+class Options(NamedTuple):
+    """What a loss is apart from its tensors."""
+
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    softcap: float
+
+
+def begin(
+    targets: torch.Tensor, weight: torch.Tensor | None, classes: int, ignore_index: int, mean: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(what a mean divides by, zeros for the rows' tiles to be counted in), by one small kernel."""
+    from tilewright.ops import cross_entropy_kernels as kernels
+
+    denominator = targets.new_empty((), dtype=dtype) if mean else None
+    arrived = targets.new_empty(targets.numel(), dtype=torch.int32)
+    tensors = (*_op.packed((targets, weight)), denominator, arrived)
+    start = kernels.prepare_launch(targets.device, classes, _op.dtypes(tensors), dtype == torch.float64)
+    start((1, 1), tensors, (ignore_index, targets.numel()))
+    return denominator, arrived
+
+
+def launch(
     logits: torch.Tensor,
     targets: torch.Tensor,
     weight: torch.Tensor | None,
     denominator: torch.Tensor | None,
-    upstream: torch.Tensor | None,
-    loss: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    gradient: torch.Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-    softcap: float,
-) -> None:
-    """Fill `loss`, `lse` and `gradient`, those that are not None; `logits` are packed."""
+    options: Options,
+    *,
+    arrived: torch.Tensor | None = None,
+    upstream: torch.Tensor | None = None,
+    loss: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    gradient: torch.Tensor | None = None,
+    offset: int = 0,
+    classes: int | None = None,
+    given: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill `loss`, `lse` and `gradient`, those that are not None.
+
+    `logits` are packed, or a matrix with rows further apart than they are long, and so is the gradient.
+
+    Where they are the columns from `offset` on of a row of `classes`: without `arrived`, only the statistics of these
+    columns are taken and come back; `given` are those of whole rows, (target's logit, one part a row).
+    """
     from tilewright.ops import cross_entropy_kernels as kernels
 
-    targets, weight = _op.packed((targets, weight))
-    vocabulary = logits.shape[-1]
-    rows = logits.numel() // vocabulary
-    weight_sum = weight.sum(dtype=_compute_dtype(logits)) if weight is not None and smoothing > 0.0 else None
+    columns = logits.shape[-1]
+    rows, compute = targets.numel(), _op.compute_dtype(logits)
+    smooth, capped = options.smoothing > 0.0, options.softcap > 0.0
+    targets, weight, upstream = _op.packed((targets, weight, upstream))
+    first = (logits, targets, weight, denominator, upstream, loss, lse, gradient)
+    tiles, lag, start = kernels.tiles_launch(
+        logits.device,
+        columns,
+        logits.stride(-2) if logits.ndim > 1 else columns,
+        classes or columns,
+        _op.dtypes((*first, arrived)),
+        given is not None,
+        smooth,
+        capped,
+    )
+    if given is None:
+        # Where the target is in other columns, its logit is 0 here.
+        picked = (logits.new_zeros if arrived is None else logits.new_empty)(rows, dtype=compute)
+        given = picked, logits.new_empty((rows, tiles, kernels.PARTS), dtype=compute)
+    lag = min(lag, rows)
+    apart = gradient is not None and arrived is not None and tiles > 1
+    programs = (rows + lag) * 2 * tiles if apart else rows * tiles
     if rows:
-        tensors = (logits, targets, weight, weight_sum, denominator, upstream, loss, lse, gradient)
-        launch = kernels.forward_launch(logits.device, vocabulary, _op.dtypes(tensors), smoothing > 0.0, softcap > 0.0)
         stride = 0 if upstream is None or upstream.ndim == 0 else 1
-        launch((rows, 1), tensors, (ignore_index, stride, smoothing, z_loss, softcap if softcap > 0.0 else 1.0))
+        scalars = (options.ignore_index, stride, rows, offset, lag, options.smoothing, options.z_loss)
+        start((programs, 1), (*first, *given, arrived), (*scalars, options.softcap if capped else 1.0))
+    return given
 
 
 def _forward(
     logits: torch.Tensor,
     targets: torch.Tensor,
     weight: torch.Tensor | None,
-    denominator: torch.Tensor | None,
     ignore_index: int,
     smoothing: float,
     z_loss: float,
     softcap: float,
+    mean: bool,
     wants_lse: bool,
     wants_gradient: bool,
     inplace: bool = False,
+    upstream: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(loss of each row over the denominator, lse of each row, gradient): the last two where they are wanted."""
     (packed,) = _op.packed((logits,))
-    loss = logits.new_empty(targets.shape, dtype=_compute_dtype(logits))
+    compute = _op.compute_dtype(logits)
+    denominator, arrived = begin(targets, weight, logits.shape[-1], ignore_index, mean, compute)
+    loss = logits.new_empty(targets.shape, dtype=compute)
     lse = torch.empty_like(loss) if wants_lse else None
     gradient = None
     if wants_gradient:
         gradient = packed if inplace or packed is not logits else torch.empty_like(packed)
-    _launch(
-        packed, targets, weight, denominator, None, loss, lse, gradient, ignore_index, smoothing, z_loss, softcap
+    options = Options(ignore_index, smoothing, z_loss, softcap)
+    launch(
+        packed, targets, weight, denominator, options, arrived=arrived, upstream=upstream, loss=loss, lse=lse,
+        gradient=gradient,
     )  # fmt: skip
     return loss, lse, gradient
 
 
-def _scale(gradient: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
+def scale(gradient: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
     """gradient *= upstream, one number for all or one a row."""
     from tilewright.ops import cross_entropy_kernels as kernels
 
-    vocabulary = gradient.shape[-1]
-    rows = gradient.numel() // vocabulary
+    columns = gradient.shape[-1]
+    rows = gradient.numel() // columns
     if rows:
-        launch = kernels.scale_launch(gradient.device, vocabulary, gradient.dtype, upstream.dtype)
-        launch((rows, 1), (gradient, upstream), (1 if upstream.ndim else 0,))
+        start = kernels.scale_launch(gradient.device, columns, gradient.dtype, upstream.dtype)
+        start((rows, 1), (gradient, upstream), (1 if upstream.ndim else 0,))
     return gradient
 
 
 # bfloat16 and float32 have room for a gradient before its factor is known. float16 has not: a mean over many targets
 # would leave nothing for a loss scale to save, so its gradient waits for backward, as does float64's, for gradcheck.
-_AHEAD = (torch.bfloat16, torch.float32)
-
-
-def _taken(gradient: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor | None:
-    """The gradient without a graph of its own. Where it has taken the logits' memory, autograd is told: whoever saved
-    them for a backward of their own gets an error then, and not a gradient for a logit."""
-    if gradient is logits:
-        torch.autograd.graph.increment_version(logits)
-    return None if gradient is None else gradient.detach()
+AHEAD = (torch.bfloat16, torch.float32)
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inplace: bool, reduced: bool, *inputs: Any) -> Any:
-        logits, *rest = inputs
-        ctx.options, ctx.inplace = rest[3:7], inplace
-        if logits.dtype in _AHEAD:
+        logits, targets, weight, *rest = inputs
+        ctx.options, ctx.inplace = rest[:5], inplace
+        if logits.dtype in AHEAD:
             loss, lse, gradient = _forward(*(*inputs, inplace))
-            ctx.gradient = _taken(gradient, logits)
+            ctx.gradient = _op.taken(gradient, logits)
         else:
             loss, lse, _ = _forward(*(*inputs[:-1], False))
-            ctx.save_for_backward(logits, *rest[:3])
+            ctx.save_for_backward(logits, targets, weight)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         return (loss.sum() if reduced else loss), lse
@@ -176,29 +219,106 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, upstream: Any, _: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(_ONCE)
-        (upstream,) = _op.packed((upstream,))
         if ctx.saved_tensors:
-            logits, targets, weight, denominator = ctx.saved_tensors
-            (packed,) = _op.packed((logits,))
-            gradient = packed if ctx.inplace or packed is not logits else torch.empty_like(packed)
-            _launch(packed, targets, weight, denominator, upstream, None, None, gradient, *ctx.options)
-            gradient = _taken(gradient, logits)
+            logits = ctx.saved_tensors[0]
+            arguments = (*ctx.saved_tensors, *ctx.options, False, True, ctx.inplace, upstream)
+            _, _, gradient = _forward(*arguments)
+            gradient = _op.taken(gradient, logits)
         else:
             gradient, ctx.gradient = ctx.gradient, None
             if gradient is None:
                 raise RuntimeError(f"{_NAME}: an earlier backward took its gradient; run forward again.")
-            _scale(gradient, upstream)
+            scale(gradient, *_op.packed((upstream,)))
         return None, None, gradient, *(None,) * 9
 
 
 _eager = _op.eager(_Function)
 
 
+class _Parallel(torch.autograd.Function):
+    """Logits whose columns are spread over a process group: statistics here, two small reductions, gradient here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Any, targets: Any, weight: Any, options: Options, mean: bool, inplace: bool, group: Any
+    ) -> Any:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        columns, compute = logits.shape[-1], _op.compute_dtype(logits)
+        cut = {"offset": rank * columns, "classes": ranks * columns}
+        (packed,) = _op.packed((logits,))
+        denominator, _ = begin(targets, weight, cut["classes"], options.ignore_index, mean, compute)
+        x_target, parts = launch(packed, targets, weight, denominator, options, **cut)
+        maximum, total, pivot, spread, weights = parts.unbind(-1)
+        top = maximum.amax(1)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        total = (total * (maximum - top[:, None]).exp()).sum(1)
+        spread = (spread + weights * (pivot - top[:, None])).sum(1)
+        sums = torch.stack((x_target, total, spread, weights.sum(1)))
+        if options.smoothing == 0.0:  # nobody filled the last two
+            sums = sums[:2]
+        dist.all_reduce(sums, group=group)
+        x_target, total, spread, weights = sums if len(sums) == 4 else (*sums, top, top)
+        whole = torch.stack((top, total, top, spread, weights), -1)[:, None].contiguous()
+        loss = logits.new_empty(targets.shape, dtype=compute)
+        lse = torch.empty_like(loss)
+        given = (x_target.contiguous(), whole)
+        launch(packed, targets, weight, denominator, options, loss=loss, lse=lse, given=given, **cut)
+        ctx.save_for_backward(logits, targets, weight, denominator, *given)
+        ctx.options, ctx.inplace, ctx.cut = options, inplace, cut
+        ctx.mark_non_differentiable(lse)
+        return loss, lse
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Any, _: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_ONCE)
+        logits, targets, weight, denominator, *given = ctx.saved_tensors
+        (packed,) = _op.packed((logits,))
+        gradient = packed if ctx.inplace or packed is not logits else torch.empty_like(packed)
+        launch(
+            packed, targets, weight, denominator, ctx.options, upstream=upstream, gradient=gradient,
+            given=tuple(given), **ctx.cut,
+        )  # fmt: skip
+        return _op.taken(gradient, logits), *(None,) * 6
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _parallel(
+    logits: Any, targets: Any, weight: Any, options: Options, reduction: str, inplace: bool, group: Any
+) -> Any:
+    """(loss, lse) of sharded logits."""
+    if _op.runs_kernel(logits):
+        loss, lse = _Parallel.apply(logits, targets, weight, options, reduction == "mean", inplace, group)
+        return (loss if reduction == "none" else loss.sum()), lse
+    everything = _Gathered.apply(logits, group)
+    return reference(
+        everything, targets, weight=weight, ignore_index=options.ignore_index, label_smoothing=options.smoothing,
+        z_loss=options.z_loss, softcap=options.softcap, reduction=reduction,
+    )  # fmt: skip
+
+
+class _Gathered(torch.autograd.Function):
+    """The columns of all ranks, for the plain path; every rank computes the whole loss and keeps its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, group: Any) -> torch.Tensor:
+        shards = [
+            torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+        ]
+        dist.all_gather(shards, logits.contiguous(), group=group)
+        ctx.rank, ctx.columns = dist.get_rank(group), logits.shape[-1]
+        return torch.cat(shards, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient.narrow(-1, ctx.rank * ctx.columns, ctx.columns), None
+
+
 @torch.library.custom_op(
     "tilewright::cross_entropy",
     mutates_args=(),
-    schema="(Tensor logits, Tensor targets, Tensor? weight, Tensor? denominator, int ignore_index, float smoothing, "
-    "float z_loss, float softcap, bool wants_lse, bool wants_gradient) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor logits, Tensor targets, Tensor? weight, int ignore_index, float smoothing, float z_loss, "
+    "float softcap, bool mean, bool wants_lse, bool wants_gradient) -> (Tensor, Tensor, Tensor)",
 )
 def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
     # A registered op cannot return None: an empty tensor stands for what nobody asked for.
@@ -208,7 +328,7 @@ def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
 @_registered.register_fake
 def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
     logits, targets, wants_lse, wants_gradient = inputs[0], inputs[1], inputs[8], inputs[9]
-    rows = torch.empty(targets.shape, dtype=_compute_dtype(logits), device=logits.device)
+    rows = torch.empty(targets.shape, dtype=_op.compute_dtype(logits), device=logits.device)
     gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     nothing = logits.new_empty(0)
     return rows, torch.empty_like(rows) if wants_lse else nothing, gradient if wants_gradient else nothing
@@ -242,6 +362,7 @@ def cross_entropy(
     reduction: str = "mean",
     return_lse: bool = False,
     inplace: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Cross-entropy of logits with class indices, its gradient computed in the same pass.
 
@@ -256,6 +377,8 @@ def cross_entropy(
         reduction: ``"mean"`` over the targets that count (by their weights), ``"sum"`` or ``"none"``.
         return_lse: also return the log-sum-exp of each row, which has no gradient.
         inplace: let the gradient take the logits' memory where their layout allows. They must not be used again.
+        group: the logits are this rank's columns, ranks in order, all with as many; ``targets`` and ``weight`` are
+            the same on every rank and for all classes. Every rank gets the loss and the gradient of its columns.
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
@@ -270,9 +393,14 @@ def cross_entropy(
     >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, targets))
     True
     """
-    _check(logits, targets, weight, ignore_index, label_smoothing, z_loss, softcap, reduction, inplace)
+    ranks = 1 if group is None else dist.get_world_size(group)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    _check(logits, targets, weight, options, reduction, inplace, ranks)
+    if group is not None:
+        loss, lse = _parallel(logits, targets, weight, options, reduction, inplace, group)
+        return (loss, lse.detach()) if return_lse else loss
     traced = _op.is_traced(logits, targets, weight)
-    if not _op.runs_kernel(logits) or (traced and logits.dtype not in _AHEAD):
+    if not _op.runs_kernel(logits) or (traced and logits.dtype not in AHEAD):
         loss, lse = reference(
             logits, targets, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
             softcap=softcap, reduction=reduction,
@@ -280,13 +408,7 @@ def cross_entropy(
         return (loss, lse.detach()) if return_lse else loss
     wants_gradient = logits.requires_grad and torch.is_grad_enabled()
     reduced = reduction != "none"
-    denominator = None
-    if reduction == "mean":
-        denominator = _denominator(targets, weight, ignore_index, _compute_dtype(logits))
-    inputs = (
-        logits, targets, weight, denominator, ignore_index, label_smoothing, z_loss, softcap, return_lse,
-        wants_gradient,
-    )  # fmt: skip
+    inputs = (logits, targets, weight, *options, reduction == "mean", return_lse, wants_gradient)
     if traced:
         rows, lse, _ = _registered(*inputs)
         loss, lse = rows.sum() if reduced else rows, lse.detach()
@@ -295,51 +417,46 @@ def cross_entropy(
     return (loss, lse) if return_lse else loss
 
 
-def _check(
-    logits: Any, targets: Any, weight: Any, ignore_index: Any, smoothing: Any, z_loss: Any, softcap: Any,
-    reduction: Any, inplace: bool,
-) -> None:  # fmt: skip
+def _check(logits: Any, targets: Any, weight: Any, options: Options, reduction: Any, inplace: bool, ranks: int) -> None:
     _op.check_tensor(_NAME, "logits", logits)
-    shape = logits.shape
-    vocabulary = shape[-1] if shape else 0
+    vocabulary = ranks * logits.shape[-1] if logits.ndim else 0
+    check_loss(_NAME, logits, vocabulary, targets, "weight", weight, options, reduction)
+    # A compiler decides for itself what is in place.
+    if inplace and logits.requires_grad and not torch.compiler.is_compiling() and _op.is_needed(logits):
+        raise ValueError(f"{_NAME}: autograd still needs these logits; leave out inplace=True.")
+
+
+def check_loss(
+    op: str, x: torch.Tensor, vocabulary: int, targets: Any, weight_name: str, weight: Any, options: Options,
+    reduction: Any,
+) -> None:  # fmt: skip
+    """Refuse, with one sentence, targets and options that no loss over `vocabulary` classes can take."""
     if not 2 <= vocabulary <= _LARGEST:
-        raise ValueError(f"{_NAME}: logits have shape {tuple(shape)}; the vocabulary, last, must be 2 to {_LARGEST}.")
+        raise ValueError(f"{op}: the vocabulary, of {vocabulary}, must be of 2 to {_LARGEST} classes.")
     if not isinstance(targets, torch.Tensor) or targets.dtype != torch.int64:
         kind = targets.dtype if isinstance(targets, torch.Tensor) else type(targets).__name__
-        raise TypeError(f"{_NAME}: targets are {kind}; give class indices as an int64 tensor.")
-    if targets.shape != shape[:-1]:
-        raise ValueError(f"{_NAME}: targets have shape {tuple(targets.shape)}, but {tuple(shape[:-1])} is needed.")
-    if targets.device != logits.device:
-        raise ValueError(f"{_NAME}: targets are on {targets.device}, but logits on {logits.device}; move one of them.")
-    _op.check_tensor(_NAME, "weight", weight, shape[-1:], logits)
+        raise TypeError(f"{op}: targets are {kind}; give class indices as an int64 tensor.")
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(f"{op}: targets have shape {tuple(targets.shape)}, but {tuple(x.shape[:-1])} is needed.")
+    if targets.device != x.device:
+        raise ValueError(f"{op}: targets are on {targets.device}, but the rest on {x.device}; move one of them.")
+    _op.check_tensor(op, weight_name, weight, torch.Size([vocabulary]), x)
     if weight is not None and weight.requires_grad:
-        raise ValueError(f"{_NAME}: weight requires a gradient and gets none; detach it.")
+        raise ValueError(f"{op}: {weight_name} requires a gradient and gets none; detach it.")
+    ignore_index, smoothing, z_loss, softcap = options
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"{_NAME}: ignore_index is {ignore_index!r}; give a whole number.")
+        raise TypeError(f"{op}: ignore_index is {ignore_index!r}; give a whole number.")
     if not isinstance(smoothing, (int, float)) or not 0.0 <= smoothing < 1.0:
-        raise ValueError(f"{_NAME}: label_smoothing is {smoothing!r}; it must lie in [0, 1).")
+        raise ValueError(f"{op}: label_smoothing is {smoothing!r}; it must lie in [0, 1).")
     for name, value in (("z_loss", z_loss), ("softcap", softcap)):
         if not isinstance(value, (int, float)) or not 0.0 <= value < float("inf"):
-            raise ValueError(f"{_NAME}: {name} is {value!r}; give a number of at least 0.")
+            raise ValueError(f"{op}: {name} is {value!r}; give a number of at least 0.")
     if reduction not in _REDUCTIONS:
-        raise ValueError(f"{_NAME}: reduction is {reduction!r}; choose {', '.join(_REDUCTIONS)}.")
-    # A compiler decides for itself what is in place.
-    if inplace and logits.requires_grad and not torch.compiler.is_compiling() and _is_needed(logits):
-        raise ValueError(f"{_NAME}: autograd still needs these logits; leave out inplace=True.")
+        raise ValueError(f"{op}: reduction is {reduction!r}; choose {', '.join(_REDUCTIONS)}.")
     if os.environ.get("TILEWRIGHT_DEBUG") == "1" and not torch.compiler.is_compiling():
-        _check_targets(targets, vocabulary, ignore_index)
-
-
-def _is_needed(logits: torch.Tensor) -> bool:
-    """Whether these are somebody's parameter, or a result that the op which made them keeps for its backward."""
-    base = logits if logits._base is None else logits._base
-    return torch.is_grad_enabled() and (base.is_leaf or hasattr(type(logits.grad_fn), "_saved_result"))
-
-
-def _check_targets(targets: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
-    bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
-    if bool(bad.any()):
-        first = targets[bad][0].item()
-        raise ValueError(
-            f"{_NAME}: target {first} is not ignore_index {ignore_index} and not in the vocabulary of {vocabulary}."
-        )
+        bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
+        if bool(bad.any()):
+            raise ValueError(
+                f"{op}: target {targets[bad][0].item()} is not ignore_index {ignore_index} and not in the vocabulary "
+                f"of {vocabulary}."
+            )

@@ -1,12 +1,19 @@
 """The kernels of `cross_entropy`, by how they move the data.
 
-One program takes one row of logits and walks it twice. First from left to right for the log-sum-exp: every lane keeps
-its own running maximum and sum, so that nothing is exchanged between threads before the end, and one exponential an
-element suffices: exp(-|x - maximum|) is either what the element adds or what the sum shrinks by. Then from right to
-left for the gradient, out of L2, where the first walk has left the row: 132 rows of 256 KiB are less than an H200's L2
-has. Memory sees the logits read once and the gradient written once.
+Two things happen to a row of logits: its *statistics* are taken (maximum and sum of exponentials), then its *gradient*
+is written, which reads the logits again. Memory shall see them once, so the second time they must be near.
 
-Arithmetic is in COMPUTE, float32 or float64 for float64 input, and in powers of two.
+A row of up to 128 KiB is one program's: it walks the row twice, and the second walk finds it in the processor's L1.
+A longer row is cut into tiles. A program then takes one tile in one of the two roles, both in one grid, the gradient of
+a row a fixed number of rows behind its statistics: far enough that these are there when it asks, near enough that the
+logits are still in L2. Programs wait for programs of a lower number only, which are started first, so none waits for
+one that cannot run.
+
+The two roles in grids of their own serve logits that are cut by columns: over the ranks of a process group, or over
+time in `linear_cross_entropy`. There `offset` is the class of the first column and CLASSES the size of the whole.
+
+Sums are in float32, or float64 for float64 input, every lane with its own running maximum, so that nothing is exchanged
+between threads before the end of a tile; exponentials are powers of two.
 """
 
 import functools
@@ -20,6 +27,11 @@ from tilewright.ops import _op
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
+
+# What a tile leaves: maximum, sum of exponentials and, for label smoothing, a number near the logits, the weighted sum
+# of their differences from it, and the sum of the weights.
+PARTS = 5
+_PARTS = tl.constexpr(PARTS)
 
 
 @triton.jit
@@ -49,125 +61,323 @@ def _load(logits, at, inside, softcap, SOFTCAP: tl.constexpr, COMPUTE: tl.conste
 def _factor(weight, column, inside, COMPUTE: tl.constexpr):
     """The weight of each class: ones where there is none."""
     if weight is None:
-        factor = tl.full(column.shape, 1.0, COMPUTE)
+        factor = tl.where(inside, tl.full(column.shape, 1.0, COMPUTE), 0.0)
     else:
         factor = tl.load(weight + column, inside, 0.0).to(COMPUTE)
     return factor
 
 
-@triton.jit(do_not_specialize=["ignore_index", "stride"])
-def forward(
-    logits, targets, weight, weight_sum, denominator, upstream, loss, lse, gradient,
-    ignore_index: tl.int64, stride: tl.int64, smoothing: tl.float64, z_loss: tl.float64, softcap: tl.float64,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, DOUBLE: tl.constexpr,
-):  # fmt: skip
-    """Loss and log-sum-exp of a row and, where `gradient` is not None, its gradient, which may overwrite the logits.
+@triton.jit
+def _smooth(top, total, pivot, spread, weights):
+    """The sum of weight x (log-sum-exp - logit)."""
+    return weights * ((top - pivot) + tl.log2(total) * _LN2) - spread
 
-    The gradient is for `upstream`, one number (stride 0) or one a row (stride 1), or for 1 where that is None.
+
+@triton.jit
+def _combine(
+    picked, partials, row, counts, TILES: tl.constexpr, ROUND: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """What tiles have left, as one: (target's logit, maximum, sum of exponentials, `_smooth`, sum of weights)."""
+    tile = tl.arange(0, ROUND)
+    at = partials + (row * TILES + tile) * _PARTS
+    inside = tile < TILES
+    # Past the caches that are not kept in step with other processors: other programs have written these.
+    x_target = tl.load(picked + row, counts, 0.0, cache_modifier=".cg")
+    maximum = tl.load(at, inside, float("-inf"), cache_modifier=".cg")
+    total = tl.load(at + 1, inside, 0.0, cache_modifier=".cg")
+    top = tl.max(maximum, 0)
+    total = tl.sum(tl.where(inside, total * tl.exp2((maximum - top) * _LOG2E), 0.0), 0)
+    smooth = tl.zeros([], COMPUTE)
+    weights = tl.zeros([], COMPUTE)
+    if SMOOTH:
+        pivot = tl.load(at + 2, inside, 0.0, cache_modifier=".cg")
+        spread = tl.load(at + 3, inside, 0.0, cache_modifier=".cg")
+        weight = tl.load(at + 4, inside, 0.0, cache_modifier=".cg")
+        smooth = tl.sum(_smooth(top, total, pivot, spread, weight), 0)
+        weights = tl.sum(weight, 0)
+    return x_target, top, total, smooth, weights
+
+
+@triton.jit
+def _finish(
+    row, ignored, known, x_target, top, total, smooth, row_weight, scale, loss, lse, smoothing, z_loss,
+    CLASSES: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    """Loss and log-sum-exp of a row."""
+    log_total = tl.log2(total) * _LN2  # apart from `top`: their sum would lose what is small beside large logits
+    row_lse = top + log_total
+    if lse is not None:
+        tl.store(lse + row, row_lse)
+    if loss is not None:
+        row_loss = row_weight * (1.0 - smoothing) * ((top - x_target) + log_total) + z_loss * row_lse * row_lse
+        if SMOOTH:
+            row_loss += smoothing / CLASSES * smooth
+        tl.store(loss + row, tl.where(ignored, 0.0, tl.where(known, row_loss * scale, float("nan"))))
+
+
+@triton.jit
+def _statistics(
+    row, tile, target, logits, weight, offset, softcap,
+    COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """(whether the target is in the tile, its logit, and what a tile leaves)."""
+    COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    start = row * STRIDE
+    begin = tile * TILE
+    here = (target >= begin) & (target < begin + TILE) & (target < COLUMNS)
+    x_target, _slope = _load(logits, start + target, here, softcap, SOFTCAP, COMPUTE)
+    pivot = tl.zeros([], COMPUTE)
+    if SMOOTH:
+        pivot, _slope = _load(logits, start + begin, begin < COLUMNS, softcap, SOFTCAP, COMPUTE)
+        pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
+
+    lane = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    # A finite start: a row may begin with -inf, and -inf - -inf is no number.
+    maximum = tl.full([LANES], -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38, COMPUTE)
+    total = tl.zeros([LANES], COMPUTE)
+    spread = tl.zeros([LANES], COMPUTE)
+    weights = tl.zeros([LANES], COMPUTE)
+    for first in tl.range(0, TILE, LANES * EACH, num_stages=1):
+        column = begin + first + lane
+        inside = column < COLUMNS  # a constant, from which the compiler sees whole vectors
+        x, _slopes = _load(logits, start + column, inside, softcap, SOFTCAP, COMPUTE)
+        if SMOOTH:
+            factor = _factor(weight, offset + column, inside, COMPUTE)
+            spread += tl.sum(tl.where(inside, factor * (x - pivot), 0.0), 1)
+            weights += tl.sum(factor, 1)
+        highest = tl.maximum(maximum, tl.max(x, 1))
+        total *= tl.exp2((maximum - highest) * _LOG2E)
+        total += tl.sum(tl.exp2((x - highest[:, None]) * _LOG2E), 1)
+        maximum = highest
+    top = tl.max(maximum, 0)
+    total = tl.sum(total * tl.exp2((maximum - top) * _LOG2E), 0)
+    return here, x_target, top, total, pivot, tl.sum(spread, 0), tl.sum(weights, 0)
+
+
+@triton.jit
+def _gradient(
+    row, tile, target, ignored, known, x_target, top, total, weights, row_weight, scale, logits, weight, upstream,
+    gradient, offset, stride, smoothing, z_loss, softcap,
+    COLUMNS: tl.constexpr, STRIDE: tl.constexpr, CLASSES: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
+    EACH: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    start = row * STRIDE
+    begin = tile * TILE
+    lane = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    if ignored | (known == 0):
+        nothing = tl.full([LANES, EACH], 0.0, COMPUTE) + tl.where(ignored, 0.0, float("nan"))
+        for first in tl.range(0, TILE, LANES * EACH):
+            column = begin + first + lane
+            tl.store(gradient + start + column, nothing.to(gradient.dtype.element_ty), column < COLUMNS)
+    else:
+        if upstream is not None:
+            scale *= tl.load(upstream + row * stride).to(COMPUTE)
+        hit = row_weight * (1.0 - smoothing) * scale
+        pull = hit + 2.0 * z_loss * (top + tl.log2(total) * _LN2) * scale
+        spread = smoothing / CLASSES * scale
+        if SMOOTH:
+            pull += spread * weights
+        pull /= total
+        # From right to left: what the statistics have read last is the nearest.
+        for first in tl.range(0, TILE, LANES * EACH, num_stages=1):
+            column = begin + (TILE - LANES * EACH - first) + lane
+            inside = column < COLUMNS
+            x, slope = _load(logits, start + column, inside, softcap, SOFTCAP, COMPUTE)
+            g = tl.exp2((x - top) * _LOG2E) * pull
+            if SMOOTH:
+                g -= _factor(weight, offset + column, inside, COMPUTE) * spread
+            tl.store(gradient + start + column, (g * slope).to(gradient.dtype.element_ty), inside)
+        if (target >= begin) & (target < begin + TILE) & (target < COLUMNS):
+            tl.debug_barrier()  # after the store above, which another thread did
+            g = tl.exp2((x_target - top) * _LOG2E) * pull - hit
+            if SMOOTH:
+                g -= row_weight * spread
+            if SOFTCAP:
+                g *= 1.0 - (x_target / softcap) * (x_target / softcap)
+            tl.store(gradient + start + target, g.to(gradient.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["ignore_index", "stride", "rows", "offset", "lag"])
+def tiles(
+    logits, targets, weight, denominator, upstream, loss, lse, gradient, picked, partials, arrived,
+    ignore_index: tl.int64, stride: tl.int64, rows: tl.int64, offset: tl.int64, lag: tl.int64, smoothing: tl.float64,
+    z_loss: tl.float64, softcap: tl.float64,
+    COLUMNS: tl.constexpr, STRIDE: tl.constexpr, CLASSES: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr,
+    ROUND: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """Statistics where GIVEN is false, gradients where `gradient` is not None; loss and log-sum-exp of whole rows.
+
+    The gradient is for `upstream`, one number (stride 0) or one a row (stride 1), or for 1 where that is None. It may
+    overwrite the logits. Rows of logits and gradient are STRIDE apart. GIVEN: `partials` hold one part a row. Without
+    `arrived`, zeros, the rows are not whole, and their statistics are left in `picked` and `partials`.
     """
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     smoothing = tl.full([], smoothing, COMPUTE)
     z_loss = tl.full([], z_loss, COMPUTE)
     softcap = tl.full([], softcap, COMPUTE)
-    row = tl.program_id(0).to(tl.int64)
-    start = row * VOCABULARY
-    target = tl.load(targets + row)
-    ignored = target == ignore_index
-    known = (target >= 0) & (target < VOCABULARY)
-    at_target = tl.where(known, target, 0)
+    TILES: tl.constexpr = (COLUMNS + TILE - 1) // TILE
+    PARTS: tl.constexpr = 1 if GIVEN else TILES
+    ALONE: tl.constexpr = TILES == 1 and (not GIVEN) and (arrived is not None)  # one program does it all
+    APART: tl.constexpr = TILES > 1 and (not GIVEN) and (gradient is not None)  # the roles are different programs'
+    number = tl.program_id(0).to(tl.int64)
+    row = number // (2 * TILES if APART else TILES)
+    tile = (number % (2 * TILES if APART else TILES)).to(tl.int32)
+    follows = tile >= TILES
+    if APART:
+        row -= tl.where(follows, lag, 0)
+        tile -= tl.where(follows, TILES, 0)
+    if (row >= 0) & (row < rows):
+        target = tl.load(targets + row)
+        ignored = target == ignore_index
+        known = (target >= 0) & (target < CLASSES)
+        counts = known & (ignored == 0)
+        scale = tl.full([], 1.0, COMPUTE)
+        if denominator is not None:
+            count = tl.load(denominator).to(COMPUTE)
+            scale = tl.where(count > 0.0, 1.0 / count, 0.0)
+        row_weight = tl.full([], 1.0, COMPUTE)
+        if weight is not None:
+            row_weight = tl.load(weight + tl.where(counts, target, 0)).to(COMPUTE)
+        local = target - offset
+        if not GIVEN:
+            if follows == 0:
+                here, x_target, top, total, pivot, spread, weights = _statistics(
+                    row, tile, local, logits, weight, offset, softcap,
+                    COLUMNS, STRIDE, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE,
+                )  # fmt: skip
+                tl.store(picked + row, x_target, here)
+                if ALONE:
+                    smooth = _smooth(top, total, pivot, spread, weights)
+                    _finish(
+                        row, ignored, known, x_target, top, total, smooth, row_weight, scale, loss, lse, smoothing,
+                        z_loss, CLASSES, SMOOTH,
+                    )  # fmt: skip
+                    if gradient is not None:
+                        _gradient(
+                            row, tile, local, ignored, known, x_target, top, total, weights, row_weight, scale, logits,
+                            weight, upstream, gradient, offset, stride, smoothing, z_loss, softcap,
+                            COLUMNS, STRIDE, CLASSES, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE,
+                        )  # fmt: skip
+                else:
+                    at = partials + (row * TILES + tile) * _PARTS
+                    tl.store(at, top)
+                    tl.store(at + 1, total)
+                    if SMOOTH:
+                        tl.store(at + 2, pivot)
+                        tl.store(at + 3, spread)
+                        tl.store(at + 4, weights)
+                    if arrived is not None:
+                        tl.debug_barrier()  # what every thread stored comes before the count
+                        if tl.atomic_add(arrived + row, 1, sem="acq_rel") == TILES - 1:
+                            x_target, top, total, smooth, weights = _combine(
+                                picked, partials, row, counts, TILES, ROUND, SMOOTH, COMPUTE
+                            )
+                            _finish(
+                                row, ignored, known, x_target, top, total, smooth, row_weight, scale, loss, lse,
+                                smoothing, z_loss, CLASSES, SMOOTH,
+                            )  # fmt: skip
+        if GIVEN or APART:
+            if GIVEN or follows:
+                if APART:
+                    while tl.atomic_add(arrived + row, 0, sem="acquire") < TILES:
+                        pass
+                x_target, top, total, smooth, weights = _combine(
+                    picked, partials, row, counts, PARTS, ROUND, SMOOTH, COMPUTE
+                )
+                if GIVEN:
+                    if tile == 0:
+                        _finish(
+                            row, ignored, known, x_target, top, total, smooth, row_weight, scale, loss, lse,
+                            smoothing, z_loss, CLASSES, SMOOTH,
+                        )  # fmt: skip
+                if gradient is not None:
+                    _gradient(
+                        row, tile, local, ignored, known, x_target, top, total, weights, row_weight, scale, logits,
+                        weight, upstream, gradient, offset, stride, smoothing, z_loss, softcap,
+                        COLUMNS, STRIDE, CLASSES, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE,
+                    )  # fmt: skip
 
-    one = tl.zeros([1], tl.int64)
-    x_target, _one_slope = _load(logits, start + at_target + one, one == 0, softcap, SOFTCAP, COMPUTE)
-    x_target = tl.sum(x_target, 0)
-    pivot = tl.where(x_target > float("-inf"), x_target, 0.0)  # a number near the logits to take differences from
 
-    # A finite start: a row may begin with -inf, and -inf - -inf is no number.
-    maximum = tl.full([BLOCK], -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38, COMPUTE)
+@triton.jit(do_not_specialize=["ignore_index", "rows"])
+def prepare(
+    targets, weight, denominator, arrived, ignore_index: tl.int64, rows: tl.int64,
+    CLASSES: tl.constexpr, BLOCK: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """What a mean divides by, the targets that count, each by its class's weight; and zeros in `arrived`."""
+    COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     total = tl.zeros([BLOCK], COMPUTE)
-    spread_sum = tl.zeros([BLOCK], COMPUTE)  # of weight x (logit - pivot), for label smoothing
-    for first in tl.range(0, VOCABULARY, BLOCK, num_stages=3):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < VOCABULARY
-        x, slope = _load(logits, start + column, inside, softcap, SOFTCAP, COMPUTE)
-        if SMOOTH:
-            spread_sum += tl.where(inside, _factor(weight, column, inside, COMPUTE) * (x - pivot), 0.0)
-        shrink = tl.exp2(-tl.abs(x - maximum) * _LOG2E)
-        total = tl.where(x > maximum, total * shrink + 1.0, total + shrink)
-        maximum = tl.maximum(maximum, x)
-    # The log-sum-exp in two parts: their sum would lose what is small beside large logits.
-    top = tl.max(maximum, 0)
-    log2_total = tl.log2(tl.sum(total * tl.exp2((maximum - top) * _LOG2E), 0))
-    above_target = top - x_target + log2_total * _LN2
-    row_lse = top + log2_total * _LN2
-    if lse is not None:
-        tl.store(lse + row, row_lse)
-
-    row_weight = tl.full([], 1.0, COMPUTE)
-    if weight is not None:
-        row_weight = tl.load(weight + at_target).to(COMPUTE)
-    scale = tl.full([], 1.0, COMPUTE)
+    for first in tl.range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        inside = row < rows
+        if arrived is not None:
+            tl.store(arrived + row, tl.zeros([BLOCK], tl.int32), inside)
+        if denominator is not None:
+            target = tl.load(targets + row, inside, ignore_index)
+            kept = inside & (target != ignore_index)
+            if weight is None:
+                total += tl.where(kept, 1.0, 0.0)
+            else:
+                total += tl.load(weight + target, kept & (target >= 0) & (target < CLASSES), 0.0).to(COMPUTE)
     if denominator is not None:
-        count = tl.load(denominator).to(COMPUTE)
-        scale = tl.where(count > 0.0, 1.0 / count, 0.0)
-    all_weights = tl.full([], VOCABULARY, COMPUTE)
-    if weight_sum is not None:
-        all_weights = tl.load(weight_sum).to(COMPUTE)
-    row_loss = row_weight * (1.0 - smoothing) * above_target + z_loss * row_lse * row_lse
-    if SMOOTH:
-        above_pivot = top - pivot + log2_total * _LN2
-        row_loss += smoothing / VOCABULARY * (all_weights * above_pivot - tl.sum(spread_sum, 0))
-    row_loss = tl.where(ignored, 0.0, tl.where(known, row_loss * scale, float("nan")))
-    if loss is not None:
-        tl.store(loss + row, row_loss)
-
-    if gradient is not None:
-        tl.debug_barrier()  # the gradient may overwrite the logits: the target's was read above by every thread
-        if upstream is not None:
-            scale *= tl.load(upstream + row * stride).to(COMPUTE)
-        pull = (row_weight * (1.0 - smoothing) + 2.0 * z_loss * row_lse) * scale
-        spread = tl.zeros([], COMPUTE)
-        if SMOOTH:
-            pull += smoothing / VOCABULARY * all_weights * scale
-            spread = smoothing / VOCABULARY * scale
-        hit = row_weight * (1.0 - smoothing) * scale
-        LAST: tl.constexpr = (VOCABULARY - 1) // BLOCK * BLOCK
-        for step in tl.range(0, VOCABULARY, BLOCK, num_stages=3):
-            column = LAST - step + tl.arange(0, BLOCK)
-            inside = column < VOCABULARY
-            x, slope = _load(logits, start + column, inside, softcap, SOFTCAP, COMPUTE)
-            g = tl.exp2((x - top) * _LOG2E - log2_total) * pull
-            if SMOOTH:
-                g -= _factor(weight, column, inside, COMPUTE) * spread
-            g = tl.where(column == target, g - hit, g) * slope
-            g = tl.where(ignored, 0.0, tl.where(known, g, float("nan")))
-            tl.store(gradient + start + column, g.to(gradient.dtype.element_ty), inside)
+        tl.store(denominator, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["stride"])
-def scale_rows(gradient, factor, stride: tl.int64, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+def scale_rows(gradient, factor, stride: tl.int64, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """gradient *= factor, a number (stride 0) or one a row; a factor of 1, the usual one, costs a look at it."""
     row = tl.program_id(0).to(tl.int64)
     by = tl.load(factor + row * stride)
     if by != 1.0:
-        for first in range(0, VOCABULARY, BLOCK):
+        for first in range(0, COLUMNS, BLOCK):
             column = first + tl.arange(0, BLOCK)
-            inside = column < VOCABULARY
-            g = tl.load(gradient + row * VOCABULARY + column, inside, 0.0)
-            tl.store(gradient + row * VOCABULARY + column, (g * by).to(g.dtype), inside)
+            inside = column < COLUMNS
+            g = tl.load(gradient + row * COLUMNS + column, inside, 0.0)
+            tl.store(gradient + row * COLUMNS + column, (g * by).to(g.dtype), inside)
+
+
+def _block(columns: int, most: int) -> int:
+    return min(most, max(16, 1 << (columns - 1).bit_length()))
 
 
 @functools.cache
-def forward_launch(
-    device: torch.device, vocabulary: int, dtypes: tuple[Any, ...], smooth: bool, softcap: bool
-) -> _op.Launch:
-    """How a row is walked: in blocks of up to 4096 columns."""
-    block = min(4096, max(16, 1 << (vocabulary - 1).bit_length()))
-    constants = (vocabulary, block, smooth, softcap, dtypes[0] == torch.float64)
-    return _op.Launch(forward, device, constants, max(1, min(8, block // 256)))
+def tiles_launch(
+    device: torch.device,
+    columns: int,
+    stride: int,
+    classes: int,
+    dtypes: tuple[Any, ...],
+    given: bool,
+    smooth: bool,
+    softcap: bool,
+) -> tuple[int, int, _op.Launch]:
+    """(tiles a row, rows that a gradient stays behind its statistics, the launch)."""
+    size = dtypes[0].itemsize
+    if columns * size <= 131072 or given:
+        tile = block = _block(columns, 32768 // size)
+        warps = max(1, block * size // 1024)
+        tile = tile if given else -(-columns // block) * block
+    else:
+        tile, block, warps = 16384 // size, 8192 // size, 8
+    tiles_a_row = -(-columns // tile)
+    each = 16 // size
+    parts = 1 if given else tiles_a_row
+    constants = (
+        columns, stride, classes, tile, given, 1 << (parts - 1).bit_length(), block // each, each, smooth, softcap,
+        dtypes[0] == torch.float64,
+    )  # fmt: skip
+    # As many programs as run side by side are between a tile's statistics and its gradient.
+    lag = -(-_op.multiprocessors(device) * (64 // warps) // (2 * tiles_a_row))
+    return tiles_a_row, lag, _op.Launch(tiles, device, constants, warps)
 
 
 @functools.cache
-def scale_launch(device: torch.device, vocabulary: int, dtype: torch.dtype, factor: torch.dtype) -> _op.Launch:
-    """The same blocks for the scaling."""
-    block = min(4096, max(16, 1 << (vocabulary - 1).bit_length()))
-    return _op.Launch(scale_rows, device, (vocabulary, block), 4)
+def prepare_launch(device: torch.device, classes: int, dtypes: tuple[Any, ...], double: bool) -> _op.Launch:
+    return _op.Launch(prepare, device, (classes, 4096, double), 8)
+
+
+@functools.cache
+def scale_launch(device: torch.device, columns: int, dtype: torch.dtype, factor: torch.dtype) -> _op.Launch:
+    return _op.Launch(scale_rows, device, (columns, _block(columns, 4096)), 4)
