@@ -124,6 +124,32 @@ def cross_entropy(rows: int, vocabulary: int, *, element_bytes: int = 2) -> Cost
     return Cost(6 * n, element_bytes * n, element_bytes * n)
 
 
+def linear_cross_entropy(tokens: int, vocabulary: int, width: int, *, element_bytes: int = 2) -> Cost:
+    """Classifier and loss, forward and backward: three products; x and the weight once in, their gradients once out.
+
+    >>> linear_cross_entropy(2, 3, 4).flops, linear_cross_entropy(2, 3, 4).bytes
+    (144, 80)
+    """
+    once = element_bytes * width * (tokens + vocabulary)
+    return Cost(6 * tokens * vocabulary * width, once, once)
+
+
+def rope(
+    tokens: int, heads: int, head_dim: int, *, rotary_dim: int | None = None, element_bytes: int = 2,
+    inplace: bool = False,
+) -> Cost:  # fmt: skip
+    """Rotary embeddings of `heads` heads, those of queries and keys together; the tables are of a lower order.
+
+    In place, what lies beyond `rotary_dim` is not touched.
+
+    >>> rope(1, 1, 128).bytes, rope(1, 1, 128, rotary_dim=32, inplace=True).bytes
+    (512, 128)
+    """
+    rotated = tokens * heads * (head_dim if rotary_dim is None else rotary_dim)
+    moved = element_bytes * (rotated if inplace else tokens * heads * head_dim)
+    return Cost(3 * rotated, moved, moved)
+
+
 def elementwise(elements: int, bytes_each: int, flops_each: int) -> Cost:
     """Anything that reads and writes each element once; `bytes_each` is of both together."""
     return Cost(flops_each * elements, bytes_each * elements // 2, bytes_each * elements - bytes_each * elements // 2)

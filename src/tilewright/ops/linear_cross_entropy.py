@@ -1,0 +1,388 @@
+"""The classifier and its cross-entropy, without ever holding all logits.
+
+    logits = x @ weight^T + bias
+    loss   = cross_entropy(logits, targets)          with all of its options
+
+Tokens go in chunks of as many as `memory` has room for. A chunk's logits are a product by the vendor's library, their
+gradient takes their place (`cross_entropy`, in place), and the gradients of x, weight and bias are products with that,
+all in forward. Saved for backward: these gradients, nothing else. Where a gradient has to wait for what comes from
+above (float16, whose range needs the loss scale; reduction="none"), all of it is computed in backward.
+
+The weight's gradient is a sum over chunks, and between chunks it is kept
+- in float32 where the weight is float32 (also under autocast): the gradient's own memory is the sum;
+- for a bfloat16 weight and large chunks in the gradient's own memory, in a float16 with scales that is three bits finer
+  than bfloat16 (`linear_cross_entropy_kernels`): neither a float32 buffer, which would be larger than the logits are,
+  nor a sum that is rounded to bfloat16 at every chunk;
+- for a float16 weight, and for small chunks, where adding up would cost more than the product itself: nowhere. A
+  second pass computes the logits again, by columns, and writes each row of the gradient once.
+
+Floor: three products of 2 x tokens x classes x width FLOPs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tilewright.ops import _op
+from tilewright.ops.cross_entropy import AHEAD, Options, begin, check_loss, launch, scale
+from tilewright.ops.cross_entropy import reference as loss_of_logits
+from tilewright.plan.cost import linear_cross_entropy as cost
+
+__all__ = ["cost", "linear_cross_entropy", "reference"]
+
+_NAME = "linear_cross_entropy"
+_ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
+_MOST = 512 * 2**20  # bytes of logits at a time, unless told otherwise
+_SUMMED_FROM = 512  # tokens a chunk: the product of a smaller one takes less time than adding it to a sum
+
+Tensor = torch.Tensor
+
+
+def reference(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **options: Any) -> Any:
+    """(loss, lse) in plain PyTorch: the definition."""
+    class_weight = options.pop("class_weight", None)
+    return loss_of_logits(F.linear(x, weight, bias), targets, weight=class_weight, **options)
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """out (+)= left @ right, in float32 where `out` is, whatever the operands are."""
+    if out.dtype == left.dtype:
+        torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
+    elif left.is_cuda:
+        if add:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:
+        product = left.to(out.dtype) @ right.to(out.dtype)
+        out.add_(product) if add else out.copy_(product)
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _room(memory: int, each: int, most: int) -> int:
+    """How many of `each` bytes fit, in sixteens, and evenly: the last part is no smaller than it must be."""
+    fits = max(16, memory // each // 16 * 16)
+    parts = max(1, -(-most // fits))
+    return -(-most // (16 * parts)) * 16
+
+
+def _run(
+    upstream: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+    softcap: float,
+    mean: bool,
+    memory: int,
+    wants_lse: bool,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss and log-sum-exp of each row and the gradients of x, weight and bias, those that are wanted."""
+    from tilewright.ops import linear_cross_entropy_kernels as kernels
+
+    options = Options(ignore_index, smoothing, z_loss, softcap)
+    (classes, width), dtype, compute = weight.shape, x.dtype, _op.compute_dtype(x)
+    (tokens,) = _op.packed((x.reshape(-1, width),))
+    targets, rows = targets.reshape(-1), targets.numel()
+    wanted = needs_x or needs_weight or needs_bias
+    w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+    denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute)
+    loss = targets.new_zeros(rows, dtype=compute)
+    lse = torch.zeros_like(loss) if wants_lse or needs_weight else None
+    dx = torch.zeros_like(tokens) if needs_x else None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+    dbias = torch.zeros_like(bias, dtype=compute) if needs_bias and bias is not None else None
+    if upstream is not None and upstream.ndim:
+        upstream = upstream.reshape(-1)
+
+    # Ignored tokens are left out. Which ones these are the host has to ask for, and cannot while a graph is captured.
+    index = None
+    if not wants_lse and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        kept = torch.nonzero(targets != ignore_index).reshape(-1)
+        index = kept if len(kept) < rows else None
+    count = rows if index is None else len(index)
+
+    pitch = -(-classes // 64) * 64  # rows of logits begin on 128 bytes, whatever the vocabulary
+    a_row = pitch * dtype.itemsize
+    chunk = max(16, _room(memory, a_row, count))
+    again, scales = chunk < count and dweight is not None and dweight.dtype in (torch.bfloat16, torch.float16), None
+    if again and dtype == torch.bfloat16 and kernels.fits(x.device, classes, width):
+        shape = kernels.scales_shape(x.device, classes, width)
+        smaller = _room(memory - 4 * shape[0] * shape[1], a_row, count)
+        if smaller >= _SUMMED_FROM:
+            chunk, again, scales = smaller, False, x.new_empty(shape, dtype=torch.float32)
+    chunks = -(-count // chunk)
+    if dweight is not None and count == 0:
+        dweight.zero_()
+    x_targets = targets.new_zeros(rows, dtype=compute) if again else None
+    buffer = x.new_empty(chunk, pitch)
+    buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
+    for number in range(chunks):
+        part = slice(number * chunk, min((number + 1) * chunk, count))
+        at = part if index is None else index[part]
+        some, some_targets = tokens[at], targets[at]
+        z = buffer[: len(some_targets), :classes]
+        _logits(some, w, b, z)
+        some_loss = loss[part] if index is None else torch.empty_like(loss[part])
+        some_lse = None if lse is None else lse[part] if index is None else torch.empty_like(lse[part])
+        (x_target, _) = launch(
+            z, some_targets, class_weight, denominator, options, arrived=arrived[part],
+            upstream=upstream if upstream is None or upstream.ndim == 0 else upstream[at],
+            loss=some_loss, lse=some_lse, gradient=z if wanted else None,
+        )  # fmt: skip
+        if index is not None:
+            loss[at] = some_loss
+            if lse is not None and some_lse is not None:
+                lse[at] = some_lse
+        if x_targets is not None:
+            x_targets[at] = x_target
+        if dx is not None:
+            if index is None:
+                _product(z, w, dx[part])
+            else:
+                dx[at] = z @ w
+        if dbias is not None:
+            dbias += z.sum(0, dtype=compute)
+        if dweight is not None and not again:
+            if scales is not None:
+                kernels.launch(z, some, dweight, scales, number == 0, number == chunks - 1)
+            else:
+                _product(z.t(), some, dweight, add=number > 0)
+    if again and dweight is not None and lse is not None and x_targets is not None:
+        del buffer, z
+        _again(
+            tokens, w, b, targets, class_weight, denominator, options, upstream, memory, lse, x_targets, dweight
+        )  # fmt: skip
+    if dx is not None:
+        dx = dx.view(x.shape)
+    if dbias is not None and bias is not None:
+        dbias = dbias.to(bias.dtype)
+    return loss, lse if wants_lse else None, dx, dweight, dbias
+
+
+def _again(
+    x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, class_weight: Tensor | None, denominator: Tensor | None,
+    options: Options, upstream: Tensor | None, memory: int, lse: Tensor, x_targets: Tensor, dweight: Tensor,
+) -> None:  # fmt: skip
+    """The weight's gradient by columns of the logits, which are computed once more; every row is written once."""
+    classes = len(w)
+    columns = _room(memory, len(x) * x.element_size(), classes)
+    weights = lse.new_full((), classes) if class_weight is None else class_weight.sum(dtype=lse.dtype)
+    one, none = torch.ones_like(lse), torch.zeros_like(lse)
+    parts = torch.stack((lse, one, none, none, weights.expand_as(lse)), -1)[:, None].contiguous()
+    buffer = x.new_empty(len(x), columns)
+    for first in range(0, classes, columns):
+        part = slice(first, min(first + columns, classes))
+        z = buffer[:, : part.stop - first]
+        _logits(x, w[part], None if b is None else b[part], z)
+        launch(
+            z, targets, class_weight, denominator, options, upstream=upstream, gradient=z, offset=first,
+            classes=classes, given=(x_targets, parts),
+        )  # fmt: skip
+        _product(z.t(), x, dweight[part])
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, reduced: bool, *inputs: Any) -> Any:
+        x, _, _, targets, *_ = inputs
+        ctx.later, ctx.gradients = None, None
+        if reduced and x.dtype in AHEAD:
+            loss, lse, *ctx.gradients = _run(*(None, *inputs))
+        else:
+            loss, lse, *_ = _run(*(None, *inputs[:-3], False, False, False))
+            ctx.save_for_backward(*inputs[:5])
+            ctx.later = (*inputs[5:-4], False, *inputs[-3:])
+        if lse is not None:
+            lse = lse.view(targets.shape)
+            ctx.mark_non_differentiable(lse)
+        return (loss.sum() if reduced else loss.view(targets.shape)), lse
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Any, _: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_ONCE)
+        if ctx.later is not None:
+            _, _, *gradients = _run(upstream, *ctx.saved_tensors, *ctx.later)
+        else:
+            gradients, ctx.gradients = ctx.gradients, None
+            if gradients is None:
+                raise RuntimeError(f"{_NAME}: an earlier backward took its gradients; run forward again.")
+            gradients = [g if g is None else scale(g, upstream) for g in gradients]
+        return None, *gradients, *(None,) * 12
+
+
+_eager = _op.eager(_Function)
+
+
+@torch.library.custom_op(
+    "tilewright::linear_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight, int ignore_index, "
+    "float smoothing, float z_loss, float softcap, bool mean, int memory, bool wants_lse, bool needs_x, "
+    "bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _registered(*inputs: Any) -> tuple[Tensor, ...]:
+    # A registered op cannot return None: an empty tensor stands for what nobody asked for.
+    loss, lse, *gradients = _run(None, *inputs)
+    lse = None if lse is None else lse.view(inputs[3].shape)
+    return loss.sum(), *(inputs[0].new_empty(0) if t is None else t for t in (lse, *gradients))
+
+
+@_registered.register_fake
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    x, weight, bias, targets, *_, wants_lse, needs_x, needs_weight, needs_bias = inputs
+    compute, nothing = _op.compute_dtype(x), x.new_empty(0)
+    return (
+        x.new_empty((), dtype=compute),
+        x.new_empty(targets.shape, dtype=compute) if wants_lse else nothing,
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else x.new_empty(0),
+        torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if needs_weight else x.new_empty(0),
+        torch.empty(bias.shape, dtype=bias.dtype, device=x.device) if needs_bias else x.new_empty(0),
+    )
+
+
+def _registered_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*output[2:])
+    ctx.needs = inputs[-3:]
+    ctx.set_materialize_grads(False)
+
+
+def _registered_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(_ONCE)
+    gradients = [
+        (g * upstream).to(g.dtype) if needed and upstream is not None else None
+        for g, needed in zip(ctx.saved_tensors, ctx.needs, strict=True)
+    ]
+    return *gradients, *(None,) * 12
+
+
+_registered.register_autograd(_registered_backward, setup_context=_registered_setup)
+
+
+class _Mean(torch.autograd.Function):
+    """Forward nothing; backward a gradient's share of a mean over `ranks`, which are then summed."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient / ctx.ranks, None
+
+
+def _whole(weight: Tensor | None) -> Tensor | None:
+    """A parameter that FSDP2 has sharded, gathered; its gradient goes back as the mean over the ranks, as FSDP2's."""
+    if weight is None or type(weight) in _op.PLAIN:
+        return weight
+    from torch.distributed.tensor import DTensor, Partial
+
+    if not isinstance(weight, DTensor):
+        return weight
+    mesh = weight.device_mesh
+    return _Mean.apply(weight.full_tensor(grad_placements=[Partial()] * mesh.ndim), mesh.size())
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+    return_lse: bool = False,
+    memory: int | None = None,
+) -> Any:
+    """Cross-entropy of ``x @ weight^T + bias`` with class indices, with a bounded part of the logits in memory.
+
+    Args:
+        x: ``(..., H)``, hidden states.
+        weight: ``(V, H)``, of x's dtype, or of any under ``torch.autocast``; may be tied to an embedding, and may be a
+            parameter that FSDP2 has sharded.
+        targets: ``(...)``, int64 class indices.
+        bias: ``(V,)``.
+        class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
+            ``tilewright.ops.cross_entropy``. Ignored tokens are not computed at all.
+        memory: bytes of logits to hold at a time; at least 16 tokens' are. Left out: an eighth of all, and 512 MiB at
+            most. More is faster.
+
+    Returns:
+        The loss in float32 (float64 for float64), or ``(loss, lse)``.
+
+    >>> import torch
+    >>> x, weight, targets = torch.randn(6, 8), torch.randn(50, 8), torch.tensor([1, 2, -100, 3, 4, 5])
+    >>> loss = linear_cross_entropy(x, weight, targets)
+    >>> torch.allclose(loss, torch.nn.functional.cross_entropy(x @ weight.t(), targets))
+    True
+    """
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    weight, bias = _whole(weight), _whole(bias)  # type: ignore[assignment]
+    _check(x, weight, bias, targets, class_weight, options, reduction, memory)
+    x = x.to(_dtype(x))
+    traced = _op.is_traced(x, weight, bias, targets, class_weight)
+    if not _op.runs_kernel(x) or (traced and (reduction == "none" or x.dtype not in AHEAD)):
+        loss, lse = reference(
+            x, weight, targets, bias, class_weight=class_weight, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
+        )  # fmt: skip
+        return (loss, lse.detach()) if return_lse else loss
+    if memory is None:
+        memory = min(_MOST, targets.numel() * len(weight) * x.element_size() // 8)
+    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
+    inputs = (x, weight, bias, targets, class_weight, *options, reduction == "mean", memory, return_lse, *needs)
+    if traced:
+        loss, lse, *_ = _registered(*inputs)
+        lse = lse.detach()
+    else:
+        loss, lse = _eager(reduction != "none", *inputs)
+    return (loss, lse) if return_lse else loss
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """What the products are computed in: as a linear layer's would be."""
+    kind = x.device.type
+    autocast = x.dtype != torch.float64 and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else x.dtype
+
+
+def _check(
+    x: Any, weight: Any, bias: Any, targets: Any, class_weight: Any, options: Options, reduction: Any, memory: Any
+) -> None:
+    _op.check_tensor(_NAME, "x", x)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise ValueError(f"{_NAME}: weight must be a matrix, classes by width.")
+    if not x.ndim or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{_NAME}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; the last must agree."
+        )
+    _op.check_tensor(_NAME, "weight", weight, weight.shape, x)
+    _op.check_tensor(_NAME, "bias", bias, weight.shape[:1], x)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype and _dtype(x) == x.dtype != _dtype(tensor):
+            raise TypeError(
+                f"{_NAME}: {name} is {tensor.dtype} and x is {x.dtype}; convert one, or use torch.autocast."
+            )
+    check_loss(_NAME, x, len(weight), targets, "class_weight", class_weight, options, reduction)
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
+        raise ValueError(f"{_NAME}: memory is {memory!r}; give bytes, at least 1.")

@@ -1,0 +1,127 @@
+"""The product that adds itself to a sum of 16 bits, for the weight's gradient of `linear_cross_entropy`.
+
+The sum over chunks of tokens has to be kept between them. In the gradient's own bfloat16 it would lose a bit each time
+it is rounded; in float32 it would be a buffer twice as large as the gradient. So between chunks the gradient's memory
+holds float16, three bits finer than bfloat16, with a power of two for each stretch of a row that keeps its numbers in
+float16's range. Nobody else reads it then, so it lies there in the order in which the threads have it. The
+product and the addition are in float32, and the last chunk leaves the gradient in its own dtype.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.ops import _op
+
+_WIDEN = tl.constexpr(_op.INTERPRETED)  # Triton's interpreter multiplies bfloat16 as if it were whole numbers
+
+
+@triton.jit
+def _to_memory(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile in the order in which the tensor cores leave it to the threads: eight numbers a thread, thread by thread.
+
+    In a tile of 16-bit numbers as it is, a thread has pairs, which would go through shared memory to become vectors.
+    """
+    x = tl.reshape(x, [ROWS // 16, 2, 8, COLUMNS // 32, 4, 4, 2])  # warp, half, row, four eights, eight, column, pair
+    return tl.reshape(tl.permute(x, (0, 2, 5, 1, 3, 4, 6)), [ROWS * 2, COLUMNS // 16, 8])
+
+
+@triton.jit
+def _from_memory(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The inverse of `_to_memory`."""
+    x = tl.reshape(x, [ROWS // 16, 8, 4, 2, COLUMNS // 32, 4, 2])
+    return tl.reshape(tl.permute(x, (0, 3, 1, 4, 5, 2, 6)), [ROWS, COLUMNS])
+
+
+@triton.jit
+def _kept_offsets(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where those vectors of eight lie: in the tile's own rows and columns, one after the other."""
+    vector = tl.arange(0, ROWS * 2)[:, None] + tl.arange(0, COLUMNS // 16)[None, :] * (ROWS * 2)
+    at = (vector // (COLUMNS // 8)).to(tl.int64) * columns + vector % (COLUMNS // 8) * 8
+    return at[:, :, None] + tl.arange(0, 8)[None, None, :]
+
+
+@triton.jit
+def add_product(
+    left, right, total, scales, rows: tl.int32, columns: tl.int32, inner: tl.int32,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr, TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """total (rows x columns) += left^T @ right; `left` (inner x rows) and `right` (inner x columns) are descriptors.
+
+    Programs stay and take tile after tile; tiles next to each other in time share their operands in L2.
+    """
+    across = tl.cdiv(columns, BLOCK_COLUMNS)
+    down = tl.cdiv(rows, BLOCK_ROWS)
+    # One loop with the one inside, so that a tile's first loads overlap the end of the last one; not around a barrier.
+    for number in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=not LAST):
+        band = number // (TOGETHER * across) * TOGETHER
+        height = tl.minimum(down - band, TOGETHER)
+        within = number % (TOGETHER * across)
+        tile_row = band + within % height
+        tile_column = within // height
+        product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        for first in tl.range(0, inner, BLOCK_INNER, num_stages=STAGES):
+            a = left.load([first, tile_row * BLOCK_ROWS])
+            b = right.load([first, tile_column * BLOCK_COLUMNS])
+            if _WIDEN:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            product = tl.dot(tl.trans(a), b, product)
+        row = tile_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        corner = total + (tile_row * BLOCK_ROWS).to(tl.int64) * columns + tile_column * BLOCK_COLUMNS
+        at_scale = scales + tile_column * rows + row
+        kept = corner + _kept_offsets(columns, BLOCK_ROWS, BLOCK_COLUMNS)
+        if not FIRST:
+            old = _from_memory(tl.load(kept), BLOCK_ROWS, BLOCK_COLUMNS)
+            product += old.to(tl.float16, bitcast=True).to(tl.float32) * tl.load(at_scale)[:, None]
+        if LAST:
+            tl.debug_barrier()  # every thread has loaded its part of the sum, which lies where others store now
+            result = product.to(tl.bfloat16).to(tl.int16, bitcast=True)
+            column = tl.arange(0, BLOCK_COLUMNS)
+            tl.store(corner + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64) * columns + column[None, :], result)
+        else:
+            largest = tl.maximum(tl.max(tl.abs(product), 1), 1e-30)
+            scale = tl.exp2(tl.ceil(tl.log2(largest)) - 15.0)  # the largest comes to lie just below 2^15
+            tl.store(at_scale, scale)
+            new = (product * (1.0 / scale)[:, None]).to(tl.float16).to(tl.int16, bitcast=True)
+            tl.store(kept, _to_memory(new, BLOCK_ROWS, BLOCK_COLUMNS))
+
+
+@functools.cache
+def _shape(device: torch.device) -> tuple[int, int, int, int, int]:
+    """(rows, columns and inner of a block, stages, warps)."""
+    if _op.INTERPRETED:
+        return 16, 32, 16, 1, 4
+    return (128, 256, 64, 4, 8) if _op.shared_memory(device) >= 229_440 else (128, 128, 64, 3, 8)
+
+
+def scales_shape(device: torch.device, rows: int, columns: int) -> tuple[int, int]:
+    """One scale for each row and stretch of columns."""
+    return columns // _shape(device)[1], rows
+
+
+def fits(device: torch.device, rows: int, columns: int) -> bool:
+    """Whether a sum of this shape is made of whole tiles."""
+    block_rows, block_columns, *_ = _shape(device)
+    return rows % block_rows == 0 and columns % block_columns == 0
+
+
+def launch(
+    left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, scales: torch.Tensor, first: bool, last: bool
+) -> None:
+    """total += left^T @ right, a bfloat16 matrix after the last time; the first time it is set."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    block_rows, block_columns, block_inner, stages, warps = _shape(total.device)
+    (rows, columns), inner = total.shape, left.shape[0]
+    tiles = -(-rows // block_rows) * -(-columns // block_columns)
+    constants: tuple[Any, ...] = (block_rows, block_columns, block_inner, 8, stages, first, last)
+    add_product[(min(tiles, _op.multiprocessors(total.device)),)](
+        TensorDescriptor(left, list(left.shape), list(left.stride()), [block_inner, block_rows]),
+        TensorDescriptor(right, list(right.shape), list(right.stride()), [block_inner, block_columns]),
+        total.view(torch.int16), scales, rows, columns, inner, *constants, num_warps=warps,
+    )  # fmt: skip

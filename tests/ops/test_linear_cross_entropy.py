@@ -1,0 +1,341 @@
+import sys
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
+
+from ops.contract import (
+    DEVICE,
+    DTYPES,
+    assert_compiles,
+    assert_deterministic,
+    assert_near_truth,
+    assert_no_worse,
+    on_gpu,
+)
+from tilewright.ops import linear_cross_entropy
+from tilewright.ops import linear_cross_entropy_kernels as kernels
+from tilewright.ops.linear_cross_entropy import cost, reference
+
+OP = sys.modules["tilewright.ops.linear_cross_entropy"]
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothed and weighted": {"class_weight": True, "label_smoothing": 0.2},
+    "all": {"class_weight": True, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0},
+}
+# Of whole tiles of the sum; few enough for the interpreter, and on a GPU so many that chance does not decide.
+TOKENS, WIDTH, CLASSES = (1024, 256, 384) if DEVICE == "cuda" else (40, 32, 80)
+FEW = 256 * 384 * 2 if DEVICE == "cuda" else 16 * 128 * 2  # bytes for a part of the tokens
+# How the weight's gradient is added up: bytes of memory, and from how many tokens a chunk on.
+WAYS = {"one chunk": (10**9, 512), "summed": (FEW, 16), "computed again": (FEW, 10**9)}
+
+
+@pytest.fixture(params=WAYS)
+def memory(request, monkeypatch):
+    memory, summed_from = WAYS[request.param]
+    monkeypatch.setattr(OP, "_SUMMED_FROM", summed_from)
+    return memory
+
+
+def problem(dtype, options, tokens=TOKENS, width=WIDTH, classes=CLASSES, ignored=True):
+    torch.manual_seed(tokens + width + classes)
+    make = {"device": DEVICE, "dtype": torch.float32}
+    shapes = ((tokens, width), (classes, width), (classes,))
+    leaves = [(torch.randn(*shape, **make) * 24 / (24 + width)).to(dtype).requires_grad_() for shape in shapes]
+    targets = torch.randint(classes, (tokens,), device=DEVICE)
+    if ignored:
+        targets[3:12] = -100
+    options = dict(options)
+    if options.pop("class_weight", False):
+        options["class_weight"] = (torch.rand(classes, **make) + 0.5).to(dtype)
+    return leaves, targets, options
+
+
+def run(function, leaves, targets, options, upstream=None):
+    x, weight, bias = leaves
+    loss = function(x, weight, targets, bias, **options)
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    upstream = torch.ones_like(loss) if upstream is None else upstream.to(loss)
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    return [loss.detach(), *torch.autograd.grad(loss, wanted, upstream)]
+
+
+def truth(leaves, targets, options, upstream=None):
+    double = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
+    options = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    return run(reference, double, targets, options, upstream)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_loss_and_gradients_match_float64_and_are_no_worse_than_torch(dtype, name, memory):
+    leaves, targets, options = problem(dtype, OPTIONS[name])
+    expected = truth(leaves, targets, options)
+    actual = run(linear_cross_entropy, leaves, targets, {**options, "memory": memory})
+    peer = run(reference, leaves, targets, options)
+    assert [a.dtype for a in actual] == [torch.float32, dtype, dtype, dtype]
+    if DEVICE == "cuda" or dtype != torch.bfloat16:  # Triton's interpreter cuts bfloat16 off instead of rounding it
+        assert_no_worse(actual, peer, expected)
+    assert_near_truth(actual[:1], peer[:1], reduced=CLASSES)
+    # The logits are rounded to the dtype before they are exponentiated: their size times one rounding comes on top.
+    for a, p, e in zip(actual, peer, expected, strict=True):
+        assert (a.double() - e).norm() <= 4.0 * (p.double() - e).norm() + 1e-5 * e.norm()
+
+
+def test_a_sum_over_many_chunks_stays_as_exact_as_one_product():
+    torch.manual_seed(0)
+    left, right = (torch.randn(320, n, device=DEVICE).bfloat16() for n in (CLASSES, WIDTH))
+    right[:, 7] *= 1000.0  # a column that would take all of a shared range for itself
+    truth = left.double().t() @ right.double()
+    errors = []
+    for step in (320, 16):
+        total = torch.empty(CLASSES, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+        scales = torch.empty(kernels.scales_shape(total.device, CLASSES, WIDTH), device=DEVICE)
+        for first in range(0, 320, step):
+            part = slice(first, first + step)
+            kernels.launch(left[part], right[part], total, scales, first == 0, first + step == 320)
+        columns = (total.double() - truth).norm(dim=0) / truth.norm(dim=0)
+        errors.append(columns)
+    # 19 more roundings, three bits finer than the last, of sums that grow: sqrt(1 + 9.5 / 64) times the error. To
+    # bfloat16 they would make it three times as large.
+    assert (errors[1] <= 1.5 * errors[0]).all() and errors[1].mean() <= 1.1 * errors[0].mean(), errors
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_comes_from_above_is_multiplied_in(dtype, reduction, memory):
+    leaves, targets, options = problem(dtype, {"reduction": reduction})
+    upstream = torch.tensor(0.37) if reduction == "mean" else torch.linspace(-1.0, 2.0, TOKENS)
+    actual = run(linear_cross_entropy, leaves, targets, {**options, "memory": memory}, upstream)
+    expected = truth(leaves, targets, options, upstream)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.double() - e).norm() <= 0.03 * e.norm()
+
+
+@pytest.mark.parametrize(("tokens", "width", "classes"), [(1, 1, 2), (17, 3, 5), (33, 8, 130), (20, 30, 64), (0, 4, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_shape(tokens, width, classes, dtype, memory):
+    leaves, targets, options = problem(dtype, {"reduction": "sum"}, tokens, width, classes, ignored=False)
+    actual = run(linear_cross_entropy, leaves, targets, {**options, "memory": memory})
+    for a, e in zip(actual, truth(leaves, targets, options), strict=True):
+        assert (a.double() - e).norm() <= (0.03 if dtype == torch.bfloat16 else 1e-5) * (e.norm() + 1e-6)
+
+
+def test_gradcheck_in_float64(memory):
+    leaves, targets, options = problem(torch.float64, {"z_loss": 1e-2}, tokens=5, width=4, classes=9)
+    check = lambda x, w, b: linear_cross_entropy(x, w, targets, b, memory=16 * 64 * 8, **options)  # noqa: E731
+    assert torch.autograd.gradcheck(check, leaves)
+
+
+def test_logits_are_never_held_beyond_the_memory_and_ignored_tokens_are_not_computed(monkeypatch):
+    leaves, targets, _ = problem(torch.float32, {}, 40, 24, 77)
+    seen = []
+    compute = OP._logits
+    monkeypatch.setattr(OP, "_logits", lambda x, w, b, out: (seen.append(out.shape), compute(x, w, b, out))[1])
+    run(linear_cross_entropy, leaves, targets, {"memory": 16 * 128 * 4})
+    assert seen == [(16, 77), (15, 77)]  # 40 tokens, 9 of them ignored
+    seen.clear()
+    run(linear_cross_entropy, leaves, targets, {})
+    assert max(rows for rows, _ in seen) == 16  # the default is an eighth, and 16 is the least
+
+
+def test_leading_dimensions_a_log_sum_exp_and_a_frozen_weight():
+    (x, weight, bias), targets, _ = problem(torch.float32, {}, 40, 24, 77)
+    x3, targets3 = x.detach().view(4, 10, 24).requires_grad_(), targets.view(4, 10)
+    loss, lse = linear_cross_entropy(x3, weight.detach(), targets3, bias.detach(), return_lse=True)
+    loss.backward()
+    torch.testing.assert_close(lse, torch.logsumexp(F.linear(x3, weight, bias).detach(), -1))
+    torch.testing.assert_close(x3.grad.view(40, 24), truth((x, weight, bias), targets, {})[1].float())
+    assert not lse.requires_grad
+
+
+def test_a_weight_tied_to_the_embedding_gets_both_gradients():
+    torch.manual_seed(0)
+    weight = torch.randn(50, 8, device=DEVICE).requires_grad_()
+    tokens = torch.randint(50, (40,), device=DEVICE)
+    gradients = []
+    for loss_of in (linear_cross_entropy, lambda *a: reference(*a)[0]):
+        hidden = F.embedding(tokens, weight).tanh()
+        gradients += torch.autograd.grad(loss_of(hidden, weight, tokens.roll(1)), weight)
+    torch.testing.assert_close(*gradients)
+
+
+def test_gradients_accumulate_over_micro_batches():
+    leaves, targets, _ = problem(torch.float32, {"reduction": "sum"}, 40, 24, 77, ignored=False)
+    x, weight, bias = leaves
+    for part in (slice(0, 30), slice(30, 40)):
+        linear_cross_entropy(x[part], weight, targets[part], bias, reduction="sum").backward()
+    for leaf, expected in zip(leaves, truth(leaves, targets, {"reduction": "sum"})[1:], strict=True):
+        torch.testing.assert_close(leaf.grad, expected.float())
+
+
+def test_under_autocast_the_products_are_low_and_the_weights_gradient_is_float32(memory):
+    leaves, targets, _ = problem(torch.float32, {})
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        actual = run(linear_cross_entropy, leaves, targets, {"memory": memory})
+        peer = run(reference, leaves, targets, {})
+    assert [a.dtype for a in actual] == [torch.float32] * 4
+    expected = truth(leaves, targets, {})
+    # Two of Triton's interpreter's cuts instead of roundings are in it.
+    for a, p, e in zip(actual, peer, expected, strict=True):
+        assert (a.double() - e).norm() <= (1.05 if DEVICE == "cuda" else 2.5) * (
+            p.double() - e
+        ).norm() + 1e-4 * e.norm()
+
+
+def test_float16_survives_a_loss_scale():
+    leaves, targets, _ = problem(torch.float16, {})
+    upstream = torch.tensor(4096.0)
+    actual = run(linear_cross_entropy, leaves, targets, {"memory": FEW}, upstream)
+    for a, e in zip(actual[1:], truth(leaves, targets, {}, upstream)[1:], strict=True):
+        assert (a.double() - e).norm() <= 4e-3 * e.norm()
+
+
+def test_all_targets_ignored_is_zero_and_so_are_the_gradients(memory):
+    leaves, targets, _ = problem(torch.bfloat16, {})
+    loss, *gradients = run(linear_cross_entropy, leaves, torch.full_like(targets, -100), {"memory": memory})
+    assert loss == 0 and not any(g.any() for g in gradients)
+
+
+def test_a_target_out_of_range_is_loud(monkeypatch):
+    leaves, targets, _ = problem(torch.float32, {}, 40, 24, 77)
+    targets[0] = 77
+    assert linear_cross_entropy(*leaves[:2], targets, leaves[2]).isnan()
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    with pytest.raises(ValueError, match="target 77 is not ignore_index"):
+        linear_cross_entropy(*leaves[:2], targets, leaves[2])
+
+
+def test_one_backward_alone_and_no_second_derivative():
+    leaves, targets, _ = problem(torch.float32, {})
+    loss = linear_cross_entropy(*leaves[:2], targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run forward again"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(linear_cross_entropy(*leaves[:2], targets), leaves[0], create_graph=True)
+
+
+def test_without_a_gradient_only_the_loss_is_computed():
+    leaves, targets, _ = problem(torch.float32, {})
+    with torch.no_grad():
+        loss = linear_cross_entropy(*leaves[:2], targets)
+    torch.testing.assert_close(loss, F.cross_entropy(leaves[0] @ leaves[1].t(), targets))
+    assert not loss.requires_grad
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False)], ids=str)
+def test_opcheck(needs):
+    (x, weight, bias), targets, _ = problem(torch.float32, {}, tokens=6, width=4, classes=9, ignored=False)
+    x, weight, bias = (t.detach().requires_grad_(n) for t, n in zip((x, weight, bias), needs, strict=True))
+    arguments = (x, weight, bias, targets, None, -100, 0.1, 0.0, 0.0, True, 10**6, True, *needs)
+    torch.library.opcheck(torch.ops.tilewright.linear_cross_entropy.default, arguments)
+
+
+def test_compiles_into_one_graph_with_the_same_result():
+    leaves, targets, _ = problem(torch.float32, {})
+    assert_compiles(lambda x, w, b: (linear_cross_entropy(x, w, targets, b, z_loss=1e-3),), leaves)
+
+
+def test_same_bits_on_every_run_even_in_poisoned_memory(memory):
+    leaves, targets, options = problem(torch.bfloat16, OPTIONS["all"])
+    assert_deterministic(lambda: run(linear_cross_entropy, leaves, targets, {**options, "memory": memory}))
+
+
+def test_the_plain_path_agrees_with_the_kernel(monkeypatch):
+    leaves, targets, options = problem(torch.float32, OPTIONS["all"])
+    kernel = run(linear_cross_entropy, leaves, targets, options)
+    monkeypatch.setattr(OP._op, "runs_kernel", lambda x: False)
+    for a, b in zip(run(linear_cross_entropy, leaves, targets, options), kernel, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def _sharded(rank, ranks, store):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    head = torch.nn.Linear(24, 78)
+    x, targets = torch.randn(ranks, 30, 24), torch.randint(78, (ranks, 30))
+    whole = [p.detach().clone().requires_grad_() for p in (head.weight, head.bias)]
+    losses = [reference(x[r], whole[0], targets[r], whole[1])[0] for r in range(ranks)]
+    expected = torch.autograd.grad(sum(losses) / ranks, whole)
+    fully_shard(head, mesh=mesh)
+    loss = linear_cross_entropy(x[rank], head.weight, targets[rank], head.bias)
+    loss.backward()
+    torch.testing.assert_close(loss, losses[rank])
+    for parameter, gradient in zip((head.weight, head.bias), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="two processes over gloo, on the CPU")
+def test_a_weight_sharded_by_fsdp2_gets_the_mean_of_the_ranks_gradients():
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_sharded, (2, f"{folder}/store"), nprocs=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"x": 3}, TypeError, "tensor"),
+        ({"x": torch.zeros(3, 5)}, ValueError, "must agree"),
+        ({"weight": torch.zeros(8)}, ValueError, "matrix"),
+        ({"weight": torch.zeros(8, 4, dtype=torch.bfloat16)}, TypeError, "autocast"),
+        ({"bias": torch.zeros(7)}, ValueError, "bias has shape"),
+        ({"targets": torch.zeros(3)}, TypeError, "int64"),
+        ({"targets": torch.zeros(4, dtype=torch.int64)}, ValueError, "targets have shape"),
+        ({"weight": torch.zeros(1, 4)}, ValueError, "vocabulary"),
+        ({"class_weight": torch.ones(7)}, ValueError, "class_weight has shape"),
+        ({"memory": 0}, ValueError, "memory"),
+        ({"reduction": "avg"}, ValueError, "mean, sum, none"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_sentence(change, kind, message):
+    arguments = {"x": torch.zeros(3, 4), "weight": torch.zeros(8, 4), "targets": torch.zeros(3, dtype=torch.int64)}
+    arguments = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in {**arguments, **change}.items()}
+    with pytest.raises(kind, match=message) as caught:
+        linear_cross_entropy(arguments.pop("x"), arguments.pop("weight"), arguments.pop("targets"), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_cost_is_three_products():
+    assert cost(10, 100, 20).flops == 3 * 2 * 10 * 100 * 20
+
+
+@on_gpu
+@pytest.mark.parametrize(("memory", "limit"), [(None, None), (64 * 10**6, 64 * 10**6)])
+def test_peak_memory_is_what_was_allowed(memory, limit):
+    x = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(50304, 1024, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(50304, (8192,), device="cuda")
+    limit = limit or 8192 * 50304 * 2 // 8
+    linear_cross_entropy(x, weight, targets, memory=memory).backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = linear_cross_entropy(x, weight, targets, memory=memory)
+    gradients = (x.numel() + weight.numel()) * 2
+    assert torch.cuda.max_memory_allocated() - before - gradients <= 1.05 * limit
+    assert loss.isfinite()
+
+
+@on_gpu
+def test_more_than_two_to_the_31_logits_and_an_odd_vocabulary():
+    x = torch.randn(16500, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(131073, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(131073, (16500,), device="cuda")
+    results = [
+        run(linear_cross_entropy, (x, weight, None), targets, {"memory": memory, "reduction": "sum"})
+        for memory in (2**40, 2**28)
+    ]
+    for one, chunked in zip(*results, strict=True):
+        assert (one.double() - chunked.double()).norm() <= 4e-3 * one.double().norm()
