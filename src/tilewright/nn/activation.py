@@ -1,0 +1,94 @@
+"""The feed-forward blocks of transformers, made of `ops.activation`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from tilewright.ops.activation import bias_gelu, geglu, swiglu
+
+_GATED: dict[str, Callable[..., torch.Tensor]] = {
+    "swiglu": swiglu,
+    "geglu_tanh": functools.partial(geglu, approximate="tanh"),
+    "geglu": functools.partial(geglu, approximate="none"),
+}
+
+
+class GatedMLP(torch.nn.Module):
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, activation and product in one kernel.
+
+    Its parameters are named as in Hugging Face's ``LlamaMLP``, so the checkpoints of that load.
+
+    Args:
+        width: size of the last dimension, in and out.
+        inner: size of the dimension between.
+        activation: ``"swiglu"``, ``"geglu_tanh"`` or ``"geglu"`` (by erf).
+        bias: whether the three projections have one.
+
+    >>> mlp = GatedMLP(8, 24)
+    >>> mlp(torch.randn(2, 3, 8)).shape, sorted(mlp.state_dict())
+    (torch.Size([2, 3, 8]), ['down_proj.weight', 'gate_proj.weight', 'up_proj.weight'])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in _GATED:
+            raise ValueError(f"GatedMLP: activation is {activation!r}; choose {', '.join(_GATED)}.")
+        self.activation = activation
+        self.gate_proj = torch.nn.Linear(width, inner, bias, device=device, dtype=dtype)
+        self.up_proj = torch.nn.Linear(width, inner, bias, device=device, dtype=dtype)
+        self.down_proj = torch.nn.Linear(inner, width, bias, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(_GATED[self.activation](self.gate_proj(x), self.up_proj(x)))
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+
+class GeluMLP(torch.nn.Module):
+    """``down(gelu(up(x)))``, where the kernel of the activation adds the bias of `up`.
+
+    Args:
+        width: size of the last dimension, in and out.
+        inner: size of the dimension between.
+        bias: whether the two projections have one.
+        approximate: ``"tanh"`` or ``"none"``, as in ``torch.nn.functional.gelu``.
+
+    >>> mlp = GeluMLP(8, 32)
+    >>> mlp(torch.randn(2, 3, 8)).shape, sorted(mlp.state_dict())
+    (torch.Size([2, 3, 8]), ['down.bias', 'down.weight', 'up.bias', 'up.weight'])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        bias: bool = True,
+        approximate: str = "tanh",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.approximate = approximate
+        self.up = torch.nn.Linear(width, inner, bias, device=device, dtype=dtype)
+        self.down = torch.nn.Linear(inner, width, bias, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(bias_gelu(F.linear(x, self.up.weight), self.up.bias, approximate=self.approximate))
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"

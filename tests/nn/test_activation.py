@@ -1,0 +1,76 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ops.contract import DEVICE
+from tilewright.nn.activation import GatedMLP, GeluMLP
+
+GATES = {"swiglu": F.silu, "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"), "geglu": F.gelu}
+
+
+class LlamaMLP(torch.nn.Module):
+    """As in Hugging Face's transformers."""
+
+    def __init__(self, width, inner, bias, activation):
+        super().__init__()
+        self.gate_proj = torch.nn.Linear(width, inner, bias)
+        self.up_proj = torch.nn.Linear(width, inner, bias)
+        self.down_proj = torch.nn.Linear(inner, width, bias)
+        self.act_fn = activation
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PlainMLP(torch.nn.Module):
+    def __init__(self, width, inner, bias, approximate):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, inner, bias), torch.nn.Linear(inner, width, bias)
+        self.approximate = approximate
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+def assert_replaces(fused, plain):
+    """The checkpoint of the plain module loads, and output and every gradient are the same."""
+    fused, plain = fused.to(DEVICE), plain.to(DEVICE)
+    fused.load_state_dict(copy.deepcopy(plain.state_dict()))
+    x = torch.randn(2, 5, 24, device=DEVICE)
+    upstream = torch.randn(2, 5, 24, device=DEVICE)
+    results = []
+    for module in (fused, plain):
+        leaf = x.clone().requires_grad_()
+        out = module(leaf)
+        out.backward(upstream)
+        results.append([out, leaf.grad, *(p.grad for p in module.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", GATES)
+def test_a_gated_mlp_replaces_that_of_llama(activation, bias):
+    assert_replaces(GatedMLP(24, 40, activation=activation, bias=bias), LlamaMLP(24, 40, bias, GATES[activation]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_a_gelu_mlp_replaces_two_linears(approximate, bias):
+    assert_replaces(GeluMLP(24, 40, bias, approximate), PlainMLP(24, 40, bias, approximate))
+
+
+def test_under_autocast_a_float32_bias_meets_bfloat16_activations():
+    module = GeluMLP(24, 40).to(DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = module(torch.randn(3, 24, device=DEVICE))
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16 and module.up.bias.grad.dtype == torch.float32
+    assert module.up.bias.grad.abs().sum() > 0
+
+
+def test_an_unknown_activation_is_one_sentence():
+    with pytest.raises(ValueError, match="choose swiglu, geglu_tanh, geglu"):
+        GatedMLP(8, 16, activation="relu")
