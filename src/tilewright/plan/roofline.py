@@ -77,7 +77,7 @@ def step_ops(decoder: Decoder, training: Training) -> Iterator[Op]:
         yield Op(f"{'gated ' if decoder.gated else ''}activation, {'backward' if backward else 'forward'}", one, calls)
     if decoder.positions == "rope":
         heads = (decoder.heads + decoder.kv_heads) // t
-        yield Op("rope", cost.elementwise(tokens * heads * decoder.head_dim, 2 * c, 6), layers * (1 + again))
+        yield Op("rope", cost.rope(tokens, heads, decoder.head_dim, element_bytes=c), layers * (1 + again))
     yield Op("cross-entropy", cost.cross_entropy(tokens, decoder.vocabulary // t, element_bytes=c), 1)
     yield Op("embedding", cost.elementwise(tokens * h, 2 * r, 1), 2)
     stored = training.stored_bytes
