@@ -7,10 +7,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ops.contract import DEVICE, on_gpu
 from tilewright.errors import UserError
 from tilewright.models import GPT
-from tilewright.plan.gpt import PRESETS, GPTConfig, preset
+from tilewright.plan.decoder import from_gpt
+from tilewright.plan.gpt import LLAMA, PRESETS, GPTConfig, preset
 from tilewright.tune.trial import corpus
 
 SMALL = GPTConfig(width=32, layers=2, heads=2, vocabulary=64, sequence=16)
+
+
+STYLES = {
+    "gpt": SMALL,
+    "llama": dataclasses.replace(SMALL, heads=4, kv_heads=2, **LLAMA),
+    "gemma": dataclasses.replace(SMALL, norm="rms", activation="geglu_tanh", position="rope", kv_heads=1, ffn=48),
+    "erf": dataclasses.replace(SMALL, activation="gelu"),
+}
 
 
 def pair(config=SMALL):
@@ -26,17 +35,21 @@ def tokens(batch=2):
     return torch.randint(64, (batch, 16), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
 
 
-def test_both_blocks_have_the_same_state():
-    standard, optimized = pair()
+@pytest.mark.parametrize("style", STYLES)
+def test_both_blocks_have_the_same_state_and_the_parameters_they_count(style):
+    standard, optimized = pair(STYLES[style])
+    assert sum(p.numel() for p in standard.parameters()) == STYLES[style].parameters
+    assert from_gpt(STYLES[style]).parameters == STYLES[style].parameters
     assert list(standard.state_dict()) == list(optimized.state_dict())
     assert {k: v.shape for k, v in standard.state_dict().items()} == {
         k: v.shape for k, v in optimized.state_dict().items()
     }
 
 
-def test_losses_and_gradients_agree():
+@pytest.mark.parametrize("style", STYLES)
+def test_losses_and_gradients_agree(style):
     batch = tokens()
-    models = pair()
+    models = pair(STYLES[style])
     losses = [model(batch, batch) for model in models]
     torch.testing.assert_close(losses[0], losses[1])
     for loss in losses:
@@ -92,6 +105,22 @@ def test_no_add_norm_or_dropout_is_left_beside_the_fused_op():
     assert names.seen.count("aten::add") == 1  # token + position
 
 
+def test_a_llama_runs_one_kernel_for_each_norm_activation_and_rotation():
+    _, optimized = pair(STYLES["llama"])
+    with Names() as names:
+        optimized(tokens())
+    seen = {name: names.seen.count(f"tilewright::{name}") for name in ("dropout_add_norm", "activation", "rope")}
+    assert seen == {"dropout_add_norm": 2 * SMALL.layers + 1, "activation": SMALL.layers, "rope": SMALL.layers}
+    assert not {"aten::silu", "aten::rsqrt", "aten::_fused_rms_norm", "aten::neg", "aten::cat"} & set(names.seen)
+
+
+def test_tokens_of_a_rotating_model_see_their_distance_and_not_their_place():
+    model, _ = pair(STYLES["llama"])
+    whole = tokens()
+    torch.testing.assert_close(model(whole)[:, :9], model(whole[:, :9]))
+    assert not torch.allclose(model(whole.flip(1))[:, -1], model(whole)[:, -1])
+
+
 def test_dropout_changes_the_loss_in_training_only():
     _, optimized = pair(dataclasses.replace(SMALL, dropout=0.3))
     assert optimized(tokens(), tokens()) != optimized(tokens(), tokens())
@@ -119,6 +148,11 @@ def test_too_many_tokens_are_refused():
         ("heads", 3, "does not divide"),
         ("dropout", 1.0, r"must lie in \[0, 1\)"),
         ("width", 0, "at least 1"),
+        ("loss", "fussed", "choose plain, fused or linear_fused"),
+        ("position", "alibi", "choose learned or rope"),
+        ("activation", "relu", "choose gelu_tanh"),
+        ("kv_heads", 3, "do not divide into 3 key-value heads"),
+        ("ffn", -1, "at least 0"),
     ],
 )
 def test_bad_configurations_are_one_sentence(field, value, message):
@@ -152,10 +186,11 @@ def test_recompute_changes_neither_loss_nor_gradients(block):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("loss", ["fused", "linear_fused"])
 @pytest.mark.parametrize("block", ["standard", "optimized"])
-def test_the_fused_loss_is_the_plain_one(block):
+def test_the_fused_losses_are_the_plain_one(block, loss):
     plain = GPT(dataclasses.replace(SMALL, gpt_block=block)).to(DEVICE)
-    fused = GPT(dataclasses.replace(SMALL, gpt_block=block, loss="fused")).to(DEVICE)
+    fused = GPT(dataclasses.replace(SMALL, gpt_block=block, loss=loss)).to(DEVICE)
     fused.load_state_dict(plain.state_dict())
     targets = tokens().clone()
     targets[0, :3] = -100
@@ -167,14 +202,15 @@ def test_the_fused_loss_is_the_plain_one(block):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_two_hundred_steps_with_the_fused_loss_stay_within_the_noise_of_a_seed():
+@pytest.mark.parametrize("loss", ["fused", "linear_fused"])
+def test_two_hundred_steps_with_a_fused_loss_stay_within_the_noise_of_a_seed(loss):
     text = torch.frombuffer(bytearray(corpus(1 << 16)), dtype=torch.uint8).long() % 64
 
     def curve(loss, seed):
         torch.manual_seed(seed)
         model = GPT(dataclasses.replace(SMALL, loss=loss)).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        starts = torch.randint(len(text) - 17, (200, 2), generator=torch.Generator().manual_seed(0))
+        starts = torch.randint(len(text) - 17, (200, 1), generator=torch.Generator().manual_seed(0))
         losses = []
         for row in starts:
             batch = text[row[:, None] + torch.arange(17)].to(DEVICE)
@@ -185,6 +221,6 @@ def test_two_hundred_steps_with_the_fused_loss_stay_within_the_noise_of_a_seed()
             losses.append(value.item())
         return torch.tensor(losses)
 
-    plain, fused, other = curve("plain", 0), curve("fused", 0), curve("plain", 1)
+    plain, fused, other = curve("plain", 0), curve(loss, 0), curve("plain", 1)
     assert plain[-20:].mean() < plain[:20].mean() - 0.5  # it learns
     assert (plain - fused).abs().max() < 0.1 * (plain - other).abs().max()

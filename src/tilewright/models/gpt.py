@@ -1,10 +1,10 @@
-"""A GPT on one page.
+"""A GPT on one page, GPT-2's or Llama's.
 
 Between two sublayers a GPT always does the same three things: dropout on what the last sublayer gave, add it to the
 residual stream, normalise the sum for the next sublayer. So a block takes and returns the pair (x, residual), x not yet
-added, and those three things happen at the start of each sublayer, in one module. `gpt_block` chooses it:
-`standard` runs three PyTorch ops, `optimized` runs one fused kernel. Nothing else differs, and both have the same
-parameters under the same names.
+added, and those three things happen at the start of each sublayer, in one module. `gpt_block` chooses what runs between
+the products: `standard` are PyTorch's own ops, `optimized` one fused kernel for each of norm, activation and rotary
+embedding. Nothing else differs, and both have the same parameters under the same names.
 """
 
 from __future__ import annotations
@@ -14,53 +14,95 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tilewright.nn import DropoutAddNorm
-from tilewright.ops import cross_entropy
+from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, RoPE
+from tilewright.ops import cross_entropy, linear_cross_entropy
+from tilewright.ops.rope import reference as rotate
 from tilewright.plan.gpt import GPTConfig
 
 
-class StandardDropoutAddNorm(nn.LayerNorm):
-    """Dropout, add and LayerNorm as PyTorch does them, one after the other."""
+class StandardDropoutAddNorm(nn.Module):
+    """Dropout, add and norm as PyTorch does them, one after the other."""
 
-    def __init__(self, width: int, p: float) -> None:
-        super().__init__(width)
+    def __init__(self, width: int, p: float, *, norm: str, bias: bool) -> None:
+        super().__init__()
         self.p = p
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias and norm == "layer" else None
+        self.norm = norm
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = F.dropout(x, self.p, self.training)
         residual = x if residual is None else x + residual
-        return super().forward(residual), residual
+        if self.norm == "rms":
+            return F.rms_norm(residual, self.weight.shape, self.weight, 1e-5), residual
+        return F.layer_norm(residual, self.weight.shape, self.weight, self.bias, 1e-5), residual
 
 
-NORMS = {"standard": StandardDropoutAddNorm, "optimized": DropoutAddNorm}
+class StandardGeluMLP(GeluMLP):
+    """Two products with a GELU between them, as PyTorch does it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+class StandardGatedMLP(GatedMLP):
+    """Three products and a gate, as PyTorch does it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x)
+        gate = F.silu(gate) if self.activation == "swiglu" else F.gelu(gate, approximate=_approximate(self.activation))
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class StandardRoPE(RoPE):
+    """Rotary embeddings, as PyTorch does them."""
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return rotate(q, k, self.cos, self.sin)
+
+
+# (standard, optimized)
+NORMS = (StandardDropoutAddNorm, DropoutAddNorm)
+GELU_MLPS = (StandardGeluMLP, GeluMLP)
+GATED_MLPS = (StandardGatedMLP, GatedMLP)
+ROPES = (StandardRoPE, RoPE)
+
+
+def _approximate(activation: str) -> str:
+    return "tanh" if activation.endswith("tanh") else "none"
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    norm = NORMS[config.gpt_block == "optimized"]
+    return norm(config.width, config.dropout, norm=config.norm, bias=config.bias)
+
+
+def _mlp(config: GPTConfig) -> nn.Module:
+    optimized = config.gpt_block == "optimized"
+    if config.gated:
+        mlp = GATED_MLPS[optimized]
+        return mlp(config.width, config.ffn_width, activation=config.activation, bias=config.bias)
+    return GELU_MLPS[optimized](config.width, config.ffn_width, config.bias, _approximate(config.activation))
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention; several heads of queries may share one of keys and values."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
+        self.heads, self.key_heads, self.head_dim = config.heads, config.key_heads, config.head_dim
+        self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_dim, config.bias)
+        self.out = nn.Linear(config.width, config.width, config.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: nn.Module | None) -> Tensor:
         batch, sequence, width = x.shape
-        q, k, v = self.qkv(x).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        qkv = self.qkv(x).view(batch, sequence, -1, self.head_dim)
+        q, k, v = qkv.split((self.heads, self.key_heads, self.key_heads), 2)
+        if rope is not None:
+            q, k = rope(q, k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.key_heads)
         return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
-
-
-class MLP(nn.Module):
-    """Two products with a GELU between them, four times as wide inside."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -68,22 +110,21 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        norm = NORMS[config.gpt_block]
-        self.norm1 = norm(config.width, config.dropout)
+        self.norm1 = _norm(config)
         self.attention = Attention(config)
-        self.norm2 = norm(config.width, config.dropout)
-        self.mlp = MLP(config)
+        self.norm2 = _norm(config)
+        self.mlp = _mlp(config)
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
         x, residual = self.norm1(x, residual)
-        x, residual = self.norm2(self.attention(x), residual)
+        x, residual = self.norm2(self.attention(x, rope), residual)
         return self.mlp(x), residual
 
 
 class GPT(nn.Module):
     """Returns the logits, or the mean cross-entropy where targets are given.
 
-    >>> from tilewright.plan.gpt import GPTConfig
+    >>> from tilewright.plan.gpt import LLAMA, GPTConfig
     >>> model = GPT(GPTConfig(width=32, layers=2, heads=2, vocabulary=64, sequence=16, gpt_block="optimized"))
     >>> tokens = torch.randint(64, (1, 16))
     >>> model(tokens).shape, model(tokens, tokens).shape
@@ -96,33 +137,40 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.token = nn.Embedding(config.vocabulary, config.width)
-        self.position = nn.Embedding(config.sequence, config.width)
+        learned = config.position == "learned"
+        self.position = nn.Embedding(config.sequence, config.width) if learned else None
+        rope = ROPES[config.gpt_block == "optimized"]
+        self.rope = None if learned else rope(config.head_dim, config.sequence)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = NORMS[config.gpt_block](config.width, config.dropout)
+        self.norm = _norm(config)
         self.apply(self._initialise)
         for name, parameter in self.named_parameters():  # the residual stream sums 2 * layers branches
-            if name.endswith(("out.weight", "down.weight")):
+            if name.endswith(("out.weight", "down.weight", "down_proj.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5)
 
     @staticmethod
     def _initialise(module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         sequence = tokens.shape[1]
         if sequence > self.config.sequence:
             raise ValueError(f"{sequence} tokens are more than the {self.config.sequence} positions of this model.")
-        x = self.token(tokens) + self.position(torch.arange(sequence, device=tokens.device))
+        x = self.token(tokens)
+        if self.position is not None:
+            x = x + self.position(torch.arange(sequence, device=tokens.device))
         residual = None
         for block in self.blocks:
             if self.config.recompute == "full" and torch.is_grad_enabled():
-                x, residual = checkpoint(block, x, residual, use_reentrant=False)
+                x, residual = checkpoint(block, x, residual, self.rope, use_reentrant=False)
             else:
-                x, residual = block(x, residual)
+                x, residual = block(x, residual, self.rope)
         x, _ = self.norm(x, residual)
+        if targets is not None and self.config.loss == "linear_fused":
+            return linear_cross_entropy(x, self.token.weight, targets)
         logits = F.linear(x, self.token.weight)
         if targets is None:
             return logits

@@ -1,5 +1,7 @@
 """Modules made of ops, with the parameters and state_dict keys of the modules they replace."""
 
+from tilewright.nn.activation import GatedMLP, GeluMLP
 from tilewright.nn.dropout_add_norm import DropoutAddNorm
+from tilewright.nn.rope import RoPE
 
-__all__ = ["DropoutAddNorm"]
+__all__ = ["DropoutAddNorm", "GatedMLP", "GeluMLP", "RoPE"]

@@ -161,10 +161,11 @@ def from_gpt(config: GPTConfig) -> Decoder:
     True
     """
     return Decoder(
-        width=config.width, layers=config.layers, heads=config.heads, kv_heads=config.heads,
-        head_dim=config.width // config.heads, ffn=4 * config.width, vocabulary=config.vocabulary,
-        sequence=config.sequence, norm_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True,
-        dropout=config.dropout, gpt_block=config.gpt_block,
+        width=config.width, layers=config.layers, heads=config.heads, kv_heads=config.key_heads,
+        head_dim=config.head_dim, ffn=config.ffn_width, vocabulary=config.vocabulary, sequence=config.sequence,
+        gated=config.gated, norm=config.norm, norm_bias=config.bias and config.norm == "layer", qkv_bias=config.bias,
+        out_bias=config.bias, mlp_bias=config.bias, positions=config.position, dropout=config.dropout,
+        gpt_block=config.gpt_block,
     )  # fmt: skip
 
 

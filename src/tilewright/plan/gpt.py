@@ -9,16 +9,26 @@ from dataclasses import dataclass
 from tilewright.errors import UserError
 
 GPT_BLOCKS = ("standard", "optimized")
-RECOMPUTE = ("none", "full")
-LOSSES = ("plain", "fused")
+CHOICES = {
+    "gpt_block": GPT_BLOCKS,
+    "recompute": ("none", "full"),
+    "loss": ("plain", "fused", "linear_fused"),
+    "norm": ("layer", "rms"),
+    "activation": ("gelu_tanh", "gelu", "swiglu", "geglu_tanh", "geglu"),
+    "position": ("learned", "rope"),
+}
+# What a Llama has where a GPT-2 has something else; `preset("1b", **LLAMA)` is one.
+LLAMA = {"norm": "rms", "activation": "swiglu", "position": "rope", "bias": False}
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Decoder with biases, learned positions and a head tied to the embedding.
+    """Decoder with a head tied to the embedding; as it comes, GPT-2's: biases, learned positions, LayerNorm, GELU.
 
     >>> preset("7b").parameters
     6658859008
+    >>> preset("7b", **LLAMA, kv_heads=8).ffn_width
+    11008
     """
 
     width: int
@@ -29,7 +39,13 @@ class GPTConfig:
     dropout: float = 0.0
     gpt_block: str = "standard"
     recompute: str = "none"  # "full": a block keeps its inputs alone and runs again in backward
-    loss: str = "plain"  # "fused": one pass over the logits, whose memory the gradient takes
+    loss: str = "plain"  # "fused": one pass over the logits; "linear_fused": never all logits at once
+    norm: str = "layer"
+    activation: str = "gelu_tanh"
+    position: str = "learned"
+    bias: bool = True
+    kv_heads: int = 0  # heads of keys and values; 0: as many as of queries
+    ffn: int = 0  # inner width of an MLP; 0: 4 times the width or, gated, 8 / 3 of it
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "vocabulary", "sequence"):
@@ -41,18 +57,46 @@ class GPTConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}; it must lie in [0, 1).")
-        if self.gpt_block not in GPT_BLOCKS:
-            raise UserError(f"gpt_block is {self.gpt_block!r}; choose {' or '.join(GPT_BLOCKS)}.")
-        if self.recompute not in RECOMPUTE:
-            raise UserError(f"recompute is {self.recompute!r}; choose {' or '.join(RECOMPUTE)}.")
-        if self.loss not in LOSSES:
-            raise UserError(f"loss is {self.loss!r}; choose {' or '.join(LOSSES)}.")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                choices = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+                raise UserError(f"{name} is {getattr(self, name)!r}; choose {choices}.")
+        for name in ("kv_heads", "ffn"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 0.")
+        if self.heads % self.key_heads:
+            raise UserError(f"{self.heads} heads do not divide into {self.kv_heads} key-value heads.")
+        if self.position == "rope" and self.head_dim % 2:
+            raise UserError(
+                f"a head of {self.head_dim} cannot be rotated; choose a number of heads that makes it even."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def key_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu_tanh", "geglu")
+
+    @property
+    def ffn_width(self) -> int:
+        """Inner width of an MLP; a gated one's, with its third product, is rounded up to whole tiles."""
+        return self.ffn or (-(-8 * self.width // (3 * 256)) * 256 if self.gated else 4 * self.width)
 
     @property
     def parameters(self) -> int:
-        """vh + sh + L(12h^2 + 13h) + 2h, the tied head counted once."""
-        h = self.width
-        return (self.vocabulary + self.sequence) * h + self.layers * (12 * h * h + 13 * h) + 2 * h
+        """vh + sh + L(12h^2 + 13h) + 2h for a GPT-2, the tied head counted once."""
+        h, f, keys = self.width, self.ffn_width, self.key_heads * self.head_dim
+        attention, mlp = h * (2 * h + 2 * keys), (3 if self.gated else 2) * h * f
+        biases = (2 * h + 2 * keys + (2 if self.gated else 1) * f + h) if self.bias else 0
+        norm = 2 * h if self.norm == "layer" and self.bias else h
+        positions = self.sequence if self.position == "learned" else 0
+        return (self.vocabulary + positions) * h + self.layers * (attention + mlp + biases + 2 * norm) + norm
 
 
 PRESETS = {
