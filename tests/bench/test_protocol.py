@@ -1,5 +1,6 @@
 from ops.contract import on_gpu
 from tilewright.bench import dropout_add_norm, protocol
+from tilewright.measure.ceilings import Ceilings
 from tilewright.plan.cost import Cost
 
 
@@ -16,7 +17,9 @@ def test_an_impossible_figure_is_an_error_and_a_failing_peer_shows_its_error():
 
     x = torch.randn(2**24, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
-        measured = protocol.measure_case({"copy": lambda: x.clone()}, Cost(0, 10**12, 0), 4e12, from_graph=True)
+        measured = protocol.measure_case(
+            {"copy": lambda: x.clone()}, Cost(0, 10**12, 0), Ceilings(4e12, 1e15), from_graph=True
+        )
     assert "the measurement is wrong" in measured["implementations"]["copy"]["error"]
 
     def broken():
@@ -24,6 +27,6 @@ def test_an_impossible_figure_is_an_error_and_a_failing_peer_shows_its_error():
 
     functions = {"copy": lambda: x.clone(), "broken": broken}
     with torch.cuda.stream(torch.cuda.Stream()):
-        measured = protocol.measure_case(functions, Cost(0, x.nbytes, x.nbytes), 1e14, from_graph=True)
+        measured = protocol.measure_case(functions, Cost(0, x.nbytes, x.nbytes), Ceilings(1e14, 1e15), from_graph=True)
     assert measured["implementations"]["broken"] == {"error": "ValueError: no such kernel"}
     assert measured["implementations"]["copy"]["median"] > 0

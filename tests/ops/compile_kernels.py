@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewright.ops import _op, cross_entropy_kernels
+from tilewright.ops import _op, activation_kernels, cross_entropy_kernels, rope_kernels
 from tilewright.ops import dropout_add_norm_kernels as kernels
 
 H200 = torch.device("cuda", 0)
@@ -66,14 +66,44 @@ def dropout_add_norm(x: torch.dtype, residual: torch.dtype, weight: torch.dtype,
 
 
 def cross_entropy(dtype: torch.dtype, vocabulary: int, full: bool):
-    """Loss and gradient in one launch, and the scaling of the gradient."""
+    """Loss and gradient in one launch, the gradient alone, and its scaling."""
     weight, single = dtype if full else None, torch.float32
-    tensors = (dtype, torch.int64, weight, single if full else None, single, None, single, single, dtype)
-    launch = cross_entropy_kernels.forward_launch(H200, vocabulary, tensors, full, full)
+    tensors = (dtype, torch.int64, weight, single, None, single, single, dtype)
     types = [{**POINTER, torch.int64: "*i64"}[t] for t in tensors]
-    yield "forward", resources(launch, [*types, "i64", "i64", "fp64", "fp64", "fp64"])
+    for name, given in (("forward", False), ("gradient", True)):
+        arrived = None if given else torch.int32
+        arguments = (vocabulary, vocabulary, vocabulary, (*tensors, arrived), given, full, full)
+        _, _, launch = cross_entropy_kernels.tiles_launch(H200, *arguments)
+        scratch = ["*fp32", "*fp32", arrived and "*i32"]
+        yield name, resources(launch, [*types, *scratch, *["i64"] * 5, *["fp64"] * 3])
     launch = cross_entropy_kernels.scale_launch(H200, vocabulary, dtype, single)
     yield "scale_rows", resources(launch, [POINTER[dtype], "*fp32", "i64"])
+
+
+def activation(dtype: torch.dtype, width: int, kind: str, form: str, bias: torch.dtype | None):
+    """Forward and backward of one case; `form` is separate, packed or plain."""
+    up, single = dtype if form == "separate" else None, torch.float32
+    inputs, vector = (dtype, up, bias), 16 // dtype.itemsize
+    arguments = (H200, width, inputs, vector, kind, form != "plain")
+    types = [POINTER[t] for t in inputs]
+    plan = activation_kernels.plan(activation_kernels.forward, *arguments, ())
+    yield "forward", resources(plan.launch, [*types, POINTER[dtype], "i64", "i64", "i64"])
+    needs = (True, up is not None, bias is not None)
+    plan = activation_kernels.plan(activation_kernels.backward, *arguments, needs)
+    outputs = [POINTER[dtype], POINTER[up], POINTER[bias and single]]
+    yield "backward", resources(plan.launch, [POINTER[dtype], *types, *outputs, "i64", "i64", "i64"])
+
+
+def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleaved: bool):
+    """Out of place and in place, with position ids."""
+    tensors = (*[dtype] * 4, torch.float32, torch.float32, torch.int64)
+    types = [{**POINTER, torch.int64: "*i64"}[t] for t in tensors]
+    for name, inplace in (("forward", False), ("inplace", True)):
+        _, _, launch = rope_kernels.rotate_launch(
+            H200, tensors, (True, True), heads, kv_heads, head_dim, head_dim // 2, 16 // dtype.itemsize, interleaved,
+            inplace,
+        )  # fmt: skip
+        yield name, resources(launch, [*types, "i64", "i32", "i64", "fp64", *["i64"] * 12])
 
 
 if __name__ == "__main__":
@@ -82,5 +112,6 @@ if __name__ == "__main__":
     for line in sys.stdin:
         op, *arguments = json.loads(line)
         arguments = [getattr(torch, a, a) if isinstance(a, str) and "float" in a else a for a in arguments]
-        for name, usage in {"dropout_add_norm": dropout_add_norm, "cross_entropy": cross_entropy}[op](*arguments):
+        ops = {f.__name__: f for f in (activation, cross_entropy, dropout_add_norm, rope)}
+        for name, usage in ops[op](*arguments):
             print(json.dumps({"kernel": name, **usage}), flush=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tilewright.bench.protocol import compile_ahead, configure, head, measure_case, sentence
-from tilewright.measure.ceilings import measure_ceilings
+from tilewright.bench.protocol import Pass, Prepared, build, forward_backward, run_cases, sentence
 from tilewright.measure.clock import interleaved_graph_time, interleaved_wall_time
 from tilewright.measure.machine import package_version
 from tilewright.ops import dropout_add_norm
 from tilewright.ops.dropout_add_norm import cost
+from tilewright.plan.cost import Cost
 
 ROWS = 16384
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -56,19 +57,6 @@ def _inputs(rows: int, width: int, dtype: torch.dtype, norm: str) -> list[torch.
     return [x, residual, weight, bias]
 
 
-def _forward_backward(
-    function: Implementation, inputs: list[torch.Tensor | None], p: float, norm: str
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    outputs = function(*inputs, p, norm)
-    gradients = tuple(torch.randn_like(t) for t in outputs)
-    leaves = [t for t in inputs if t is not None]
-
-    def backward() -> object:
-        return torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
-
-    return lambda: function(*inputs, p, norm), backward
-
-
 def cases(quick: bool) -> Iterator[dict[str, Any]]:
     """Every case measured."""
     for dtype, norms, widths in (("bf16", ("layer",), (2048, 8192)),) if quick else CASES:
@@ -81,22 +69,12 @@ def cases(quick: bool) -> Iterator[dict[str, Any]]:
 def run(
     quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Measure every case, saving what there is after each; `results/<gpu>/dropout_add_norm.json` holds the whole."""
-    result = head("dropout_add_norm")
-    configure()
-    chosen = list(cases(quick))
-    compile_ahead("dropout_add_norm", chosen, jobs, progress)
-    ceilings = measure_ceilings()
-    result["ceilings"] = {"copy_bytes_per_second": ceilings.copy_bytes_per_second, "bf16_flops": ceilings.bf16_flops}
-    result["peers"] = {"liger-kernel": package_version("liger-kernel") or "missing"}
-    result["cases"] = []
-    progress(f"copy {ceilings.copy_bytes_per_second / 1e9:.0f} GB/s, product {ceilings.bf16_flops / 1e12:.0f} TFLOPS")
+    """Measure every case, then the small one."""
+    result = run_cases(
+        "dropout_add_norm", list(cases(quick)), prepare, _limits, _label, peers=("liger-kernel",), jobs=jobs,
+        progress=progress, save=save, from_graph=lambda case, step: step == "backward" or case["p"] == 0.0,
+    )  # fmt: skip
     with torch.cuda.stream(torch.cuda.Stream()):
-        for case in chosen:
-            result["cases"].append(_measure(case, ceilings.copy_bytes_per_second))
-            progress(_line(result["cases"][-1]))
-            save(result)
-            torch.cuda.empty_cache()
         result["small"] = _small()
     progress(_small_line(result["small"]))
     save(result)
@@ -114,38 +92,29 @@ def _implementations(case: dict[str, Any]) -> dict[str, Implementation]:
     return functions
 
 
-Passes = tuple[Callable[[], object], Callable[[], object]]
-
-
-def prepare(case: dict[str, Any]) -> tuple[dict[str, Passes], dict[str, dict[str, str]]]:
-    """Forward and backward of each implementation, both run once, and the errors of those that failed."""
+def prepare(case: dict[str, Any]) -> Prepared:
+    """Forward and backward of each implementation, on the same inputs."""
     inputs = _inputs(case["rows"], case["width"], DTYPES[case["dtype"]], case["norm"])
-    failed: dict[str, dict[str, str]] = {}
-    passes: dict[str, Passes] = {}
-    for name, function in _implementations(case).items():
-        try:
-            passes[name] = _forward_backward(function, inputs, case["p"], case["norm"])
-            passes[name][1]()
-        except Exception as error:
-            failed[name] = {"error": sentence(error)}
-            passes.pop(name, None)
-    return passes, failed
+
+    def make(function: Implementation) -> dict[str, Pass]:
+        return forward_backward(lambda *tensors: function(*tensors, case["p"], case["norm"]), inputs)
+
+    return build({name: partial(make, function) for name, function in _implementations(case).items()})
 
 
-def _measure(case: dict[str, Any], copy_bytes_per_second: float) -> dict[str, Any]:
-    torch.compiler.reset()
-    passes, failed = prepare(case)
+def _limits(case: dict[str, Any]) -> dict[str, Cost]:
     size = DTYPES[case["dtype"]].itemsize
-    measured = dict(case)
-    for step, index in (("forward", 0), ("backward", 1)):
-        limit = cost(
-            case["rows"], case["width"], x_bytes=size, residual_bytes=size,
-            backward=step == "backward", dropout=case["p"] > 0.0,
-        )  # fmt: skip
-        functions = {name: f[index] for name, f in passes.items()}
-        measured[step] = measure_case(functions, limit, copy_bytes_per_second, from_graph=step == "backward")
-        measured[step]["implementations"].update(failed)
-    return measured
+    return {
+        step: cost(
+            case["rows"], case["width"], x_bytes=size, residual_bytes=size, backward=step == "backward",
+            dropout=case["p"] > 0.0,
+        )
+        for step in ("forward", "backward")
+    }  # fmt: skip
+
+
+def _label(case: dict[str, Any]) -> str:
+    return f"{case['dtype']} {case['norm']:5} p={case['p']} {case['width']:>5}"
 
 
 def _small() -> dict[str, Any]:
@@ -179,19 +148,6 @@ def _graph_times(functions: dict[str, Callable[[], object]]) -> dict[str, Any]:
 
 def _times(timings: dict[str, Any]) -> dict[str, Any]:
     return {name: timing.as_dict() for name, timing in timings.items()}
-
-
-def _line(case: dict[str, Any]) -> str:
-    parts = [f"{case['dtype']} {case['norm']:5} p={case['p']} {case['width']:>5}"]
-    for step in ("forward", "backward"):
-        timed = {n: r for n, r in case[step]["implementations"].items() if "median" in r}
-        ours = timed.get("tilewright")
-        if ours is None:
-            parts.append(f"{step} failed")
-            continue
-        peers = " ".join(f"{n} {r['median'] / ours['median']:.2f}x" for n, r in timed.items() if n != "tilewright")
-        parts.append(f"{step} {ours['median'] * 1e6:.0f} us {ours['limit_share']:.1%} of limit ({peers})")
-    return " | ".join(parts)
 
 
 def _small_line(small: dict[str, Any]) -> str:

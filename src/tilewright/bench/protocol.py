@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from tilewright.errors import UserError
+from tilewright.measure.ceilings import Ceilings, measure_ceilings
 from tilewright.measure.clock import interleaved_event_time, interleaved_graph_time
-from tilewright.measure.machine import describe
+from tilewright.measure.machine import describe, package_version
 from tilewright.measure.results import SCHEMA
 from tilewright.plan.cost import Cost
 
@@ -25,34 +26,37 @@ def head(name: str) -> dict[str, Any]:
     return {"schema": SCHEMA, "benchmark": name, "machine": describe()}
 
 
-def configure() -> None:
+def configure(backward_alone: bool) -> None:
     """Settings that let compiled peers be measured, in every process that compiles them."""
     import torch._functorch.config
     import torch._inductor.config
 
-    # Backward is timed by running it many times on one graph, which compiled code refuses where it donates buffers.
-    torch._functorch.config.donated_buffer = False
+    # Where backward is timed alone, it runs many times on one graph, which compiled code refuses if it donates buffers.
+    torch._functorch.config.donated_buffer = not backward_alone
     # What a peer's own tuning finds while other processes share the GPU is not its best: tune it where it is measured.
     torch._inductor.config.autotune_local_cache = False
 
 
-def compile_ahead(name: str, cases: list[dict[str, Any]], jobs: int, progress: Callable[[str], None]) -> None:
+def compile_ahead(
+    name: str, cases: list[dict[str, Any]], jobs: int, backward_alone: bool, progress: Callable[[str], None]
+) -> None:
     """Run every case of a benchmark once, in `jobs` processes, for the compiled kernels that this leaves on disk.
 
     Nearly all of a benchmark's time is one processor compiling what its peers run.
     """
     if jobs < 2:
         return
-    with multiprocessing.get_context("spawn").Pool(min(jobs, len(cases)), _begin_worker) as pool:
+    workers = min(jobs, len(cases))
+    with multiprocessing.get_context("spawn").Pool(workers, _begin_worker, (backward_alone,)) as pool:
         for done, _ in enumerate(pool.imap_unordered(functools.partial(_run_once, name), cases), 1):
             if done % 10 == 0 or done == len(cases):
                 progress(f"compiled {done} of {len(cases)} cases")
 
 
-def _begin_worker() -> None:
+def _begin_worker(backward_alone: bool) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
-    configure()
+    configure(backward_alone)
 
 
 def _run_once(name: str, case: dict[str, Any]) -> None:
@@ -62,24 +66,132 @@ def _run_once(name: str, case: dict[str, Any]) -> None:
     torch.cuda.empty_cache()
 
 
-def measure_case(
-    functions: dict[str, Callable[[], object]], cost: Cost, copy_bytes_per_second: float, *, from_graph: bool
-) -> dict[str, Any]:
-    """Device time of each implementation, in turns, and how far each is from the memory's limit.
+Pass = Callable[[], object]
+Case = dict[str, Any]
+Errors = dict[str, dict[str, str]]
+Prepared = tuple[dict[str, dict[str, Pass]], Errors]  # step -> implementation -> what to time; and what failed
+
+
+def build(makers: dict[str, Callable[[], dict[str, Pass]]]) -> Prepared:
+    """The steps of each implementation, all run once, and the errors of those that failed."""
+    steps: dict[str, dict[str, Pass]] = {}
+    failed: Errors = {}
+    for name, make in makers.items():
+        try:
+            made = make()
+            for run in made.values():
+                run()
+        except Exception as error:
+            failed[name] = {"error": sentence(error)}
+            continue
+        for step, run in made.items():
+            steps.setdefault(step, {})[name] = run
+    return steps, failed
+
+
+def forward_backward(function: Callable[..., Any], inputs: list[Any]) -> dict[str, Pass]:
+    """Forward, and backward by autograd on one forward's graph again and again."""
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    gradients = [torch.randn_like(output) for output in outputs]
+    leaves = [t for t in inputs if t is not None]
+    return {
+        "forward": lambda: function(*inputs),
+        "backward": lambda: torch.autograd.grad(outputs, leaves, gradients, retain_graph=True),
+    }
+
+
+def run_cases(
+    name: str,
+    cases: list[Case],
+    prepare: Callable[[Case], Prepared],
+    limits: Callable[[Case], dict[str, Cost]],
+    label: Callable[[Case], str],
+    *,
+    peers: tuple[str, ...],
+    jobs: int,
+    progress: Callable[[str], None],
+    save: Callable[[Case], None],
+    from_graph: Callable[[Case, str], bool] = lambda case, step: True,
+    with_memory: bool = False,
+) -> Case:
+    """Measure every case, saving what there is after each; `results/<gpu>/<name>.json` holds the whole.
+
+    `limits` are those of each step; `peers` are packages whose versions are noted. Where a step is not timed from
+    graphs, it is from events around single calls.
+    """
+    result = head(name)
+    backward_alone = any("backward" in limits(case) for case in cases)
+    configure(backward_alone)
+    compile_ahead(name, cases, jobs, backward_alone, progress)
+    ceilings = measure_ceilings()
+    result["ceilings"] = {"copy_bytes_per_second": ceilings.copy_bytes_per_second, "bf16_flops": ceilings.bf16_flops}
+    result["peers"] = {peer: package_version(peer) or "missing" for peer in peers}
+    result["cases"] = []
+    progress(f"copy {ceilings.copy_bytes_per_second / 1e9:.0f} GB/s, product {ceilings.bf16_flops / 1e12:.0f} TFLOPS")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for case in cases:
+            torch.compiler.reset()
+            steps, failed = prepare(case)
+            measured = dict(case)
+            for step, limit in limits(case).items():
+                functions = steps.get(step, {})
+                graph = from_graph(case, step)
+                measured[step] = measure_case(functions, limit, ceilings, from_graph=graph)
+                measured[step]["implementations"].update(failed)
+                if with_memory:
+                    for peer, run in functions.items():
+                        measured[step]["implementations"][peer]["peak_bytes"] = _peak(run)
+            result["cases"].append(measured)
+            progress(_line(label(case), measured, list(limits(case))))
+            save(result)
+            steps.clear()
+            torch.cuda.empty_cache()
+    return result
+
+
+def measure_case(functions: dict[str, Pass], cost: Cost, ceilings: Ceilings, *, from_graph: bool) -> dict[str, Any]:
+    """Device time of each implementation, in turns, and how far each is from the GPU's limit.
 
     An implementation that raises is reported with its error, not left out. `from_graph`: for work whose host time
     would show, such as a backward through autograd; the functions are then to be made, and this to be called, under a
     `torch.cuda.stream` other than the default.
     """
-    floor = cost.floor_seconds(copy_bytes_per_second)
+    floor = cost.floor_seconds(ceilings.copy_bytes_per_second, ceilings.bf16_flops)
     timings, errors = (interleaved_graph_time if from_graph else interleaved_event_time)(functions)
     rows: dict[str, Any] = {name: {"error": sentence(error)} for name, error in errors.items()}
     for name, timing in timings.items():
         share = floor / timing.median
         rows[name] = {**timing.as_dict(), "limit_share": share}
         if share > 1.05:  # an error, not a record
-            rows[name] = {"error": f"{share:.0%} of the memory's limit cannot be: the measurement is wrong"}
-    return {"bytes": cost.bytes, "floor_seconds": floor, "implementations": rows}
+            rows[name] = {"error": f"{share:.0%} of the GPU's limit cannot be: the measurement is wrong"}
+    return {"bytes": cost.bytes, "flops": cost.flops, "floor_seconds": floor, "implementations": rows}
+
+
+def _peak(run: Pass) -> int:
+    """Bytes that a call takes at most beyond what was there before it, its results included."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _line(label: str, case: Case, steps: list[str]) -> str:
+    parts = [label]
+    for step in steps:
+        timed = {n: r for n, r in case[step]["implementations"].items() if "median" in r}
+        ours = timed.get("tilewright")
+        if ours is None:
+            parts.append(f"{step} failed")
+            continue
+        peers = " ".join(f"{n} {r['median'] / ours['median']:.2f}x" for n, r in timed.items() if n != "tilewright")
+        parts.append(f"{step} {ours['median'] * 1e6:.0f} us {ours['limit_share']:.1%} of limit ({peers})")
+        if "peak_bytes" in ours:
+            parts.append("peak MiB " + " ".join(f"{n} {r['peak_bytes'] / 2**20:.0f}" for n, r in timed.items()))
+    return " | ".join(parts)
 
 
 def sentence(error: Exception) -> str:

@@ -1,0 +1,85 @@
+"""linear_cross_entropy against eager PyTorch, torch.compile, Liger and cut-cross-entropy: loss and all gradients, time
+and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from tilewright.bench.protocol import Case, Pass, Prepared, build, run_cases
+from tilewright.measure.machine import package_version
+from tilewright.ops import linear_cross_entropy
+from tilewright.ops.linear_cross_entropy import cost
+from tilewright.plan.cost import Cost
+
+TOKENS = 8192
+SIZES = ((2048, 50304), (4096, 128256))
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Every case measured."""
+    for width, vocabulary in SIZES[:1] if quick else SIZES:
+        yield {"dtype": "bf16", "tokens": TOKENS, "width": width, "vocabulary": vocabulary}
+
+
+def _plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.linear(x, weight).float(), targets)
+
+
+def _liger(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(x, weight, targets)
+
+
+def _cut(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
+
+    return cut_cross_entropy(x, weight, targets)
+
+
+def _ours(memory: int | None) -> Loss:
+    return lambda x, weight, targets: linear_cross_entropy(x, weight, targets, memory=memory)
+
+
+def prepare(case: Case) -> Prepared:
+    """Loss and gradients by each implementation, on the same inputs."""
+    tokens, width, vocabulary = case["tokens"], case["width"], case["vocabulary"]
+    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocabulary, width, device="cuda") * width**-0.5).to(torch.bfloat16).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), device="cuda")
+    logits = tokens * vocabulary * 2
+    losses: dict[str, Loss] = {
+        "tilewright": _ours(None), "tilewright-quarter": _ours(logits * 49 // 200),
+        "tilewright-64MB": _ours(60 * 10**6), "eager": _plain, "compile": torch.compile(_plain, dynamic=False),
+    }  # fmt: skip
+    for name, package, loss in (("liger", "liger-kernel", _liger), ("cut", "cut-cross-entropy", _cut)):
+        if package_version(package) is not None:
+            losses[name] = loss
+
+    def make(loss: Loss) -> dict[str, Pass]:
+        return {"forward_backward": lambda: torch.autograd.grad(loss(x, weight, targets), (x, weight))}
+
+    return build({name: partial(make, loss) for name, loss in losses.items()})
+
+
+def _limits(case: Case) -> dict[str, Cost]:
+    return {"forward_backward": cost(case["tokens"], case["vocabulary"], case["width"])}
+
+
+def _label(case: Case) -> str:
+    return f"H={case['width']} V={case['vocabulary']}"
+
+
+def run(quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[Case], None]) -> Case:
+    """Measure every case."""
+    return run_cases(
+        "linear_cross_entropy", list(cases(quick)), prepare, _limits, _label,
+        peers=("liger-kernel", "cut-cross-entropy"), jobs=jobs, progress=progress, save=save,
+        from_graph=lambda case, step: False, with_memory=True,
+    )  # fmt: skip
