@@ -99,9 +99,22 @@ def _combine(
 
 
 @triton.jit
+def _factors(target, counts, weight, denominator, COMPUTE: tl.constexpr):
+    """What a row's loss is multiplied by: its class's weight, and one over the denominator of a mean."""
+    row_weight = tl.full([], 1.0, COMPUTE)
+    if weight is not None:
+        row_weight = tl.load(weight + tl.where(counts, target, 0)).to(COMPUTE)
+    scale = tl.full([], 1.0, COMPUTE)
+    if denominator is not None:
+        count = tl.load(denominator).to(COMPUTE)
+        scale = tl.where(count > 0.0, 1.0 / count, 0.0)
+    return row_weight, scale
+
+
+@triton.jit
 def _finish(
-    row, ignored, known, x_target, top, total, smooth, row_weight, scale, loss, lse, smoothing, z_loss,
-    CLASSES: tl.constexpr, SMOOTH: tl.constexpr,
+    row, target, ignored, known, x_target, top, total, smooth, weight, denominator, loss, lse, smoothing, z_loss,
+    CLASSES: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Loss and log-sum-exp of a row."""
     log_total = tl.log2(total) * _LN2  # apart from `top`: their sum would lose what is small beside large logits
@@ -109,6 +122,7 @@ def _finish(
     if lse is not None:
         tl.store(lse + row, row_lse)
     if loss is not None:
+        row_weight, scale = _factors(target, known & (ignored == 0), weight, denominator, COMPUTE)
         row_loss = row_weight * (1.0 - smoothing) * ((top - x_target) + log_total) + z_loss * row_lse * row_lse
         if SMOOTH:
             row_loss += smoothing / CLASSES * smooth
@@ -125,8 +139,6 @@ def _statistics(
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     start = row * STRIDE
     begin = tile * TILE
-    here = (target >= begin) & (target < begin + TILE) & (target < COLUMNS)
-    x_target, _slope = _load(logits, start + target, here, softcap, SOFTCAP, COMPUTE)
     pivot = tl.zeros([], COMPUTE)
     if SMOOTH:
         pivot, _slope = _load(logits, start + begin, begin < COLUMNS, softcap, SOFTCAP, COMPUTE)
@@ -150,6 +162,9 @@ def _statistics(
         total *= tl.exp2((maximum - highest) * _LOG2E)
         total += tl.sum(tl.exp2((x - highest[:, None]) * _LOG2E), 1)
         maximum = highest
+    # After the loop: nothing waits for the target before the logits are on their way.
+    here = (target >= begin) & (target < begin + TILE) & (target < COLUMNS)
+    x_target, _slope = _load(logits, start + target, here, softcap, SOFTCAP, COMPUTE)
     top = tl.max(maximum, 0)
     total = tl.sum(total * tl.exp2((maximum - top) * _LOG2E), 0)
     return here, x_target, top, total, pivot, tl.sum(spread, 0), tl.sum(weights, 0)
@@ -157,8 +172,8 @@ def _statistics(
 
 @triton.jit
 def _gradient(
-    row, tile, target, ignored, known, x_target, top, total, weights, row_weight, scale, logits, weight, upstream,
-    gradient, offset, stride, smoothing, z_loss, softcap,
+    row, tile, target, ignored, known, x_target, top, total, weights, logits, weight, denominator, upstream, gradient,
+    offset, stride, smoothing, z_loss, softcap,
     COLUMNS: tl.constexpr, STRIDE: tl.constexpr, CLASSES: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
     EACH: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
@@ -172,6 +187,7 @@ def _gradient(
             column = begin + first + lane
             tl.store(gradient + start + column, nothing.to(gradient.dtype.element_ty), column < COLUMNS)
     else:
+        row_weight, scale = _factors(target + offset, known, weight, denominator, COMPUTE)
         if upstream is not None:
             scale *= tl.load(upstream + row * stride).to(COMPUTE)
         hit = row_weight * (1.0 - smoothing) * scale
@@ -234,13 +250,6 @@ def tiles(
         ignored = target == ignore_index
         known = (target >= 0) & (target < CLASSES)
         counts = known & (ignored == 0)
-        scale = tl.full([], 1.0, COMPUTE)
-        if denominator is not None:
-            count = tl.load(denominator).to(COMPUTE)
-            scale = tl.where(count > 0.0, 1.0 / count, 0.0)
-        row_weight = tl.full([], 1.0, COMPUTE)
-        if weight is not None:
-            row_weight = tl.load(weight + tl.where(counts, target, 0)).to(COMPUTE)
         local = target - offset
         if not GIVEN:
             if follows == 0:
@@ -252,13 +261,13 @@ def tiles(
                 if ALONE:
                     smooth = _smooth(top, total, pivot, spread, weights)
                     _finish(
-                        row, ignored, known, x_target, top, total, smooth, row_weight, scale, loss, lse, smoothing,
-                        z_loss, CLASSES, SMOOTH,
+                        row, target, ignored, known, x_target, top, total, smooth, weight, denominator, loss, lse,
+                        smoothing, z_loss, CLASSES, SMOOTH, COMPUTE,
                     )  # fmt: skip
                     if gradient is not None:
                         _gradient(
-                            row, tile, local, ignored, known, x_target, top, total, weights, row_weight, scale, logits,
-                            weight, upstream, gradient, offset, stride, smoothing, z_loss, softcap,
+                            row, tile, local, ignored, known, x_target, top, total, weights, logits, weight,
+                            denominator, upstream, gradient, offset, stride, smoothing, z_loss, softcap,
                             COLUMNS, STRIDE, CLASSES, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE,
                         )  # fmt: skip
                 else:
@@ -276,8 +285,8 @@ def tiles(
                                 picked, partials, row, counts, TILES, ROUND, SMOOTH, COMPUTE
                             )
                             _finish(
-                                row, ignored, known, x_target, top, total, smooth, row_weight, scale, loss, lse,
-                                smoothing, z_loss, CLASSES, SMOOTH,
+                                row, target, ignored, known, x_target, top, total, smooth, weight, denominator, loss,
+                                lse, smoothing, z_loss, CLASSES, SMOOTH, COMPUTE,
                             )  # fmt: skip
         if GIVEN or APART:
             if GIVEN or follows:
@@ -290,13 +299,13 @@ def tiles(
                 if GIVEN:
                     if tile == 0:
                         _finish(
-                            row, ignored, known, x_target, top, total, smooth, row_weight, scale, loss, lse,
-                            smoothing, z_loss, CLASSES, SMOOTH,
+                            row, target, ignored, known, x_target, top, total, smooth, weight, denominator, loss, lse,
+                            smoothing, z_loss, CLASSES, SMOOTH, COMPUTE,
                         )  # fmt: skip
                 if gradient is not None:
                     _gradient(
-                        row, tile, local, ignored, known, x_target, top, total, weights, row_weight, scale, logits,
-                        weight, upstream, gradient, offset, stride, smoothing, z_loss, softcap,
+                        row, tile, local, ignored, known, x_target, top, total, weights, logits, weight, denominator,
+                        upstream, gradient, offset, stride, smoothing, z_loss, softcap,
                         COLUMNS, STRIDE, CLASSES, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE,
                     )  # fmt: skip
 

@@ -121,8 +121,11 @@ def _run(
     again, scales = chunk < count and dweight is not None and dweight.dtype in (torch.bfloat16, torch.float16), None
     if again and dtype == torch.bfloat16 and kernels.fits(x.device, classes, width):
         shape = kernels.scales_shape(x.device, classes, width)
-        smaller = _room(memory - 4 * shape[0] * shape[1], a_row, count)
-        if smaller >= _SUMMED_FROM:
+        size = shape[0] * shape[1]
+        last = (count - 1) % chunk + 1  # tokens of the last chunk: until then nobody needs their rows of dx
+        if chunk >= _SUMMED_FROM and dx is not None and index is None and last * width >= 2 * size:
+            again, scales = False, dx[-last:].view(-1)[: 2 * size].view(torch.float32).view(shape)
+        elif (smaller := _room(memory - 4 * size, a_row, count)) >= _SUMMED_FROM:
             chunk, again, scales = smaller, False, x.new_empty(shape, dtype=torch.float32)
     chunks = -(-count // chunk)
     if dweight is not None and count == 0:
@@ -149,11 +152,6 @@ def _run(
                 lse[at] = some_lse
         if x_targets is not None:
             x_targets[at] = x_target
-        if dx is not None:
-            if index is None:
-                _product(z, w, dx[part])
-            else:
-                dx[at] = z @ w
         if dbias is not None:
             dbias += z.sum(0, dtype=compute)
         if dweight is not None and not again:
@@ -161,6 +159,11 @@ def _run(
                 kernels.launch(z, some, dweight, scales, number == 0, number == chunks - 1)
             else:
                 _product(z.t(), some, dweight, add=number > 0)
+        if dx is not None:
+            if index is None:
+                _product(z, w, dx[part])
+            else:
+                dx[at] = z @ w
     if again and dweight is not None and lse is not None and x_targets is not None:
         del buffer, z
         _again(
@@ -325,7 +328,7 @@ def linear_cross_entropy(
         class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
             ``tilewright.ops.cross_entropy``. Ignored tokens are not computed at all.
         memory: bytes of logits to hold at a time; at least 16 tokens' are. Left out: an eighth of all, and 512 MiB at
-            most. More is faster.
+            most. More is faster, up to a point.
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.

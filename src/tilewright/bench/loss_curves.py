@@ -1,0 +1,62 @@
+"""Two hundred steps of a small GPT on real text with each loss: the fused ones must stay within the noise of a seed."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tilewright.bench.protocol import Case, head
+from tilewright.models import GPT
+from tilewright.plan.gpt import CHOICES, GPTConfig
+
+STEPS, BATCH = 200, 16
+MODEL = {"width": 256, "layers": 4, "heads": 4, "vocabulary": 256, "sequence": 256, "gpt_block": "optimized"}
+
+
+def _text() -> torch.Tensor:
+    """Bytes of the Python standard library's sources, in the order of their names."""
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    joined = b"".join(path.read_bytes() for path in sources)
+    return torch.frombuffer(bytearray(joined), dtype=torch.uint8).long()
+
+
+def _curve(text: torch.Tensor, loss: str, seed: int) -> list[float]:
+    torch.manual_seed(seed)
+    config = GPTConfig(**MODEL, loss=loss)  # type: ignore[arg-type]
+    model = GPT(config).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    window = torch.arange(config.sequence + 1)
+    order = torch.Generator().manual_seed(0)
+    values = []
+    for _ in range(STEPS):
+        starts = torch.randint(len(text) - len(window), (BATCH, 1), generator=order)
+        batch = text[starts + window].cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            value = model(batch[:, :-1], batch[:, 1:])
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(value.item())
+    return values
+
+
+def run(quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[Case], None]) -> Case:
+    """Train with every loss on one seed and with the plain one on another. `quick` and `jobs` are of no use here."""
+    result = head("loss_curves")
+    text = _text()
+    result.update(steps=STEPS, batch=BATCH, model=MODEL, curves={})
+    runs = [("plain, another seed", "plain", 1), *((loss, loss, 0) for loss in CHOICES["loss"])]
+    for name, loss, seed in runs:
+        result["curves"][name] = _curve(text, loss, seed)
+        progress(f"{name}: {result['curves'][name][0]:.3f} to {result['curves'][name][-1]:.3f}")
+        save(result)
+    plain = torch.tensor(result["curves"]["plain"])
+    result["largest_difference_from_plain"] = {
+        name: (torch.tensor(curve) - plain).abs().max().item() for name, curve in result["curves"].items()
+    }
+    progress(str(result["largest_difference_from_plain"]))
+    save(result)
+    return result
