@@ -42,24 +42,103 @@ def _ratio(cell: dict[str, Any] | None, ours: dict[str, Any]) -> str:
     return f"{cell['median'] / ours['median']:.2f}x" if "median" in cell else "failed"
 
 
-def dropout_add_norm(result: dict[str, Any]) -> str:
+def _op(result: dict[str, Any], label: str, peers: tuple[str, ...], name: Callable[[dict[str, Any]], str]) -> str:
     """Every case: our time and share of the limit, and how much longer each peer takes."""
-    peers = ("eager", "compile", "compile-max", "liger")
-    header = ["dtype, norm, p, width"]
-    for step in ("forward", "backward"):
-        header += [step, *peers]
+    steps = [step for step in ("forward", "backward", "forward_backward") if step in result["cases"][0]]
+    header = [label]
+    for step in steps:
+        header += [step.replace("_", " + "), *peers]
     rows = []
     for case in result["cases"]:
-        row = [f"{case['dtype']}, {case['norm']}, {case['p']}, {case['width']}"]
-        for step in ("forward", "backward"):
+        row = [name(case)]
+        for step in steps:
             cells = case[step]["implementations"]
             row += [_share(cells["tilewright"]), *(_ratio(cells.get(peer), cells["tilewright"]) for peer in peers)]
         rows.append(row)
     ceilings = result["ceilings"]
+    versions = ", ".join(f"{package} {version}" for package, version in result["peers"].items())
     return (
         f"{machine(result)} Measured ceilings: copy {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, bf16 product "
-        f"{ceilings['bf16_flops'] / 1e12:.0f} TFLOPS. {result['cases'][0]['rows']} rows; device time, all "
-        f"taking turns; liger-kernel {result['peers']['liger-kernel']}.\n\n{markdown(header, rows)}"
+        f"{ceilings['bf16_flops'] / 1e12:.0f} TFLOPS. Device time, all taking turns; {versions}.\n\n"
+        f"{markdown(header, rows)}"
+    )
+
+
+def dropout_add_norm(result: dict[str, Any]) -> str:
+    """Every dtype, norm, p and width."""
+    rows = result["cases"][0]["rows"]
+    return _op(
+        result, f"{rows} rows: dtype, norm, p, width", ("eager", "compile", "compile-max", "liger"),
+        lambda case: f"{case['dtype']}, {case['norm']}, {case['p']}, {case['width']}",
+    )  # fmt: skip
+
+
+def activation(result: dict[str, Any]) -> str:
+    """Every function, form and size."""
+
+    def name(case: dict[str, Any]) -> str:
+        how = {"tanh": ", tanh", "none": ", erf", None: ""}[case["approximate"]]
+        form = "" if case["form"] == "plain" else f", {case['form']}"
+        return f"{case['function']}{form}{how}, {case['rows']} x {case['width']}"
+
+    return _op(result, "bf16", ("eager", "compile", "liger"), name)
+
+
+def rope(result: dict[str, Any]) -> str:
+    """Every layout."""
+
+    def name(case: dict[str, Any]) -> str:
+        pairs = "interleaved" if case["interleaved"] else "half-rotated"
+        return f"{case['heads']} + {case['kv_heads']} heads of {case['head_dim']}, {pairs}"
+
+    tokens = result["cases"][0]["batch"] * result["cases"][0]["sequence"]
+    return _op(result, f"bf16, {tokens} tokens", ("tilewright-inplace", "eager", "compile", "liger"), name)
+
+
+def _with_memory(result: dict[str, Any], held: Callable[[dict[str, Any]], int], names: list[str]) -> str:
+    """Peak memory of each implementation beyond `held` bytes of the case."""
+    rows = []
+    for case in result["cases"]:
+        cells = case["forward_backward"]["implementations"]
+        extra = [(cells[n]["peak_bytes"] - held(case)) / 2**20 if "peak_bytes" in cells[n] else None for n in names]
+        rows.append([_loss_case(case), *("failed" if e is None else f"{e:,.1f}" for e in extra)])
+    return markdown(["peak MiB", *names], rows)
+
+
+def _loss_case(case: dict[str, Any]) -> str:
+    width = f"H = {case['width']}, " if "width" in case else ""
+    return f"{width}V = {case['vocabulary']}, {case['tokens']} tokens"
+
+
+def cross_entropy(result: dict[str, Any]) -> str:
+    """Time, and peak memory beyond the logits."""
+    peers = ("tilewright-inplace", "eager", "compile", "liger")
+    times = _op(result, "bf16", peers, _loss_case)
+    return f"{times}\n{_with_memory(result, lambda case: 0, ['tilewright', *peers])}"
+
+
+def linear_cross_entropy(result: dict[str, Any]) -> str:
+    """Time, and peak memory beyond inputs and gradients."""
+    peers = ("tilewright-quarter", "tilewright-64MiB", "eager", "compile", "liger", "cut")
+    times = _op(result, "bf16", peers, _loss_case)
+
+    def gradients(case: dict[str, Any]) -> int:
+        return 2 * case["width"] * (case["tokens"] + case["vocabulary"])
+
+    return f"{times}\n{_with_memory(result, gradients, ['tilewright', *peers])}"
+
+
+def loss_curves(result: dict[str, Any]) -> str:
+    """Where each loss leads, and how far from the plain one."""
+    rows = [
+        [name, f"{curve[0]:.3f}", f"{curve[-1]:.3f}", f"{result['largest_difference_from_plain'][name]:.3f}"]
+        for name, curve in result["curves"].items()
+    ]
+    header = ["loss", "first step", f"step {result['steps']}", "largest difference from plain"]
+    model = result["model"]
+    return (
+        f"GPT {model['width']} x {model['layers']}, {result['batch']} x {model['sequence']} bytes of Python's standard "
+        f"library a step, bf16 autocast. {machine(result)}\n\n{markdown(header, rows)}"
     )
 
 
@@ -148,7 +227,19 @@ def memory(result: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    f.__name__: f for f in (dropout_add_norm, dropout_add_norm_small, headline, memory, tune)
+    f.__name__: f
+    for f in (
+        activation,
+        cross_entropy,
+        dropout_add_norm,
+        dropout_add_norm_small,
+        headline,
+        linear_cross_entropy,
+        loss_curves,
+        memory,
+        rope,
+        tune,
+    )  # fmt: skip
 }
 
 

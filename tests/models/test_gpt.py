@@ -6,10 +6,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.contract import DEVICE, on_gpu
 from tilewright.errors import UserError
+from tilewright.measure.corpus import corpus
 from tilewright.models import GPT
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.gpt import LLAMA, PRESETS, GPTConfig, preset
-from tilewright.tune.trial import corpus
 
 SMALL = GPTConfig(width=32, layers=2, heads=2, vocabulary=64, sequence=16)
 

@@ -15,7 +15,7 @@ from tilewright.plan.gpt import GPTConfig
 from tilewright.tune import study as study_module
 from tilewright.tune.space import Setting
 from tilewright.tune.study import run_study, run_trial
-from tilewright.tune.trial import Trial, corpus, explain
+from tilewright.tune.trial import Trial, explain
 
 TRIAL = Trial(
     model=GPTConfig(width=32, layers=1, heads=2, vocabulary=256, sequence=32, dropout=0.1),
@@ -143,11 +143,6 @@ def test_an_impossible_mfu_is_the_rows_error_and_the_others_run():
     )
     assert [("cannot be" in row.result.error) for row in study.rows] == [True, True]
     assert saved == [0, 0, 1, 2, 2]
-
-
-def test_the_corpus_is_text_and_long_enough():
-    text = corpus(1 << 20)
-    assert len(text) == 1 << 20 and text.count(b"def ") > 100
 
 
 @pytest.mark.parametrize(

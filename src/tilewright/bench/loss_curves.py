@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from tilewright.bench.protocol import Case, head
+from tilewright.measure.corpus import corpus
 from tilewright.models import GPT
 from tilewright.plan.gpt import CHOICES, GPTConfig
 
 STEPS, BATCH = 200, 16
 MODEL = {"width": 256, "layers": 4, "heads": 4, "vocabulary": 256, "sequence": 256, "gpt_block": "optimized"}
-
-
-def _text() -> torch.Tensor:
-    """Bytes of the Python standard library's sources, in the order of their names."""
-    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    joined = b"".join(path.read_bytes() for path in sources)
-    return torch.frombuffer(bytearray(joined), dtype=torch.uint8).long()
 
 
 def _curve(text: torch.Tensor, loss: str, seed: int) -> list[float]:
@@ -46,7 +38,7 @@ def _curve(text: torch.Tensor, loss: str, seed: int) -> list[float]:
 def run(quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[Case], None]) -> Case:
     """Train with every loss on one seed and with the plain one on another. `quick` and `jobs` are of no use here."""
     result = head("loss_curves")
-    text = _text()
+    text = torch.frombuffer(bytearray(corpus(1 << 22)), dtype=torch.uint8).long()
     result.update(steps=STEPS, batch=BATCH, model=MODEL, curves={})
     runs = [("plain, another seed", "plain", 1), *((loss, loss, 0) for loss in CHOICES["loss"])]
     for name, loss, seed in runs:

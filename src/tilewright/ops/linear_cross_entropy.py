@@ -182,7 +182,8 @@ def _again(
 ) -> None:  # fmt: skip
     """The weight's gradient by columns of the logits, which are computed once more; every row is written once."""
     classes = len(w)
-    columns = _room(memory, len(x) * x.element_size(), classes)
+    fits = memory // (len(x) * x.element_size())
+    columns = max(16, fits // 128 * 128 if fits >= 128 else fits // 16 * 16)  # whole tiles of the product
     weights = lse.new_full((), classes) if class_weight is None else class_weight.sum(dtype=lse.dtype)
     one, none = torch.ones_like(lse), torch.zeros_like(lse)
     parts = torch.stack((lse, one, none, none, weights.expand_as(lse)), -1)[:, None].contiguous()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilewright.measure.corpus import corpus
 from tilewright.plan.gpt import GPTConfig
 
 
@@ -59,16 +60,6 @@ class Result:
     @property
     def tokens_per_second(self) -> float | None:
         return self.tokens_per_step / statistics.median(self.step_seconds) if self.step_seconds else None
-
-
-def corpus(length: int) -> bytes:
-    """Real text that every machine has: the sources of Python's standard library, in alphabetical order."""
-    text = bytearray()
-    for path in sorted(Path(os.__file__).parent.glob("*.py")):
-        text += path.read_bytes()
-        if len(text) >= length:
-            break
-    return bytes(text[:length])
 
 
 def run(trial: Trial, report: Callable[[dict[str, Any]], None]) -> Result:
