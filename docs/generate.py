@@ -239,7 +239,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
         memory,
         rope,
         tune,
-    )  # fmt: skip
+    )
 }
 
 
