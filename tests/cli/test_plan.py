@@ -29,6 +29,15 @@ def test_train_says_what_fits_and_what_would_help():
     assert "Not even one sequence fits" in text and "4 B x 6,658,859,008" in text and "adamw_8bit" in text
 
 
+def test_levers_sizes_and_stages_explain_themselves():
+    text = run("train", "1b", "--micro-batch", "16", "--explain").stdout
+    assert "the total with it" in " ".join(text.replace("│", " ").split())
+    assert "wave = tiles / (waves x multiprocessors)" in run("lint", "1b", "--gpu", "H100-SXM5", "--explain").stdout
+    pieces = ("train", "1b", "--pipeline", "4", "--accumulation", "8", "--micro-batch", "4")
+    assert data(*pieces, "--interleave", "2")["total"] > data(*pieces)["total"]  # more micro batches are in flight
+    assert "6 layers a stage are not 5 pieces" in str(run(*pieces, "--interleave", "5").exception)
+
+
 def test_serve_counts_the_cache(tmp_path):
     config = {
         "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -81,6 +81,7 @@ def train(
     tensor: int = TENSOR,
     sequence_parallel: bool = typer.Option(False, help="Split the norms over the tensor-parallel ranks."),
     pipeline: int = typer.Option(1, min=1, help="Pipeline stages."),
+    interleave: int = typer.Option(1, min=1, help="Pieces of a pipeline stage."),
     memory_gb: float = typer.Option(None, help="Memory of a GPU in GB, in place of the table's."),
     as_json: bool = AS_JSON,
     page: Path = PAGE,
@@ -98,7 +99,7 @@ def train(
     how = memory.Training(
         micro_batch=micro_batch, precision=precision, optimizer=optimizer, recompute=recompute, attention=attention,
         loss=loss, accumulation=accumulation, data=data, zero=zero, tensor=tensor, sequence_parallel=sequence_parallel,
-        pipeline=pipeline,
+        pipeline=pipeline, interleave=interleave,
     )  # fmt: skip
     anatomy = memory.train(shape, how)
     capacity = find_gpu(gpu).usable_bytes if gpu else None
@@ -130,8 +131,15 @@ def train(
         else:
             report.items.append("Not even one sequence fits; pull a lever, or split the model (`plan parallel`).")
     if saved:
-        levers = [[name, gigabytes(value), f"{value / anatomy.total:.0%}"] for name, value in saved]
-        report.items.append(Grid("What each lever alone would save", ["lever", "saves", "share"], levers))
+        levers = [
+            [
+                name, gigabytes(value), f"{value / anatomy.total:.0%}",
+                f"{gigabytes(anatomy.total)} - {gigabytes(anatomy.total - value)}, the total with it",
+            ]
+            for name, value in saved
+        ]  # fmt: skip
+        header = ["lever", "saves", "share", "formula"]
+        report.items.append(Grid("What each lever alone would save", header, levers, explained=("formula",)))
     report.show(as_json=as_json, explain=explain, page=page)
 
 
@@ -193,6 +201,7 @@ def batch(
     pipeline: int = typer.Option(None, help="Pipeline stages."),
     gpus: str = typer.Option(None, help="GPUs in all."),
     as_json: bool = AS_JSON,
+    page: Path = PAGE,
 ) -> None:
     """Give any of the numbers, get the rest.
 
@@ -207,4 +216,4 @@ def batch(
     values = found.as_dict()
     text = "global batch = micro batch x accumulation x data; GPUs = data x tensor x pipeline"
     grid = Grid("Batches", [name.replace("_", " ") for name in values], [[f"{v:,}" for v in values.values()]])
-    Report(text, dict(values), [grid]).show(as_json=as_json, explain=False, page=None)
+    Report(text, dict(values), [grid]).show(as_json=as_json, explain=False, page=page)

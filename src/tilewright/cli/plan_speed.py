@@ -156,6 +156,13 @@ def mfu(
     Report(title, data, items).show(as_json=as_json, explain=explain, page=page)
 
 
+_LINT_FORMULAS = (
+    "costs = 1 - tile x wave x alignment, of the tile that does best",
+    "tile = m n / (m n with both rounded up to whole tiles); wave = tiles / (waves x multiprocessors)",
+    f"alignment = {sizing.MISALIGNED:.2f} where rows of n or k elements do not begin on 16 bytes (published: H100)",
+)
+
+
 @app.command("lint")
 def lint(
     model: str = MODEL,
@@ -166,6 +173,7 @@ def lint(
     measure: bool = typer.Option(False, help="Time every product and its neighbours on this machine's GPU."),
     as_json: bool = AS_JSON,
     page: Path = PAGE,
+    explain: bool = EXPLAIN,
 ) -> None:
     """Is this shape a bad one? Tiles, waves and alignment of every product, and the nearest good sizes.
 
@@ -184,6 +192,8 @@ def lint(
         {"model": model_data(model, shape), "findings": [dataclasses.asdict(f) for f in findings]},
         [Grid("Sizes", ["", "what", "is", "costs", "why, and better"], rows), *notes_of(shape)],
     )
+    if explain:
+        report.items += _LINT_FORMULAS
     if measure:
         from tilewright.measure.products import measure_products
 
@@ -192,7 +202,7 @@ def lint(
         table = [[t.name, t.shape, f"{t.flops / 1e12:.0f}", f"{t.of_best:.0%}"] for t in timed]
         report.items.append(Grid("Measured on this machine", header, table))
         report.data["measured"] = [dataclasses.asdict(t) for t in timed]
-    report.show(as_json=as_json, explain=False, page=page)
+    report.show(as_json=as_json, explain=explain, page=page)
 
 
 @app.command("roofline")
