@@ -126,6 +126,16 @@ def test_leading_dimensions_and_any_layout():
         assert torch.equal(a, b)
 
 
+def test_one_sequence_with_the_tokens_first_is_read_where_it_is():
+    base, _, options = problem(4, 50, torch.float32, {"reduction": "none"})
+    targets = torch.randint(50, (4, 1), device=DEVICE)
+    turned = base.detach().view(1, 4, 50).transpose(0, 1).requires_grad_()  # contiguous by torch's count
+    plain = torch.empty(4, 1, 50, device=DEVICE).copy_(turned.detach()).requires_grad_()
+    expected = run(cross_entropy, plain, targets, options)
+    for a, b in zip(run(cross_entropy, turned, targets, options), expected, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_the_log_sum_exp_comes_back_without_a_gradient():
     logits, targets, _ = problem(4, 60, torch.float32, {})
     loss, lse = cross_entropy(logits, targets, return_lse=True)

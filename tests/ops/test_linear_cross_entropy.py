@@ -3,6 +3,7 @@ import tempfile
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
@@ -144,6 +145,36 @@ def test_logits_are_never_held_beyond_the_memory_and_ignored_tokens_are_not_comp
     assert max(rows for rows, _ in seen) == 16  # the default is an eighth, and 16 is the least
 
 
+def test_what_ignored_tokens_hold_reaches_nothing_however_the_sum_is_made(memory):
+    leaves, targets, _ = problem(torch.bfloat16, {})
+    clean = run(linear_cross_entropy, leaves, targets, {"memory": memory})
+    with torch.no_grad():
+        leaves[0][targets == -100] = float("nan")
+    for a, b in zip(run(linear_cross_entropy, leaves, targets, {"memory": memory}), clean, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_large_logits_lose_nothing_in_a_second_pass():
+    weight = torch.tensor([[1.0], [1.0], [0.0]] * 6, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    x = torch.full((20, 1), 2.0**20, device=DEVICE, dtype=torch.bfloat16)
+    targets = torch.zeros(20, dtype=torch.int64, device=DEVICE)
+    gradients = [
+        torch.autograd.grad(linear_cross_entropy(x, weight, targets, memory=memory), weight)[0].double()
+        for memory in (10**9, 1)
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0.02, atol=0.0)
+
+
+def test_a_new_number_of_tokens_is_no_new_graph():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+    compiled = torch.compile(linear_cross_entropy, backend=counter)
+    weight = torch.randn(9, 4, device=DEVICE, requires_grad=True)
+    for tokens in (5, 6, 7, 8):
+        compiled(torch.randn(tokens, 4, device=DEVICE), weight, torch.randint(9, (tokens,), device=DEVICE))
+    assert counter.frame_count <= 2
+
+
 def test_leading_dimensions_a_log_sum_exp_and_a_frozen_weight():
     (x, weight, bias), targets, _ = problem(torch.float32, {}, 40, 24, 77)
     x3, targets3 = x.detach().view(4, 10, 24).requires_grad_(), targets.view(4, 10)
@@ -186,6 +217,12 @@ def test_under_autocast_the_products_are_low_and_the_weights_gradient_is_float32
         assert (a.double() - e).norm() <= (1.05 if DEVICE == "cuda" else 2.5) * (
             p.double() - e
         ).norm() + 1e-4 * e.norm()
+
+
+def test_a_weight_of_the_other_sixteen_bits_is_refused_under_autocast():
+    leaves, targets, _ = problem(torch.float16, {})
+    with torch.autocast(DEVICE, dtype=torch.bfloat16), pytest.raises(TypeError, match="convert weight"):
+        linear_cross_entropy(*leaves[:2], targets)
 
 
 def test_float16_survives_a_loss_scale():
@@ -295,6 +332,7 @@ def test_a_weight_sharded_by_fsdp2_gets_the_mean_of_the_ranks_gradients():
         ({"weight": torch.zeros(1, 4)}, ValueError, "vocabulary"),
         ({"class_weight": torch.ones(7)}, ValueError, "class_weight has shape"),
         ({"memory": 0}, ValueError, "memory"),
+        ({"x": torch.zeros(3, 0), "weight": torch.zeros(8, 0)}, ValueError, "must agree"),
         ({"reduction": "avg"}, ValueError, "mean, sum, none"),
     ],
     ids=str,

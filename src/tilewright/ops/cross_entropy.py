@@ -131,7 +131,7 @@ def launch(
     tiles, lag, start = kernels.tiles_launch(
         logits.device,
         columns,
-        logits.stride(-2) if logits.ndim > 1 else columns,
+        columns if logits.is_contiguous() else logits.stride(-2),
         classes or columns,
         _op.dtypes((*first, arrived)),
         given is not None,
@@ -243,6 +243,8 @@ class _Parallel(torch.autograd.Function):
         ctx: Any, logits: Any, targets: Any, weight: Any, options: Options, mean: bool, inplace: bool, group: Any
     ) -> Any:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        if os.environ.get("TILEWRIGHT_DEBUG") == "1":
+            _check_shards(logits, group)
         columns, compute = logits.shape[-1], _op.compute_dtype(logits)
         cut = {"offset": rank * columns, "classes": ranks * columns}
         (packed,) = _op.packed((logits,))
@@ -295,6 +297,15 @@ def _parallel(
         everything, targets, weight=weight, ignore_index=options.ignore_index, label_smoothing=options.smoothing,
         z_loss=options.z_loss, softcap=options.softcap, reduction=reduction,
     )  # fmt: skip
+
+
+def _check_shards(logits: torch.Tensor, group: Any) -> None:
+    """Refuse, on every rank, shards of different sizes."""
+    widest = torch.tensor([logits.shape[-1], -logits.shape[-1]], device=logits.device)
+    dist.all_reduce(widest, dist.ReduceOp.MAX, group=group)
+    most, least = widest[0].item(), -widest[1].item()
+    if most != least:
+        raise ValueError(f"{_NAME}: ranks have {least} to {most} columns; give every rank as many.")
 
 
 class _Gathered(torch.autograd.Function):
@@ -384,6 +395,7 @@ def cross_entropy(
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
 
     A target outside of the vocabulary makes its loss NaN; with ``TILEWRIGHT_DEBUG=1`` in the environment, an error.
+    Under ``torch.compile`` float16 runs the plain code. Backward works once for each forward.
     Float16 takes a second pass in backward, where its factor is known: a gradient over the targets' number fits no
     float16.
 

@@ -258,6 +258,9 @@ def tiles(
                     COLUMNS, STRIDE, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE,
                 )  # fmt: skip
                 tl.store(picked + row, x_target, here)
+                at = partials + (row * TILES + tile) * _PARTS
+                tl.store(at, top)
+                tl.store(at + 1, total)
                 if ALONE:
                     smooth = _smooth(top, total, pivot, spread, weights)
                     _finish(
@@ -271,9 +274,6 @@ def tiles(
                             COLUMNS, STRIDE, CLASSES, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE,
                         )  # fmt: skip
                 else:
-                    at = partials + (row * TILES + tile) * _PARTS
-                    tl.store(at, top)
-                    tl.store(at + 1, total)
                     if SMOOTH:
                         tl.store(at + 2, pivot)
                         tl.store(at + 3, spread)

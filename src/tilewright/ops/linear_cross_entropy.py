@@ -98,10 +98,11 @@ def _run(
     (tokens,) = _op.packed((x.reshape(-1, width),))
     targets, rows = targets.reshape(-1), targets.numel()
     wanted = needs_x or needs_weight or needs_bias
+    memory = memory or min(_MOST, rows * classes * dtype.itemsize // 8)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute)
     loss = targets.new_zeros(rows, dtype=compute)
-    lse = torch.zeros_like(loss) if wants_lse or needs_weight else None
+    lse = torch.zeros_like(loss) if wants_lse else None
     dx = torch.zeros_like(tokens) if needs_x else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
     dbias = torch.zeros_like(bias, dtype=compute) if needs_bias and bias is not None else None
@@ -130,7 +131,7 @@ def _run(
     chunks = -(-count // chunk)
     if dweight is not None and count == 0:
         dweight.zero_()
-    x_targets = targets.new_zeros(rows, dtype=compute) if again else None
+    statistics: list[tuple[Tensor, Tensor]] = []  # of the chunks, for a second pass
     buffer = x.new_empty(chunk, pitch)
     buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
     for number in range(chunks):
@@ -141,7 +142,7 @@ def _run(
         _logits(some, w, b, z)
         some_loss = loss[part] if index is None else torch.empty_like(loss[part])
         some_lse = None if lse is None else lse[part] if index is None else torch.empty_like(lse[part])
-        (x_target, _) = launch(
+        found = launch(
             z, some_targets, class_weight, denominator, options, arrived=arrived[part],
             upstream=upstream if upstream is None or upstream.ndim == 0 else upstream[at],
             loss=some_loss, lse=some_lse, gradient=z if wanted else None,
@@ -150,8 +151,8 @@ def _run(
             loss[at] = some_loss
             if lse is not None and some_lse is not None:
                 lse[at] = some_lse
-        if x_targets is not None:
-            x_targets[at] = x_target
+        if again:
+            statistics.append((found[0], _of_rows(found[1])))
         if dbias is not None:
             dbias += z.sum(0, dtype=compute)
         if dweight is not None and not again:
@@ -164,11 +165,13 @@ def _run(
                 _product(z, w, dx[part])
             else:
                 dx[at] = z @ w
-    if again and dweight is not None and lse is not None and x_targets is not None:
+    if again and dweight is not None:
         del buffer, z
-        _again(
-            tokens, w, b, targets, class_weight, denominator, options, upstream, memory, lse, x_targets, dweight
-        )  # fmt: skip
+        if index is not None:
+            tokens, targets = tokens[index], targets[index]
+            upstream = upstream[index] if upstream is not None and upstream.ndim else upstream
+        given = tuple(torch.cat(parts) for parts in zip(*statistics, strict=True))
+        _again(tokens, w, b, targets, class_weight, denominator, options, upstream, memory, given, dweight)
     if dx is not None:
         dx = dx.view(x.shape)
     if dbias is not None and bias is not None:
@@ -176,17 +179,24 @@ def _run(
     return loss, lse if wants_lse else None, dx, dweight, dbias
 
 
+def _of_rows(parts: Tensor) -> Tensor:
+    """(maximum, sum of exponentials) of each row out of those of its tiles, apart: together they would lose bits."""
+    maximum, total = parts[..., 0], parts[..., 1]
+    top = maximum.amax(1)
+    return torch.stack((top, (total * (maximum - top[:, None]).exp()).sum(1)), -1)
+
+
 def _again(
     x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, class_weight: Tensor | None, denominator: Tensor | None,
-    options: Options, upstream: Tensor | None, memory: int, lse: Tensor, x_targets: Tensor, dweight: Tensor,
+    options: Options, upstream: Tensor | None, memory: int, statistics: tuple[Tensor, ...], dweight: Tensor,
 ) -> None:  # fmt: skip
     """The weight's gradient by columns of the logits, which are computed once more; every row is written once."""
     classes = len(w)
+    x_targets, rows = statistics
     fits = memory // (len(x) * x.element_size())
     columns = max(16, fits // 128 * 128 if fits >= 128 else fits // 16 * 16)  # whole tiles of the product
-    weights = lse.new_full((), classes) if class_weight is None else class_weight.sum(dtype=lse.dtype)
-    one, none = torch.ones_like(lse), torch.zeros_like(lse)
-    parts = torch.stack((lse, one, none, none, weights.expand_as(lse)), -1)[:, None].contiguous()
+    weights = rows.new_full((), classes) if class_weight is None else class_weight.sum(dtype=rows.dtype)
+    parts = torch.cat((rows, torch.zeros_like(rows), weights.expand(len(rows), 1)), -1)[:, None].contiguous()
     buffer = x.new_empty(len(x), columns)
     for first in range(0, classes, columns):
         part = slice(first, min(first + columns, classes))
@@ -328,11 +338,14 @@ def linear_cross_entropy(
         bias: ``(V,)``.
         class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
             ``tilewright.ops.cross_entropy``. Ignored tokens are not computed at all.
-        memory: bytes of logits to hold at a time; at least 16 tokens' are. Left out: an eighth of all, and 512 MiB at
-            most. More is faster, up to a point.
+        memory: bytes of logits to hold at a time; at least those of 16 tokens or 16 classes are. Left out: an eighth
+            of all, and 512 MiB at most. More is faster, up to a point.
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
+
+    Under ``torch.compile``, float16 and ``reduction="none"`` run the plain code, with all logits. Backward works once
+    for each forward.
 
     >>> import torch
     >>> x, weight, targets = torch.randn(6, 8), torch.randn(50, 8), torch.tensor([1, 2, -100, 3, 4, 5])
@@ -351,10 +364,8 @@ def linear_cross_entropy(
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
         )  # fmt: skip
         return (loss, lse.detach()) if return_lse else loss
-    if memory is None:
-        memory = min(_MOST, targets.numel() * len(weight) * x.element_size() // 8)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
-    inputs = (x, weight, bias, targets, class_weight, *options, reduction == "mean", memory, return_lse, *needs)
+    inputs = (x, weight, bias, targets, class_weight, *options, reduction == "mean", memory or 0, return_lse, *needs)
     if traced:
         loss, lse, *_ = _registered(*inputs)
         lse = lse.detach()
@@ -376,7 +387,7 @@ def _check(
     _op.check_tensor(_NAME, "x", x)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(f"{_NAME}: weight must be a matrix, classes by width.")
-    if not x.ndim or x.shape[-1] != weight.shape[1]:
+    if not x.ndim or x.shape[-1] != weight.shape[1] or not weight.shape[1]:
         raise ValueError(
             f"{_NAME}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; the last must agree."
         )
@@ -387,6 +398,8 @@ def _check(
             raise TypeError(
                 f"{_NAME}: {name} is {tensor.dtype} and x is {x.dtype}; convert one, or use torch.autocast."
             )
+        if tensor is not None and tensor.dtype not in (_dtype(x), torch.float32, torch.float64):
+            raise TypeError(f"{_NAME}: {name} is {tensor.dtype} and autocast's dtype {_dtype(x)}; convert {name}.")
     check_loss(_NAME, x, len(weight), targets, "class_weight", class_weight, options, reduction)
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
         raise ValueError(f"{_NAME}: memory is {memory!r}; give bytes, at least 1.")
