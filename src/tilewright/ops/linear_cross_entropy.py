@@ -72,6 +72,30 @@ def _room(memory: int, each: int, most: int) -> int:
     return -(-most // (16 * parts)) * 16
 
 
+def _plan(
+    memory: int, a_row: int, count: int, dweight: Tensor | None, dx: Tensor | None
+) -> tuple[int, bool, Tensor | None]:
+    """(tokens a chunk, whether the weight's gradient takes a second pass, scales where it is summed in 16 bits).
+
+    The scales lie in the rows of `dx`, if there is one, that the last chunk will write, and take no memory then.
+    """
+    chunk = max(16, _room(memory, a_row, count))
+    if chunk >= count or dweight is None or dweight.dtype not in (torch.bfloat16, torch.float16):
+        return chunk, False, None
+    from tilewright.ops import linear_cross_entropy_kernels as kernels
+
+    classes, width = dweight.shape
+    if dweight.dtype == torch.bfloat16 and kernels.fits(dweight.device, classes, width):
+        shape = kernels.scales_shape(dweight.device, classes, width)
+        size, last = shape[0] * shape[1], (count - 1) % chunk + 1
+        if chunk >= _SUMMED_FROM and dx is not None and last * width >= 2 * size:
+            return chunk, False, dx[-last:].view(-1)[: 2 * size].view(torch.float32).view(shape)
+        smaller = _room(memory - 4 * size, a_row, count)
+        if smaller >= _SUMMED_FROM:
+            return smaller, False, dweight.new_empty(shape, dtype=torch.float32)
+    return chunk, True, None
+
+
 def _run(
     upstream: Tensor | None,
     x: Tensor,
@@ -117,17 +141,7 @@ def _run(
     count = rows if index is None else len(index)
 
     pitch = -(-classes // 64) * 64  # rows of logits begin on 128 bytes, whatever the vocabulary
-    a_row = pitch * dtype.itemsize
-    chunk = max(16, _room(memory, a_row, count))
-    again, scales = chunk < count and dweight is not None and dweight.dtype in (torch.bfloat16, torch.float16), None
-    if again and dtype == torch.bfloat16 and kernels.fits(x.device, classes, width):
-        shape = kernels.scales_shape(x.device, classes, width)
-        size = shape[0] * shape[1]
-        last = (count - 1) % chunk + 1  # tokens of the last chunk: until then nobody needs their rows of dx
-        if chunk >= _SUMMED_FROM and dx is not None and index is None and last * width >= 2 * size:
-            again, scales = False, dx[-last:].view(-1)[: 2 * size].view(torch.float32).view(shape)
-        elif (smaller := _room(memory - 4 * size, a_row, count)) >= _SUMMED_FROM:
-            chunk, again, scales = smaller, False, x.new_empty(shape, dtype=torch.float32)
+    chunk, again, scales = _plan(memory, pitch * dtype.itemsize, count, dweight, dx if index is None else None)
     chunks = -(-count // chunk)
     if dweight is not None and count == 0:
         dweight.zero_()
@@ -141,16 +155,13 @@ def _run(
         z = buffer[: len(some_targets), :classes]
         _logits(some, w, b, z)
         some_loss = loss[part] if index is None else torch.empty_like(loss[part])
-        some_lse = None if lse is None else lse[part] if index is None else torch.empty_like(lse[part])
         found = launch(
             z, some_targets, class_weight, denominator, options, arrived=arrived[part],
             upstream=upstream if upstream is None or upstream.ndim == 0 else upstream[at],
-            loss=some_loss, lse=some_lse, gradient=z if wanted else None,
+            loss=some_loss, lse=None if lse is None else lse[part], gradient=z if wanted else None,
         )  # fmt: skip
         if index is not None:
             loss[at] = some_loss
-            if lse is not None and some_lse is not None:
-                lse[at] = some_lse
         if again:
             statistics.append((found[0], _of_rows(found[1])))
         if dbias is not None:
