@@ -14,6 +14,7 @@ from tilewright.cli import plan_speed as plan_speed  # adds its commands to `pla
 from tilewright.errors import UserError
 
 app = typer.Typer(
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

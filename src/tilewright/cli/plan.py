@@ -18,6 +18,7 @@ from tilewright.plan import batches, decoder, memory
 from tilewright.plan.decoder import Decoder
 
 app = typer.Typer(
+    rich_markup_mode=None,
     no_args_is_help=True,
     help="Will it fit, how fast can it be, what batch, how many GPUs, is this shape a bad one? Needs no GPU.",
 )
