@@ -80,12 +80,12 @@ def test_loss_and_gradients_match_float64_and_are_no_worse_than_torch(dtype, nam
     actual = run(linear_cross_entropy, leaves, targets, {**options, "memory": memory})
     peer = run(reference, leaves, targets, options)
     assert [a.dtype for a in actual] == [torch.float32, dtype, dtype, dtype]
-    if DEVICE == "cuda" or dtype != torch.bfloat16:  # Triton's interpreter cuts bfloat16 off instead of rounding it
-        assert_no_worse(actual, peer, expected)
     assert_near_truth(actual[:1], peer[:1], reduced=CLASSES)
-    # The logits are rounded to the dtype before they are exponentiated: their size times one rounding comes on top.
-    for a, p, e in zip(actual, peer, expected, strict=True):
-        assert (a.double() - e).norm() <= 4.0 * (p.double() - e).norm() + 1e-5 * e.norm()
+    if DEVICE == "cuda" or dtype != torch.bfloat16:
+        assert_no_worse(actual, peer, expected)
+    else:  # Triton's interpreter cuts bfloat16 off instead of rounding it, at the logits' gradient and at the sum
+        for a, p, e in zip(actual, peer, expected, strict=True):
+            assert (a.double() - e).norm() <= 4.0 * (p.double() - e).norm() + 1e-5 * e.norm()
 
 
 def test_a_sum_over_many_chunks_stays_as_exact_as_one_product():

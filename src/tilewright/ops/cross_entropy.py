@@ -28,7 +28,7 @@ __all__ = ["cost", "cross_entropy", "reference"]
 _NAME = "cross_entropy"
 _LARGEST = 262144
 _REDUCTIONS = ("mean", "sum", "none")
-_ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
+ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 
 
 def reference(
@@ -218,7 +218,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Any, _: Any) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(_ONCE)
+            raise RuntimeError(ONCE)
         if ctx.saved_tensors:
             logits = ctx.saved_tensors[0]
             arguments = (*ctx.saved_tensors, *ctx.options, False, True, ctx.inplace, upstream)
@@ -233,96 +233,6 @@ class _Function(torch.autograd.Function):
 
 
 _eager = _op.eager(_Function)
-
-
-class _Parallel(torch.autograd.Function):
-    """Logits whose columns are spread over a process group: statistics here, two small reductions, gradient here."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Any, targets: Any, weight: Any, options: Options, mean: bool, inplace: bool, group: Any
-    ) -> Any:
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        if os.environ.get("TILEWRIGHT_DEBUG") == "1":
-            _check_shards(logits, group)
-        columns, compute = logits.shape[-1], _op.compute_dtype(logits)
-        cut = {"offset": rank * columns, "classes": ranks * columns}
-        (packed,) = _op.packed((logits,))
-        denominator, _ = begin(targets, weight, cut["classes"], options.ignore_index, mean, compute)
-        x_target, parts = launch(packed, targets, weight, denominator, options, **cut)
-        maximum, total, pivot, spread, weights = parts.unbind(-1)
-        top = maximum.amax(1)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        total = (total * (maximum - top[:, None]).exp()).sum(1)
-        spread = (spread + weights * (pivot - top[:, None])).sum(1)
-        sums = torch.stack((x_target, total, spread, weights.sum(1)))
-        if options.smoothing == 0.0:  # nobody filled the last two
-            sums = sums[:2]
-        dist.all_reduce(sums, group=group)
-        x_target, total, spread, weights = sums if len(sums) == 4 else (*sums, top, top)
-        whole = torch.stack((top, total, top, spread, weights), -1)[:, None].contiguous()
-        loss = logits.new_empty(targets.shape, dtype=compute)
-        lse = torch.empty_like(loss)
-        given = (x_target.contiguous(), whole)
-        launch(packed, targets, weight, denominator, options, loss=loss, lse=lse, given=given, **cut)
-        ctx.save_for_backward(logits, targets, weight, denominator, *given)
-        ctx.options, ctx.inplace, ctx.cut = options, inplace, cut
-        ctx.mark_non_differentiable(lse)
-        return loss, lse
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Any, _: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(_ONCE)
-        logits, targets, weight, denominator, *given = ctx.saved_tensors
-        (packed,) = _op.packed((logits,))
-        gradient = packed if ctx.inplace or packed is not logits else torch.empty_like(packed)
-        launch(
-            packed, targets, weight, denominator, ctx.options, upstream=upstream, gradient=gradient,
-            given=tuple(given), **ctx.cut,
-        )  # fmt: skip
-        return _op.taken(gradient, logits), *(None,) * 6
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _parallel(
-    logits: Any, targets: Any, weight: Any, options: Options, reduction: str, inplace: bool, group: Any
-) -> Any:
-    """(loss, lse) of sharded logits."""
-    if _op.runs_kernel(logits):
-        loss, lse = _Parallel.apply(logits, targets, weight, options, reduction == "mean", inplace, group)
-        return (loss if reduction == "none" else loss.sum()), lse
-    everything = _Gathered.apply(logits, group)
-    return reference(
-        everything, targets, weight=weight, ignore_index=options.ignore_index, label_smoothing=options.smoothing,
-        z_loss=options.z_loss, softcap=options.softcap, reduction=reduction,
-    )  # fmt: skip
-
-
-def _check_shards(logits: torch.Tensor, group: Any) -> None:
-    """Refuse, on every rank, shards of different sizes."""
-    widest = torch.tensor([logits.shape[-1], -logits.shape[-1]], device=logits.device)
-    dist.all_reduce(widest, dist.ReduceOp.MAX, group=group)
-    most, least = widest[0].item(), -widest[1].item()
-    if most != least:
-        raise ValueError(f"{_NAME}: ranks have {least} to {most} columns; give every rank as many.")
-
-
-class _Gathered(torch.autograd.Function):
-    """The columns of all ranks, for the plain path; every rank computes the whole loss and keeps its own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, group: Any) -> torch.Tensor:
-        shards = [
-            torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
-        ]
-        dist.all_gather(shards, logits.contiguous(), group=group)
-        ctx.rank, ctx.columns = dist.get_rank(group), logits.shape[-1]
-        return torch.cat(shards, -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient.narrow(-1, ctx.rank * ctx.columns, ctx.columns), None
 
 
 @torch.library.custom_op(
@@ -353,7 +263,7 @@ def _registered_setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _registered_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
     (gradient,) = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(_ONCE)
+        raise RuntimeError(ONCE)
     scaled = None if upstream is None else (gradient * upstream.unsqueeze(-1)).to(gradient.dtype)
     return scaled, *(None,) * 9
 
@@ -409,7 +319,9 @@ def cross_entropy(
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
     _check(logits, targets, weight, options, reduction, inplace, ranks)
     if group is not None:
-        loss, lse = _parallel(logits, targets, weight, options, reduction, inplace, group)
+        from tilewright.ops.cross_entropy_parallel import parallel
+
+        loss, lse = parallel(logits, targets, weight, options, reduction, inplace, group)
         return (loss, lse.detach()) if return_lse else loss
     traced = _op.is_traced(logits, targets, weight)
     if not _op.runs_kernel(logits) or (traced and logits.dtype not in AHEAD):
