@@ -29,6 +29,13 @@ def test_train_says_what_fits_and_what_would_help():
     assert "Not even one sequence fits" in text and "4 B x 6,658,859,008" in text and "adamw_8bit" in text
 
 
+def test_no_column_of_a_plan_is_lost_on_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("parallel", "70b", "--gpus", "512", "--gpu", "H100-SXM5", "--global-batch", "2048").stdout
+    for word in ("tensor", "stages", "data", "recompute", "micro", "links", "MFU┃", "selective"):
+        assert word in text, text
+
+
 def test_levers_sizes_and_stages_explain_themselves():
     text = run("train", "1b", "--micro-batch", "16", "--explain").stdout
     assert "the total with it" in " ".join(text.replace("│", " ").split())

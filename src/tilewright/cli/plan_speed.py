@@ -325,7 +325,7 @@ def parallel_command(
          f"{p.mfu:.1%}"]
         for p in plans
     ]  # fmt: skip
-    header = ["tensor", "pipeline", "data", "ZeRO", "recompute", "micro x steps", "s/step", "bubble", "traffic"]
+    header = ["tensor", "stages", "data", "ZeRO", "recompute", "micro x steps", "s/step", "bubble", "links"]
     header += ["memory", "MFU"]
     best = plans[0]
     report = Report(

@@ -128,13 +128,17 @@ def _visible(grid: Grid, explain: bool) -> list[int]:
 
 
 def _table(grid: Grid, explain: bool) -> Table:
-    table = Table(title=grid.title, title_justify="left")
     columns = _visible(grid, explain)
+    # Many columns are set close together, and none of them is folded away to nothing.
+    table = Table(title=grid.title, title_justify="left", padding=(0, 0 if len(columns) > 8 else 1))
     for i in columns:
-        numbers = i > 0 and all(_NUMBER.fullmatch(row[i]) is not None for row in grid.rows)
+        cells = [row[i] for row in grid.rows]
+        numbers = i > 0 and all(_NUMBER.fullmatch(cell) is not None for cell in cells)
+        words = " ".join((grid.header[i], *cells)).split() or [""]
         table.add_column(
-            grid.header[i], justify="right" if numbers else "left", overflow="fold", no_wrap=numbers or i == 0
-        )
+            grid.header[i], justify="right" if numbers else "left", overflow="fold", no_wrap=numbers or i == 0,
+            min_width=min(9, max(map(len, words))),
+        )  # fmt: skip
     for row in grid.rows:
         table.add_row(*(Text(row[i]) for i in columns))
     return table
