@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -78,13 +80,36 @@ def assert_deterministic(run: Callable[[], Sequence[Tensor]], times: int = 3) ->
 
 
 def assert_compiles(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
-    """One graph, no break, same outputs and gradients as eager."""
+    """One graph, no break, same outputs and gradients as eager, and no op that Inductor had to be surprised by."""
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True)
-    eager_out, compiled_out = function(*inputs), compiled(*inputs)
-    upstream = [torch.randn_like(o) for o in eager_out]
-    assert_equal(eager_out, compiled_out)
-    assert_equal(gradients(eager_out, inputs, upstream), gradients(compiled_out, inputs, upstream))
+    with _unknown_ops() as unknown, torch._inductor.config.patch(force_disable_caches=True):  # a cached graph is silent
+        eager_out, compiled_out = function(*inputs), compiled(*inputs)
+        upstream = [torch.randn_like(o) for o in eager_out]
+        assert_equal(eager_out, compiled_out)
+        assert_equal(gradients(eager_out, inputs, upstream), gradients(compiled_out, inputs, upstream))
+    assert not unknown
+
+
+@contextlib.contextmanager
+def _unknown_ops() -> Iterator[list[str]]:
+    """What Inductor says of ops that it has not been told of; in torch 2.11 saying it takes a deep model hours."""
+    found: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "implicit fallback" in record.msg:
+                found.append(record.getMessage()[:200])
+
+    logger, collect = logging.getLogger("torch._inductor.graph"), Collect()
+    level = logger.level
+    logger.addHandler(collect)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(collect)
+        logger.setLevel(level)
 
 
 def layouts(rows: int, width: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

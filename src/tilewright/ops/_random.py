@@ -60,7 +60,7 @@ def _registered_mask(x: torch.Tensor, seed: torch.Tensor, p: float, stream: int)
     return _launch_mask(x, seed, p, stream)
 
 
-@_registered_mask.register_fake
+@_op.fake_of(_registered_mask)
 def _(x: torch.Tensor, seed: torch.Tensor, p: float, stream: int) -> torch.Tensor:
     return torch.empty(x.shape, dtype=torch.bool, device=x.device)
 

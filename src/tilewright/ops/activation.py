@@ -171,7 +171,7 @@ def _registered(*inputs: Any) -> torch.Tensor:
     return _forward(*inputs)
 
 
-@_registered.register_fake
+@_op.fake_of(_registered)
 def _(*inputs: Any) -> torch.Tensor:
     gate, up, _, _, gated = inputs
     return torch.empty((*gate.shape[:-1], _width(gate, up, gated)), dtype=gate.dtype, device=gate.device)
@@ -187,7 +187,7 @@ def _registered_backward(*inputs: Any) -> list[torch.Tensor]:
     return [inputs[1].new_empty(0) if gradient is None else gradient for gradient in _backward(*inputs)]
 
 
-@_registered_backward.register_fake
+@_op.fake_of(_registered_backward)
 def _(*inputs: Any) -> list[torch.Tensor]:
     _, gate, up, bias, _, _, needs = inputs
     return [

@@ -246,7 +246,7 @@ def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
     return tuple(inputs[0].new_empty(0) if t is None else t for t in _forward(*inputs))
 
 
-@_registered.register_fake
+@_op.fake_of(_registered)
 def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
     logits, targets, wants_lse, wants_gradient = inputs[0], inputs[1], inputs[8], inputs[9]
     rows = torch.empty(targets.shape, dtype=_op.compute_dtype(logits), device=logits.device)

@@ -236,7 +236,7 @@ def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
     return _forward(*inputs)
 
 
-@_registered.register_fake
+@_op.fake_of(_registered)
 def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
     x, rms, residual_dtype, out_dtype = inputs[0], inputs[10], inputs[12], inputs[13]
     return (
@@ -258,7 +258,7 @@ def _registered_backward(*inputs: Any) -> list[torch.Tensor]:
     return [inputs[2].new_empty(0) if gradient is None else gradient for gradient in _backward(*inputs)]
 
 
-@_registered_backward.register_fake
+@_op.fake_of(_registered_backward)
 def _(*inputs: Any) -> list[torch.Tensor]:
     z, rowscale, layerscale, weight, x_dtype, needs = (inputs[i] for i in (2, 4, 5, 6, 12, 13))
     like = [(z.shape, x_dtype), (z.shape, x_dtype), (z.shape, z.dtype)]

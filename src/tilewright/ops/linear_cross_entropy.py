@@ -267,7 +267,7 @@ def _registered(*inputs: Any) -> tuple[Tensor, ...]:
     return loss.sum(), *(inputs[0].new_empty(0) if t is None else t for t in (lse, *gradients))
 
 
-@_registered.register_fake
+@_op.fake_of(_registered)
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     x, weight, bias, targets, *_, wants_lse, needs_x, needs_weight, needs_bias = inputs
     compute, nothing = _op.compute_dtype(x), x.new_empty(0)

@@ -196,7 +196,7 @@ def _registered(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return q, q.new_empty(0) if k is None else k
 
 
-@_registered.register_fake
+@_op.fake_of(_registered)
 def _(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, heads_first = inputs[0], inputs[1], inputs[6]
     return _empty_like(q, heads_first), q.new_empty(0) if k is None else _empty_like(k, heads_first)
