@@ -1,0 +1,177 @@
+"""Every field of a training run: its type, its default, what it may be, and what it does.
+
+A field declared with `lever` changes how fast a run is or how much memory it takes, and not what it learns beyond
+rounding; those are what `tilewright tune` searches. How a configuration is read from YAML and the command line is in
+`train/configuration.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.errors import UserError
+from tilewright.plan.gpt import CHOICES as MODEL_CHOICES
+from tilewright.plan.gpt import GPTConfig
+
+PRECISIONS = ("auto", "fp32", "tf32", "bf16", "bf16_kahan", "bf16_stochastic")
+OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_bf16", "lion", "adafactor", "sgd")
+COMPILE = ("none", "default", "reduce-overhead", "max-autotune")
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+
+
+def one_of(default: str, choices: tuple[str, ...], help: str, *, lever: bool = False) -> Any:
+    """A field that takes one of a few words."""
+    return field(default=default, metadata={"choices": choices, "help": help, "lever": lever})
+
+
+def told(default: Any, help: str, *, minimum: float | None = None, lever: bool = False) -> Any:
+    """Any other field; numbers may have a least value."""
+    return field(default=default, metadata={"help": help, "minimum": minimum, "lever": lever})
+
+
+def check(section: Any, prefix: str = "") -> None:
+    """Refuse a value that its field's metadata rules out."""
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        choices, minimum = item.metadata.get("choices"), item.metadata.get("minimum")
+        if choices and value not in choices:
+            raise UserError(f"{prefix}{item.name} is {value!r}; choose {', '.join(choices[:-1])} or {choices[-1]}.")
+        if minimum is not None and value < minimum:
+            raise UserError(f"{prefix}{item.name} is {value!r}; it must be at least {minimum:g}.")
+
+
+@dataclass(frozen=True)
+class Model(GPTConfig):
+    """The model: a preset, and any field of it changed. As it comes, a byte-level GPT that a laptop trains."""
+
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    vocabulary: int = 256
+    sequence: int = 128
+    preset: str = told("", "125m ... 70b: sets width, layers, heads, vocabulary and sequence where you do not.")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is trained on."""
+
+    kind: str = one_of("text", ("text", "tokens", "synthetic"), "Text files, token files, or random tokens.")
+    paths: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Files or folders. None, with text: the sources of Python's standard library."},
+    )
+    tokenizer: str = told("bytes", "For text: `bytes`, or the path of a Hugging Face tokenizer.json.")
+    shuffle: bool = told(True, "Take the sequences in a random order, another one each epoch.")
+    seed: int = told(0, "Of that order.")
+    workers: int = told(1, "Processes that read ahead; 0 reads in the step itself.", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self, "data.")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The optimizer and its numbers."""
+
+    name: str = one_of("adamw", OPTIMIZERS, "The rule, and the precision its state is kept in.", lever=True)
+    learning_rate: float = told(3e-4, "The highest of the schedule.", minimum=0)
+    beta1: float = told(0.9, "Decay of the mean of gradients; SGD's momentum.", minimum=0)
+    beta2: float = told(0.95, "Decay of the mean of squares.", minimum=0)
+    epsilon: float = told(1e-8, "Added to the root of the mean of squares.", minimum=0)
+    weight_decay: float = told(0.1, "Of matrices and embeddings; vectors have none.", minimum=0)
+    clip: float = told(1.0, "Largest norm of all gradients together; 0: no limit.", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self, "optimizer.")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise UserError(f"optimizer.{name} is {getattr(self, name)!r}; it must be below 1.")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the steps."""
+
+    name: str = one_of("cosine", SCHEDULES, "After the warm-up: stays, falls in a line, as a cosine, or at the end.")
+    warmup: int = told(10, "Steps in which it rises from 0.", minimum=0)
+    final: float = told(0.1, "The last rate over the highest.", minimum=0)
+    decay: float = told(0.2, "For wsd: the share of the steps in which it falls.", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self, "schedule.")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is saved, where, how often."""
+
+    every: int = told(0, "Steps between two checkpoints; 0: at the end alone.", minimum=0)
+    keep: int = told(2, "Checkpoints kept; older ones are deleted.", minimum=1)
+    asynchronous: bool = told(True, "Write while training goes on.")
+    resume: str = told("auto", "`auto`: from the newest whole checkpoint of the folder, if any; `never`; or a path.")
+
+    def __post_init__(self) -> None:
+        check(self, "checkpoint.")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What happens when the loss or a gradient is not finite, or the loss jumps."""
+
+    nan: str = one_of("stop", ("stop", "skip"), "End the run, or leave the weights as they were and go on.")
+    spike: float = told(0.0, "A loss this many standard deviations above its recent mean is a spike; 0: none is.")
+    on_spike: str = one_of("stop", ("stop", "skip"), "As for nan.")
+    patience: int = told(10, "Steps skipped in a row before the run stops anyway.", minimum=1)
+
+    def __post_init__(self) -> None:
+        check(self, "guard.")
+
+
+@dataclass(frozen=True)
+class Log:
+    """What is shown and written."""
+
+    every: int = told(1, "Steps between two lines.", minimum=1)
+    tensorboard: bool = told(False, "Also write TensorBoard's files.")
+
+
+@dataclass(frozen=True)
+class Train:
+    """A whole training run."""
+
+    out: str = told("runs/default", "Folder for figures, checkpoints and profiles.")
+    steps: int = told(100, "Optimizer steps.", minimum=1)
+    seed: int = told(0, "Of weights and dropout.")
+    device: str = told("auto", "`auto`: a GPU if there is one; or `cuda`, `cpu`.")
+    precision: str = one_of(
+        "auto", PRECISIONS, "auto: bf16 on a GPU, fp32 else. bf16: autocast over float32 weights; "
+        "bf16_kahan, bf16_stochastic: bfloat16 weights, and how their updates are rounded.", lever=True,
+    )  # fmt: skip
+    compile: str = one_of("none", COMPILE, "torch.compile's mode.", lever=True)
+    cuda_graphs: bool = told(False, "Record forward and backward once, replay them each step.", lever=True)
+    micro_batch: int = told(0, "Sequences a device takes at once; 0: derived.", minimum=0, lever=True)
+    global_batch: int = told(0, "Sequences an optimizer step takes; 0: derived.", minimum=0)
+    accumulation: int = told(0, "Micro batches a step; 0: derived.", minimum=0)
+    deterministic: bool = told(False, "Only algorithms that give the same bits every time.")
+    profile: bool = told(False, "Write a trace, where a step's time went, and its memory against the plan.")
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    guard: Guard = field(default_factory=Guard)
+    log: Log = field(default_factory=Log)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def choices_of(section: type, name: str) -> tuple[str, ...] | None:
+    """What a field may be, where that is a few words."""
+    if issubclass(section, GPTConfig) and name in MODEL_CHOICES:
+        return MODEL_CHOICES[name]
+    found = next(item for item in dataclasses.fields(section) if item.name == name)
+    return found.metadata.get("choices")
