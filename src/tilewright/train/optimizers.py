@@ -1,0 +1,215 @@
+"""The optimizer of a run, from its configuration.
+
+Where torch has the rule fused and parameters are float32, torch's own is used. Everything else is `FusedOptimizer`,
+over the kernel of `tilewright.ops.optimizer`. Both take two tensors of one element from the loop, as attributes, and
+never wait for the device: `grad_scale` divides the gradients, and a `found_inf` of 1 makes `step` change nothing, not
+even the count of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.errors import UserError
+from tilewright.ops import optimizer as op
+from tilewright.train.config import Optimizer as Config
+
+# The rule of a name, and the dtype it keeps its moments in: int8 for 8-bit codes, None for the parameter's own.
+KINDS: dict[str, tuple[str, torch.dtype | None]] = {
+    "adamw": ("adamw", torch.float32), "adamw_8bit": ("adamw", torch.int8), "adamw_bf16": ("adamw", torch.bfloat16),
+    "lion": ("lion", None), "adafactor": ("adafactor", torch.float32), "sgd": ("sgd", torch.float32),
+}  # fmt: skip
+# The dtype of parameters, and how it is rounded.
+PRECISIONS = {
+    "fp32": (torch.float32, "nearest"), "tf32": (torch.float32, "nearest"), "bf16": (torch.float32, "nearest"),
+    "bf16_kahan": (torch.bfloat16, "kahan"), "bf16_stochastic": (torch.bfloat16, "stochastic"),
+}  # fmt: skip
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """AdamW, Lion, SGD or Adafactor, one kernel a tensor, with states and parameters in fewer bits.
+
+    Args:
+        parameters: as for every torch optimizer; float32 or bfloat16.
+        rule: "adamw", "lion", "sgd" or "adafactor".
+        dtype: of the moments: float32, bfloat16, int8 for 8-bit codes, or None for that of the parameter.
+        rounding: of bfloat16 parameters: "nearest", "kahan" or "stochastic".
+        lr: a number or, to change it between replays of a captured graph, a float32 tensor on the device.
+        beta1, beta2, epsilon, weight_decay: of the rule; SGD's momentum is beta1.
+        seed: of the random bits; kept in `state_dict` with the rest.
+
+    States are made with the optimizer, not in its first step: what does not fit says so early, a checkpoint can be
+    loaded into it at once, and a captured graph finds them where they stay.
+
+    >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> optimizer = FusedOptimizer([weight], rule="lion", dtype=None, rounding="kahan", lr=0.5)
+    >>> weight.grad = torch.tensor([1.0, -1.0], dtype=torch.bfloat16)
+    >>> optimizer.step()
+    >>> weight.tolist()
+    [0.5, 1.5]
+    """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        *,
+        rule: str,
+        dtype: torch.dtype | None = torch.float32,
+        rounding: str = "nearest",
+        lr: float | torch.Tensor = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        for name, value, known in (("rule", rule, op.MOMENTS), ("rounding", rounding, op.ROUNDINGS)):
+            if value not in known:
+                raise UserError(f"optimizer: {name} is {value!r}; choose {', '.join(known)}.")
+        self.rule, self.dtype, self.rounding = rule, dtype, rounding
+        numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
+        # No tuples among them: torch.distributed.checkpoint stores tensors and numbers.
+        super().__init__(parameters, {**numbers, "seed": seed})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.requires_grad:
+                self._state_of(parameter)
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
+            state.update(op.new_state(parameter, self.rule, self.dtype, self.rounding))
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        numbered = enumerate((group, parameter) for group in self.param_groups for parameter in group["params"])
+        due = [(i, group, p, self._state_of(p)) for i, (group, p) in numbered if p.grad is not None]
+        # Attributes that the loop, or GradScaler, sets and deletes.
+        given = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        _count([state["step"] for *_, state in due], given["found_inf"])
+        for index, group, parameter, state in due:
+            self._update(parameter, state, group, index, given)
+        return loss
+
+    def _update(
+        self, parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], index: int,
+        given: dict[str, torch.Tensor | None],
+    ) -> None:  # fmt: skip
+        gradient, device = parameter.grad, parameter.device
+        if gradient is None or gradient.is_sparse:
+            raise UserError("optimizer: a gradient is sparse; make its embedding with sparse=False.")
+        shared: dict[str, Any] = {
+            "lr": group["lr"],
+            "weight_decay": group["weight_decay"],
+            "stochastic": self.rounding == "stochastic",
+            # Any two parameters draw other bits; the product keeps the seeds 0, 1, 2 ... far apart.
+            "seed": (group["seed"] * 0x9E3779B97F4A7C15 + index) % 2**63,
+            **{name: None if value is None else value.to(device) for name, value in given.items()},
+        }
+        if self.rule == "adafactor":
+            op.adafactor(parameter, gradient, state, **shared)
+        else:
+            betas = {"beta1": group["beta1"], "beta2": group["beta2"], "epsilon": group["epsilon"]}
+            op.update(parameter, gradient, state, rule=self.rule, **betas, **shared)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, bit for bit and in place.
+
+        torch's own would convert every float to the dtype of its parameter: scales and counters beside bfloat16
+        parameters would be rounded. It loads the groups; the states are copied here.
+        """
+        states, saved = self.state, state_dict["state"]
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = states
+        for old, new in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for key, parameter in zip(old["params"], new["params"], strict=True):
+                if key in saved:
+                    _copy(saved[key], self._state_of(parameter))
+                else:
+                    self.state.pop(parameter, None)
+
+
+def _count(steps: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+    """All counters in one launch; a step that `found_inf` takes back is not counted."""
+    if steps and found_inf is None:
+        torch._foreach_add_(steps, 1.0)
+    elif steps and found_inf is not None:
+        torch._foreach_add_(steps, (found_inf.reshape(()) == 0).to(device=steps[0].device, dtype=torch.float32))
+
+
+def _copy(saved: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    for name in sorted(saved.keys() | state.keys()):
+        source, target = saved.get(name), state.get(name)
+        if source is None or target is None or (source.dtype, source.shape) != (target.dtype, target.shape):
+            raise UserError(
+                f"The optimizer's state {name!r} is not the saved one in name, dtype or shape; "
+                "resume with the optimizer.name, precision and model that it was saved with."
+            )
+        target.copy_(source)
+
+
+def build(
+    model: nn.Module | Iterable[torch.Tensor], config: Config, *, precision: str, seed: int = 0
+) -> torch.optim.Optimizer:
+    """The optimizer of a configuration over the parameters of a model that are trained.
+
+    Matrices and embeddings decay, vectors do not: two groups. The learning rate is each group's `lr`.
+
+    >>> optimizer = build(nn.Linear(4, 4), Config(name="adamw_8bit"), precision="fp32")
+    >>> [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+    [(1, 0.1), (1, 0.0)]
+    """
+    if precision not in PRECISIONS:
+        raise UserError(f"precision is {precision!r}; choose {', '.join(PRECISIONS)}.")
+    wanted, rounding = PRECISIONS[precision]
+    parameters = [p for p in (model.parameters() if isinstance(model, nn.Module) else model) if p.requires_grad]
+    # Beside bfloat16 weights a float32 one is welcome: it needs no rounding.
+    for parameter in parameters:
+        if parameter.dtype not in (wanted, torch.float32):
+            name = str(wanted).removeprefix("torch.")
+            raise UserError(f"precision {precision} needs {name} parameters and one is {parameter.dtype}; convert it.")
+    if not parameters:
+        raise UserError("The model has no parameter to train; set requires_grad on some.")
+    groups = [
+        {"params": members, "weight_decay": decay}
+        for members, decay in (
+            ([p for p in parameters if p.dim() >= 2], config.weight_decay),
+            ([p for p in parameters if p.dim() < 2], 0.0),
+        )
+        if members
+    ]
+    rule, dtype = KINDS[config.name]
+    if wanted == torch.float32 and config.name == "adamw":
+        betas = (config.beta1, config.beta2)
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+    if wanted == torch.float32 and rule == "sgd":
+        return _torch_sgd(groups, config)
+    return FusedOptimizer(
+        groups, rule=rule, dtype=dtype, rounding=rounding, lr=config.learning_rate, beta1=config.beta1,
+        beta2=config.beta2, epsilon=config.epsilon, seed=seed,
+    )  # fmt: skip
+
+
+def _torch_sgd(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.beta1, fused=True)
+    if config.beta1 > 0:
+        # Left to itself it makes the momentum in its first step, and leaves it unwritten if that one is skipped.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer

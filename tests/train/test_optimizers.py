@@ -1,0 +1,302 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ops.contract import DEVICE, assert_equal
+from tilewright.errors import UserError
+from tilewright.ops import _op
+from tilewright.train.config import OPTIMIZERS, Optimizer
+from tilewright.train.config import PRECISIONS as CONFIGURED
+from tilewright.train.optimizers import KINDS, PRECISIONS, FusedOptimizer, build
+
+ALL = [(name, precision) for name in OPTIMIZERS for precision in ("fp32", "bf16_kahan", "bf16_stochastic")]
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """The reference: that the kernel is the same is shown in tests/ops, and its interpreter is slow."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(_op, "runs_kernel", lambda x: False)
+
+
+def model(precision="fp32", seed=0):
+    """A matrix with 8-bit states, one too small for them, and vectors."""
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(64, 80), nn.GELU(), nn.LayerNorm(80), nn.Linear(80, 10))
+    return layers.to(device=DEVICE, dtype=PRECISIONS[precision][0])
+
+
+def fill_gradients(network, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in network.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = gradient.to(device=parameter.device, dtype=parameter.dtype)
+
+
+def run(network, optimizer, seeds):
+    for seed in seeds:
+        fill_gradients(network, seed)
+        optimizer.step()
+
+
+def tensors(network, optimizer):
+    """Every bit of both."""
+    state = optimizer.state_dict()["state"]
+    return [*network.parameters(), *[state[key][name] for key in sorted(state) for name in sorted(state[key])]]
+
+
+def made(name, precision, seed=0, **fields):
+    network = model(precision)
+    return network, build(network, Optimizer(name=name, **fields), precision=precision, seed=seed)
+
+
+def test_the_configuration_has_these_names():
+    assert set(KINDS) == set(OPTIMIZERS)
+    assert {*PRECISIONS, "auto"} == set(CONFIGURED)
+
+
+@pytest.mark.parametrize(("name", "precision"), ALL)
+def test_matrices_decay_and_vectors_do_not(name, precision):
+    """Without a gradient, and with SGD's coupled decay too, only the decay moves a parameter."""
+    network, optimizer = made(name, precision, learning_rate=0.5, weight_decay=0.5)
+    before = [p.detach().clone() for p in network.parameters()]
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for old, new in zip(before, network.parameters(), strict=True):
+        torch.testing.assert_close(new.data, old * (0.75 if old.dim() > 1 else 1.0), rtol=2.0**-7, atol=1e-7)
+
+
+def test_torchs_own_is_used_where_it_can_be():
+    for name, precision in ALL:
+        kind = type(build(model(precision), Optimizer(name=name), precision=precision))
+        expected = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}.get(name) if precision == "fp32" else None
+        assert kind is (expected or FusedOptimizer), (name, precision)
+    for precision in ("tf32", "bf16"):
+        assert type(build(model(), Optimizer(), precision=precision)) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_ours_on_float32_is_torchs(name):
+    network, theirs = made(name, "fp32", learning_rate=0.01)
+    other = model()
+    matrices, vectors = ([p for p in other.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+    ours = FusedOptimizer(groups, rule=name, lr=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8)
+    for optimizer, of in ((theirs, network), (ours, other)):
+        run(of, optimizer, range(5))
+        optimizer.grad_scale, optimizer.found_inf = (torch.tensor(x, device=DEVICE) for x in (3.0, 0.0))
+        run(of, optimizer, range(5, 7))
+    for a, b in zip(network.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "precision"), ALL)
+def test_a_step_that_found_inf_leaves_no_trace(name, precision):
+    """Not as the first one, and not later: everything then is as if it had not been."""
+    runs = []
+    for skipped in (False, True):
+        network, optimizer = made(name, precision)
+        optimizer.grad_scale = torch.tensor(2.0, device=DEVICE)
+        for seed in range(3):
+            if skipped:
+                optimizer.found_inf = torch.tensor(1.0, device=DEVICE)
+                for parameter in network.parameters():
+                    parameter.grad = torch.full_like(parameter, float("nan"))
+                optimizer.step()
+            optimizer.found_inf = torch.tensor(0.0, device=DEVICE)
+            run(network, optimizer, [seed])
+        runs.append(tensors(network, optimizer))
+    assert_equal(*runs)
+
+
+def test_grad_scaler_drives_it():
+    """torch.amp's own scaler, of which `_step_supports_amp_scaling` makes it a customer."""
+    network, optimizer = made("lion", "fp32")
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
+    before = [p.detach().clone() for p in network.parameters()]
+    scaler.scale(network(torch.randn(4, 64, device=DEVICE)).sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert_equal(list(network.parameters()), before)
+    assert scaler.get_scale() == 4.0
+    optimizer.zero_grad()
+    scaler.scale(network(torch.randn(4, 64, device=DEVICE)).sum()).backward()
+    scaler.step(optimizer)
+    assert not torch.equal(network[0].weight, before[0])
+    assert optimizer.state[network[0].weight]["step"].item() == 1
+
+
+@pytest.mark.parametrize(("name", "precision"), ALL)
+def test_states_survive_saving_bit_for_bit_and_the_run_goes_on_as_if_uninterrupted(name, precision, tmp_path):
+    network, optimizer = made(name, precision, seed=5)
+    run(network, optimizer, range(3))
+    torch.save((network.state_dict(), optimizer.state_dict()), tmp_path / "saved")
+    weights, state = torch.load(tmp_path / "saved", weights_only=True)
+    other, resumed = made(name, precision)
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    assert_equal(tensors(network, optimizer), tensors(other, resumed))
+    run(network, optimizer, range(3, 6))
+    run(other, resumed, range(3, 6))
+    assert_equal(tensors(network, optimizer), tensors(other, resumed))
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(("name", "precision"), ALL)
+def test_distributed_checkpoints_hold_it(name, precision, flatten):
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    network, optimizer = made(name, precision, seed=5)
+    run(network, optimizer, range(2))
+    saved = copy.deepcopy(get_optimizer_state_dict(network, optimizer, options=options))
+    if flatten and isinstance(optimizer, FusedOptimizer):
+        assert all(isinstance(value, (torch.Tensor, int, float)) for value in saved.values())
+        assert any(key.startswith("state.0.weight.") for key in saved)
+    other, resumed = made(name, precision)
+    other.load_state_dict(network.state_dict())
+    set_optimizer_state_dict(other, resumed, saved, options=options)
+    for of, its in ((network, optimizer), (other, resumed)):
+        run(of, its, [2])
+    assert_equal(tensors(network, optimizer), tensors(other, resumed))
+
+
+@pytest.mark.parametrize(("name", "precision"), ALL)
+def test_a_step_without_gradient_or_rate_leaves_the_weights(name, precision):
+    """What torch.distributed.checkpoint does to an optimizer whose states are not there yet."""
+    network, optimizer = made(name, precision)
+    before = [p.detach().clone() for p in network.parameters()]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert_equal(list(network.parameters()), before)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bf16"])
+def test_the_seed_decides_and_no_two_parameters_share_their_draws(name):
+    runs = {}
+    for key, seed in (("first", 1), ("again", 1), ("other", 2)):
+        torch.manual_seed(0)
+        one = nn.Parameter(torch.randn(64, 80, device=DEVICE))
+        two = nn.Parameter(one.detach().clone())
+        optimizer = build([one, two], Optimizer(name=name), precision="fp32", seed=seed)
+        for _ in range(3):
+            one.grad = two.grad = torch.randn(64, 80, device=DEVICE)
+            optimizer.step()
+        runs[key] = [optimizer.state[p]["square"] for p in (one, two)]
+    assert_equal(runs["first"], runs["again"])
+    assert not torch.equal(runs["first"][0], runs["other"][0])
+    assert not torch.equal(*runs["first"])
+
+
+def trained(name, precision):
+    """The loss of a small network that has learned to imitate another, from its inputs in random order."""
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    inputs = torch.randn(512, 32)
+    targets = teacher(inputs).detach()
+    student = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 8))
+    student = student.to(PRECISIONS[precision][0])
+    rate = {"lion": 3e-4, "sgd": 0.1, "adafactor": 3e-2}.get(name, 3e-3)
+    decay = 0.0 if name == "sgd" else 0.1  # SGD's is not divided by the size of the gradients
+    config = Optimizer(name=name, learning_rate=rate, weight_decay=decay)
+    optimizer = build(student, config, precision=precision)
+    for step in range(300):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 - step / 300)
+        rows = torch.randint(512, (128,))
+        dtype = next(student.parameters()).dtype
+        loss = (student(inputs[rows].to(dtype)).float() - targets[rows]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return (student.float()(inputs) - targets).square().mean().item(), targets.var().item()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="as much as the CPU shows")
+def test_every_optimizer_trains_and_fewer_bits_cost_little():
+    baseline, variance = trained("adamw", "fp32")
+    assert baseline < 0.02 * variance
+    for name, precision in (("adamw_8bit", "fp32"), ("adamw_bf16", "fp32")):
+        assert trained(name, precision)[0] < 1.2 * baseline, name
+    for precision in ("bf16_kahan", "bf16_stochastic"):  # forward and backward are in bfloat16 here
+        assert trained("adamw_8bit", precision)[0] < 0.03 * variance, precision
+    for name in ("lion", "adafactor", "sgd"):
+        assert trained(name, "bf16_kahan")[0] < 0.2 * variance, name
+
+
+def test_frozen_empty_and_mixed_parameters_pass():
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    empty, norm = nn.Parameter(torch.ones(0, 4).bfloat16()), nn.Parameter(torch.ones(4))
+    late = nn.Parameter(torch.ones(4, 4).bfloat16())
+    for name in OPTIMIZERS:
+        optimizer = build([frozen, empty, norm, late], Optimizer(name=name, learning_rate=0.1), precision="bf16_kahan")
+        for parameter in (empty, norm):  # and none for `late`
+            parameter.grad = torch.ones_like(parameter)
+        before = late.detach().clone()
+        optimizer.step()
+        assert torch.equal(late, before)
+        assert "compensation" not in optimizer.state[norm]
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
+        late.grad = torch.ones_like(late)
+        optimizer.step()
+        assert not torch.equal(late, before)
+        assert [optimizer.state[p]["step"].item() for p in (norm, late)] == [2, 1]
+        late.grad = None
+
+
+def test_the_learning_rate_may_be_a_tensor():
+    results = []
+    for rate in (0.02, torch.tensor(0.02, device=DEVICE)):
+        for rule in ("adamw", "lion", "sgd", "adafactor"):
+            network = model("bf16_kahan")
+            optimizer = FusedOptimizer(network.parameters(), rule=rule, rounding="kahan", lr=rate, weight_decay=0.1)
+            run(network, optimizer, range(2))
+            results.append(tensors(network, optimizer))
+    for first, second in zip(results[:4], results[4:], strict=True):
+        for a, b in zip(first, second, strict=True):
+            torch.testing.assert_close(a, b, rtol=2.0**-7, atol=2.0**-12)
+
+
+def test_autograd_sees_that_a_parameter_changed():
+    weight = nn.Parameter(torch.ones(3, device=DEVICE))
+    optimizer = FusedOptimizer([weight], rule="lion")
+    loss = (weight * weight).sum()
+    weight.grad = torch.ones(3, device=DEVICE)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_cannot_be_trained_is_refused_in_one_sentence():
+    for precision, network, why in (
+        ("fp32", model().half(), "precision fp32 needs float32 parameters and one is torch.float16"),
+        ("bf16_kahan", model().half(), "needs bfloat16 parameters and one is torch.float16"),
+        ("bf16", model("bf16_kahan"), "precision bf16 needs float32 parameters and one is torch.bfloat16"),
+        ("auto", model(), "precision is 'auto'; choose fp32"),
+        ("fp32", nn.GELU(), "no parameter to train"),
+    ):
+        with pytest.raises(UserError, match=why):
+            build(network, Optimizer(), precision=precision)
+    with pytest.raises(UserError, match="rule is 'adam'; choose adamw, lion, sgd, adafactor"):
+        FusedOptimizer(model().parameters(), rule="adam")
+    table = nn.Embedding(10, 4, sparse=True, device=DEVICE)
+    table(torch.tensor([1], device=DEVICE)).sum().backward()
+    with pytest.raises(UserError, match="sparse=False"):
+        FusedOptimizer(table.parameters(), rule="lion").step()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("adamw_8bit", "adamw_bf16"), ("lion", "adamw_bf16")])
+def test_a_state_of_another_kind_is_refused(saved, loaded):
+    state = made(saved, "fp32")[1].state_dict()
+    with pytest.raises(UserError, match="resume with the optimizer.name, precision and model"):
+        made(loaded, "fp32")[1].load_state_dict(state)
