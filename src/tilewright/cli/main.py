@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilewright
-from tilewright.cli import bench, doctor, plan, tune
+from tilewright.cli import bench, config, data, doctor, export, plan, tune
 from tilewright.cli import plan_speed as plan_speed  # adds its commands to `plan`
 from tilewright.errors import UserError
 
@@ -22,6 +22,9 @@ app = typer.Typer(
 )
 app.command("tune")(tune.tune)
 app.add_typer(plan.app, name="plan")
+app.add_typer(config.app, name="config")
+app.add_typer(data.app, name="data")
+app.command("export")(export.export)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 
