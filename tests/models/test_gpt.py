@@ -169,21 +169,67 @@ def test_autocast_losses_agree_and_the_residual_stays_float32():
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)
 
 
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("block", ["standard", "optimized"])
-def test_recompute_changes_neither_loss_nor_gradients(block):
-    config = GPTConfig(width=32, layers=2, heads=2, vocabulary=64, sequence=16, gpt_block=block, dropout=0.5)
+@pytest.mark.parametrize("lever", [{"recompute": "full"}, {"recompute": "selective"}, {"mlp": "recompute"}])
+def test_recompute_changes_neither_loss_nor_gradients(block, lever, style):
+    # Selective adds a branch apart from its norm, with masks of its own: another dropout where the block is fused.
+    dropout = 0.0 if block == "optimized" and lever.get("recompute") == "selective" else 0.5
+    config = dataclasses.replace(STYLES[style], gpt_block=block, dropout=dropout)
     torch.manual_seed(0)
-    kept = GPT(config)
-    again = GPT(dataclasses.replace(config, recompute="full"))
+    kept = GPT(config).to(DEVICE)
+    again = GPT(dataclasses.replace(config, **lever)).to(DEVICE)
     again.load_state_dict(kept.state_dict())
-    tokens = torch.randint(64, (2, 16))
+    batch = tokens()
     results = []
     for model in (kept, again):
         torch.manual_seed(1)
-        loss = model(tokens, tokens)
+        loss = model(batch, batch)
         results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("lever", "again"),
+    [({}, 0), ({"recompute": "selective"}, 1), ({"recompute": "full"}, 3), ({"mlp": "recompute"}, 0)],
+)
+def test_recompute_runs_the_products_again_that_it_says(lever, again):
+    """A block has four; of a whole block that runs again the last one's result is not needed."""
+    counts = []
+    for levers in ({}, lever):
+        model = GPT(dataclasses.replace(SMALL, **levers))
+        with Products() as products:
+            model(tokens().cpu(), tokens().cpu()).backward()
+        counts.append(products.count)
+    assert counts[1] - counts[0] == again * SMALL.layers
+
+
+@pytest.mark.parametrize("attention", ["flash", "efficient", "math"])
+def test_attention_is_the_same_whoever_computes_it(attention):
+    batch = tokens()
+    torch.manual_seed(0)
+    auto = GPT(SMALL).to(DEVICE)
+    chosen = GPT(dataclasses.replace(SMALL, attention=attention)).to(DEVICE)
+    chosen.load_state_dict(auto.state_dict())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        try:
+            found = chosen(batch, batch)
+        except RuntimeError as error:
+            pytest.skip(str(error).splitlines()[0])
+        torch.testing.assert_close(auto(batch, batch), found, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("loss", ["fused", "linear_fused"])

@@ -9,10 +9,15 @@ embedding. Nothing else differs, and both have the same parameters under the sam
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, RoPE
 from tilewright.ops import cross_entropy, linear_cross_entropy
@@ -33,9 +38,12 @@ class StandardDropoutAddNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = F.dropout(x, self.p, self.training)
         residual = x if residual is None else x + residual
+        return self.normalise(residual), residual
+
+    def normalise(self, residual: Tensor) -> Tensor:
         if self.norm == "rms":
-            return F.rms_norm(residual, self.weight.shape, self.weight, 1e-5), residual
-        return F.layer_norm(residual, self.weight.shape, self.weight, self.bias, 1e-5), residual
+            return F.rms_norm(residual, self.weight.shape, self.weight, 1e-5)
+        return F.layer_norm(residual, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
 class StandardGeluMLP(GeluMLP):
@@ -78,11 +86,17 @@ def _norm(config: GPTConfig) -> nn.Module:
 
 
 def _mlp(config: GPTConfig) -> nn.Module:
-    optimized = config.gpt_block == "optimized"
+    fused = config.gpt_block == "optimized" if config.mlp == "auto" else config.mlp != "standard"
+    width, inner, again = config.width, config.ffn_width, config.mlp == "recompute"
     if config.gated:
-        mlp = GATED_MLPS[optimized]
-        return mlp(config.width, config.ffn_width, activation=config.activation, bias=config.bias)
-    return GELU_MLPS[optimized](config.width, config.ffn_width, config.bias, _approximate(config.activation))
+        return GATED_MLPS[fused](width, inner, activation=config.activation, bias=config.bias, recompute=again)
+    return GELU_MLPS[fused](width, inner, config.bias, _approximate(config.activation), recompute=again)
+
+
+ATTENTION = {
+    "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
+}  # fmt: skip
 
 
 class Attention(nn.Module):
@@ -91,6 +105,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads, self.key_heads, self.head_dim = config.heads, config.key_heads, config.head_dim
+        self.backend = ATTENTION.get(config.attention)
         self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_dim, config.bias)
         self.out = nn.Linear(config.width, config.width, config.bias)
 
@@ -101,7 +116,8 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rope(q, k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.key_heads)
+        with contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.key_heads)
         return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
 
 
@@ -117,8 +133,37 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
         x, residual = self.norm1(x, residual)
+        return self._sublayers(x, residual, rope)
+
+    def _sublayers(self, x: Tensor, residual: Tensor, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
         x, residual = self.norm2(self.attention(x, rope), residual)
         return self.mlp(x), residual
+
+    def recomputed(self, how: str, x: Tensor, residual: Tensor | None, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
+        """`forward`, keeping less for backward, which computes the rest again.
+
+        "full" keeps what goes in. "selective" keeps the residual stream, once, and the large products but the output's,
+        and attention; norms and activations, which are cheap, and the output product, the smallest, run again.
+        """
+        if how == "full":
+            return checkpoint(self, x, residual, rope, use_reentrant=False)
+        x = F.dropout(x, self.norm1.p, self.training)
+        residual = x if residual is None else x + residual
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keeps)
+        return checkpoint(self._from_sum, residual, rope, use_reentrant=False, context_fn=contexts)
+
+    def _from_sum(self, residual: Tensor, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
+        return self._sublayers(self.norm1.normalise(residual), residual, rope)
+
+
+def _keeps(context: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """Keep a product that widens, and attention's output; the rest is computed again."""
+    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        left, right = arguments[-2:]
+        keep = right.shape[1] > left.shape[1]
+    else:
+        keep = "scaled_dot_product" in op.name()
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class GPT(nn.Module):
@@ -142,6 +187,7 @@ class GPT(nn.Module):
         rope = ROPES[config.gpt_block == "optimized"]
         self.rope = None if learned else rope(config.head_dim, config.sequence)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.recompute = [config.recompute] * config.layers  # of each block; whoever has a budget chooses for each
         self.norm = _norm(config)
         self.apply(self._initialise)
         for name, parameter in self.named_parameters():  # the residual stream sums 2 * layers branches
@@ -163,9 +209,9 @@ class GPT(nn.Module):
         if self.position is not None:
             x = x + self.position(torch.arange(sequence, device=tokens.device))
         residual = None
-        for block in self.blocks:
-            if self.config.recompute == "full" and torch.is_grad_enabled():
-                x, residual = checkpoint(block, x, residual, self.rope, use_reentrant=False)
+        for block, how in zip(self.blocks, self.recompute, strict=True):
+            if how in ("selective", "full") and torch.is_grad_enabled():
+                x, residual = block.recomputed(how, x, residual, self.rope)
             else:
                 x, residual = block(x, residual, self.rope)
         x, _ = self.norm(x, residual)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tilewright.ops.activation import bias_gelu, geglu, swiglu
 
@@ -15,6 +16,13 @@ _GATED: dict[str, Callable[..., torch.Tensor]] = {
     "geglu_tanh": functools.partial(geglu, approximate="tanh"),
     "geglu": functools.partial(geglu, approximate="none"),
 }
+
+
+def _maybe_again(recompute: bool, rest: Callable[..., torch.Tensor], *inner: torch.Tensor) -> torch.Tensor:
+    """`rest`, which backward runs again up to its last product, where asked for; nothing in it is random."""
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(rest, *inner, use_reentrant=False, preserve_rng_state=False)
+    return rest(*inner)
 
 
 class GatedMLP(torch.nn.Module):
@@ -27,6 +35,7 @@ class GatedMLP(torch.nn.Module):
         inner: size of the dimension between.
         activation: ``"swiglu"``, ``"geglu_tanh"`` or ``"geglu"`` (by erf).
         bias: whether the three projections have one.
+        recompute: compute the activation again in backward instead of keeping it.
 
     >>> mlp = GatedMLP(8, 24)
     >>> mlp(torch.randn(2, 3, 8)).shape, sorted(mlp.state_dict())
@@ -40,19 +49,23 @@ class GatedMLP(torch.nn.Module):
         *,
         activation: str = "swiglu",
         bias: bool = False,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if activation not in _GATED:
             raise ValueError(f"GatedMLP: activation is {activation!r}; choose {', '.join(_GATED)}.")
-        self.activation = activation
+        self.activation, self.recompute = activation, recompute
         self.gate_proj = torch.nn.Linear(width, inner, bias, device=device, dtype=dtype)
         self.up_proj = torch.nn.Linear(width, inner, bias, device=device, dtype=dtype)
         self.down_proj = torch.nn.Linear(inner, width, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(_GATED[self.activation](self.gate_proj(x), self.up_proj(x)))
+        return _maybe_again(self.recompute, self._rest, self.gate_proj(x), self.up_proj(x))
+
+    def _rest(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(_GATED[self.activation](gate, up))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
@@ -66,6 +79,7 @@ class GeluMLP(torch.nn.Module):
         inner: size of the dimension between.
         bias: whether the two projections have one.
         approximate: ``"tanh"`` or ``"none"``, as in ``torch.nn.functional.gelu``.
+        recompute: compute the activation again in backward instead of keeping it.
 
     >>> mlp = GeluMLP(8, 32)
     >>> mlp(torch.randn(2, 3, 8)).shape, sorted(mlp.state_dict())
@@ -79,16 +93,20 @@ class GeluMLP(torch.nn.Module):
         bias: bool = True,
         approximate: str = "tanh",
         *,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.approximate = approximate
+        self.approximate, self.recompute = approximate, recompute
         self.up = torch.nn.Linear(width, inner, bias, device=device, dtype=dtype)
         self.down = torch.nn.Linear(inner, width, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(bias_gelu(F.linear(x, self.up.weight), self.up.bias, approximate=self.approximate))
+        return _maybe_again(self.recompute, self._rest, F.linear(x, self.up.weight))
+
+    def _rest(self, inner: torch.Tensor) -> torch.Tensor:
+        return self.down(bias_gelu(inner, self.up.bias, approximate=self.approximate))
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"

@@ -86,5 +86,12 @@ class DropoutAddNorm(torch.nn.Module):
             residual_dtype=self.residual_dtype if residual is None else None,
         )
 
+    def normalise(self, residual: torch.Tensor) -> torch.Tensor:
+        """The norm alone, of a stream to which everything has been added."""
+        return dropout_add_norm(
+            residual, None, self.weight, self.bias, eps=self.eps, norm=self.norm, zero_centered=self.zero_centered,
+            prenorm=False,
+        )  # fmt: skip
+
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, p={self.p}, norm={self.norm!r}, eps={self.eps}, prenorm={self.prenorm}"

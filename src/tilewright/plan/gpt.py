@@ -11,7 +11,9 @@ from tilewright.errors import UserError
 GPT_BLOCKS = ("standard", "optimized")
 CHOICES = {
     "gpt_block": GPT_BLOCKS,
-    "recompute": ("none", "full"),
+    "recompute": ("none", "selective", "full", "budget"),
+    "attention": ("auto", "flash", "cudnn", "efficient", "math"),
+    "mlp": ("auto", "standard", "fused", "recompute"),
     "loss": ("plain", "fused", "linear_fused"),
     "norm": ("layer", "rms"),
     "activation": ("gelu_tanh", "gelu", "swiglu", "geglu_tanh", "geglu"),
@@ -38,7 +40,12 @@ class GPTConfig:
     sequence: int = 2048
     dropout: float = 0.0
     gpt_block: str = "standard"
-    recompute: str = "none"  # "full": a block keeps its inputs alone and runs again in backward
+    # What backward computes again. "selective": all but products and attention; "full": the whole block, which keeps
+    # its inputs alone; "budget": of as few blocks as keep no more than `recompute_budget` GiB.
+    recompute: str = "none"
+    recompute_budget: float = 0.0
+    attention: str = "auto"  # who computes it; "auto" leaves that to PyTorch
+    mlp: str = "auto"  # as `gpt_block` has it; "recompute": fused, and its activation is computed again in backward
     loss: str = "plain"  # "fused": one pass over the logits; "linear_fused": never all logits at once
     norm: str = "layer"
     activation: str = "gelu_tanh"
