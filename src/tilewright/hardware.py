@@ -87,3 +87,22 @@ def by_driver_name(driver_name: str) -> Accelerator | None:
     True
     """
     return next((a for a in table().values() if driver_name in a.driver_names), None)
+
+
+def peak(driver_name: str | None, dtype: str, given: float | None, option: str) -> tuple[float | None, str]:
+    """The dense peak that MFU is measured against, and where it is from; `driver_name` is None on a CPU.
+
+    >>> peak("NVIDIA H200", "bf16", None, "--peak-tflops")
+    (989500000000000.0, '989.5 TFLOPS, H200-SXM, dense bf16')
+    """
+    if given is not None:
+        if given <= 0:
+            raise UserError(f"{option} is {given:g}; give the accelerator's dense peak in TFLOPS.")
+        return given * 1e12, f"{given:g} TFLOPS, given by {option}"
+    if driver_name is None:
+        return None, f"n/a on a CPU; give {option} for one"
+    accelerator = by_driver_name(driver_name)
+    if accelerator is None or dtype not in accelerator.peak_flops:
+        return None, f"n/a: the table has no {dtype} peak for {driver_name!r}; give it with {option}"
+    found = accelerator.peak_flops[dtype]
+    return found, f"{found / 1e12:g} TFLOPS, {accelerator.name}, dense {dtype}"

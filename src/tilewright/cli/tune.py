@@ -66,7 +66,9 @@ def tune(
         warmup_steps=3,
         steps=steps or 10,
     )
-    peak, peak_source = _peak(on_gpu, torch.cuda.get_device_name() if on_gpu else "", peak_tflops)
+    peak, peak_source = hardware.peak(
+        torch.cuda.get_device_name() if on_gpu else None, "bf16", peak_tflops, "--peak-tflops"
+    )
     head = {
         "schema": SCHEMA,
         "command": "tune",
@@ -91,21 +93,6 @@ def tune(
         _show(study, trial, peak_source)
     if all(row.result.error for row in study.rows):
         raise UserError(f"No setting ran: {study.rows[0].result.error}")
-
-
-def _peak(on_gpu: bool, driver_name: str, given: float | None) -> tuple[float | None, str]:
-    """The dense bf16 peak that MFU is measured against, and where it is from."""
-    if given is not None:
-        if given <= 0:
-            raise UserError(f"--peak-tflops is {given:g}; give the accelerator's dense peak in TFLOPS.")
-        return given * 1e12, f"{given:g} TFLOPS, given by --peak-tflops"
-    if not on_gpu:
-        return None, "n/a on a CPU; give --peak-tflops for one"
-    accelerator = hardware.by_driver_name(driver_name)
-    if accelerator is None or "bf16" not in accelerator.peak_flops:
-        return None, f"n/a: the table has no bf16 peak for {driver_name!r}; give it with --peak-tflops"
-    peak = accelerator.peak_flops["bf16"]
-    return peak, f"{peak / 1e12:g} TFLOPS, {accelerator.name}, dense bf16"
 
 
 def _show(study: Study, trial: Trial, peak_source: str) -> None:

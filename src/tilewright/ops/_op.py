@@ -48,7 +48,7 @@ def eager(function: type[torch.autograd.Function]) -> Any:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-def fake_of(op: torch.library.CustomOpDef) -> Callable[[Callable[..., Any]], None]:
+def fake_of(op: Any) -> Callable[[Callable[..., Any]], None]:
     """Registers what a compiler runs in place of `op`; the first time it does, Inductor is told to call `op` as it is.
 
     Untold, torch 2.11's Inductor writes out all that an unknown op's inputs were made of, for a line in a log that

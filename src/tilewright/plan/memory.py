@@ -118,11 +118,12 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     c, r, t = training.compute_bytes, training.residual_bytes, training.tensor
     h, heads, f = decoder.width, decoder.heads, decoder.ffn
     selective = training.recompute == "selective"
-    cheap = selective and training.attention == "flash"  # there, norms' and activation's outputs are computed again
+    # There, norms, activation and the output product are computed again, from the residual stream as the layer got it.
+    cheap = selective and training.attention == "flash"
     # Each of two: the sum that is normalised, the norm's output (the next product's input), statistics, dropout's mask.
     statistics = 4.0 if decoder.norm == "rms" else 8.0
     masks = h if decoder.dropout > 0 and decoder.gpt_block == "standard" else 0
-    norms = 2 * (r * h + (0 if cheap else c * h) + statistics + masks)
+    norms = r * h + masks if cheap else 2 * (r * h + c * h + statistics + masks)
     norms += (decoder.norms - 2) * (c * h + statistics)  # norms behind a branch keep their input
     queries, keys = heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
     attention = c * (queries + 2 * keys) + c * queries

@@ -136,6 +136,10 @@ class Log:
 
     every: int = told(1, "Steps between two lines.", minimum=1)
     tensorboard: bool = told(False, "Also write TensorBoard's files.")
+    peak_tflops: float = told(0.0, "Dense peak that MFU is measured against; 0: the table's.", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self, "log.")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tilewright.errors import UserError
+from tilewright.measure.results import write_text
 from tilewright.plan.gpt import PRESETS
 from tilewright.train.config import Train, choices_of
 from tilewright.train.yaml_tree import Node, document, read_text, shown, word

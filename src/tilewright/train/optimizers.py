@@ -196,20 +196,28 @@ def build(
     rule, dtype = KINDS[config.name]
     if wanted == torch.float32 and config.name == "adamw":
         betas = (config.beta1, config.beta2)
-        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+        adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+        return _with_state(adamw, ("exp_avg", "exp_avg_sq"), counts=True)
     if wanted == torch.float32 and rule == "sgd":
-        return _torch_sgd(groups, config)
+        sgd = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.beta1, fused=True)
+        return _with_state(sgd, ("momentum_buffer",) if config.beta1 > 0 else ())
     return FusedOptimizer(
         groups, rule=rule, dtype=dtype, rounding=rounding, lr=config.learning_rate, beta1=config.beta1,
         beta2=config.beta2, epsilon=config.epsilon, seed=seed,
     )  # fmt: skip
 
 
-def _torch_sgd(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.beta1, fused=True)
-    if config.beta1 > 0:
-        # Left to itself it makes the momentum in its first step, and leaves it unwritten if that one is skipped.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+def _with_state(
+    optimizer: torch.optim.Optimizer, names: tuple[str, ...], counts: bool = False
+) -> torch.optim.Optimizer:
+    """The states that torch would make in its first step, so that a checkpoint can be loaded before that.
+
+    And because torch's SGD leaves its momentum unwritten where that first step is skipped.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if counts:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state.update({name: torch.zeros_like(parameter) for name in names})
     return optimizer

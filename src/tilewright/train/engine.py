@@ -1,0 +1,170 @@
+"""A model under the levers of a configuration: what one micro batch and one optimizer step do.
+
+Nothing here waits for the device. The gradient's norm, what it is clipped by, and whether a step counts at all are
+tensors on the device; the optimizer reads them there. Losses of micro batches are not scaled down: their gradients are
+sums, and the optimizer divides them, together with clipping, by one number in the pass that it makes anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import UserError
+from tilewright.models import GPT
+from tilewright.plan.gpt import GPTConfig
+from tilewright.train import optimizers
+from tilewright.train.config import Train
+from tilewright.train.random_state import random_state, set_random_state
+from tilewright.train.world import World
+
+
+def device_of(config: Train) -> torch.device:
+    """The device a configuration means, or a refusal where the machine has no such thing."""
+    if config.device == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    kind = config.device.partition(":")[0]
+    if kind not in ("cuda", "cpu"):
+        raise UserError(f"device is {config.device!r}; choose auto, cuda or cpu.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda, and PyTorch finds no GPU here; choose device=cpu, or see `tilewright doctor`.")
+    return torch.device(config.device)
+
+
+def precision_of(config: Train, device: torch.device) -> str:
+    """`auto` in words."""
+    if config.precision != "auto":
+        return config.precision
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+class Engine:
+    """Model and optimizer on a device. `policies` says what each block computes again in backward."""
+
+    def __init__(self, config: Train, device: torch.device, world: World, policies: list[str]) -> None:
+        if config.cuda_graphs and device.type != "cuda":
+            raise UserError("cuda_graphs needs a GPU; leave it out on this machine.")
+        if config.cuda_graphs and config.compile in ("reduce-overhead", "max-autotune"):
+            raise UserError(f"compile={config.compile} records CUDA graphs by itself; leave cuda_graphs out.")
+        self.config, self.device, self.world = config, device, world
+        self.precision = precision_of(config, device)
+        _set_global_modes(config, self.precision)
+        torch.manual_seed(config.seed)
+        with device:
+            self.model = GPT(GPTConfig(**{k: v for k, v in vars(config.model).items() if k != "preset"}))
+        self.model.recompute = policies
+        dtype, _ = optimizers.PRECISIONS[self.precision]
+        for parameter in self.model.parameters():  # and not buffers: a table of angles needs its bits
+            parameter.data = parameter.data.to(dtype)
+        self.optimizer = optimizers.build(self.model, config.optimizer, precision=self.precision, seed=config.seed)
+        self.forward: Any = self.model
+        if config.compile != "none":
+            self.forward = torch.compile(self.model, mode=None if config.compile == "default" else config.compile)
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._static: Tensor | None = None
+
+    def tensors(self) -> dict[str, Any]:
+        """Everything that a checkpoint must hold, in place; `adopt_random_state` after it was loaded."""
+        states = {name: dict(self.optimizer.state[p]) for name, p in self.model.named_parameters()}
+        if not hasattr(self, "_random"):
+            self._random: dict[str, Tensor] = {}
+        self._random.update(random_state())
+        section = "random" if self.world.ranks == 1 else f"random-{self.world.rank}"
+        return {"model": self.model.state_dict(), "optimizer": states, section: self._random}
+
+    def adopt_random_state(self) -> None:
+        set_random_state(self._random)
+
+    def accumulate(self, tokens: Tensor, first: bool) -> Tensor:
+        """Add the gradients of a micro batch to those there are, or set them; its mean loss."""
+        if self.config.cuda_graphs:
+            return self._replay(tokens, first)
+        if self.config.compile in ("reduce-overhead", "max-autotune"):
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.profiler.record_function("tilewright.forward"):
+            loss = self._loss(tokens)
+        with torch.profiler.record_function("tilewright.backward"):
+            loss.backward()
+        return loss.detach().clone()
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            return self.forward(tokens[:, :-1], tokens[:, 1:])
+
+    def _replay(self, tokens: Tensor, first: bool) -> Tensor:
+        """Of two recordings: one sets the gradients, as backward does where there are none, one adds to them."""
+        if self._static is None:
+            self._static = tokens.clone()
+            self._warm_up()
+        if first not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            if first:
+                self.optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.graph(graph):
+                loss = self._loss(self._static)
+                loss.backward()
+            self._graphs[first] = (graph, loss.detach())
+        self._static.copy_(tokens)
+        graph, recorded = self._graphs[first]
+        graph.replay()
+        return recorded.clone()
+
+    def _warm_up(self) -> None:
+        """Run once off the record, on another stream as recording asks for, and leave no trace of it."""
+        assert self._static is not None
+        before = random_state()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._loss(self._static).backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.optimizer.zero_grad(set_to_none=True)
+        set_random_state(before)
+
+    def update(self, loss: Tensor, limit: Tensor, learning_rate: float, accumulation: int) -> Tensor:
+        """One optimizer step of the gradients there are: (norm of the mean gradient, whether the step was skipped).
+
+        Skipped, on the device, is a step whose loss or norm is not finite, or whose loss is above `limit`.
+        """
+        with torch.profiler.record_function("tilewright.optimizer"):
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self.world.sum_(gradients)
+            summed = accumulation * self.world.ranks
+            norm = torch.nn.utils.get_total_norm(gradients).float() / summed
+            skipped = 1.0 - (norm.isfinite() & loss.isfinite() & (loss <= limit)).float()
+            clip = self.config.optimizer.clip
+            scale = summed * (norm / clip).clamp_min(1.0) if clip > 0 else torch.full_like(norm, summed)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.grad_scale = torch.where(skipped > 0, torch.ones_like(scale), scale)  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            self.optimizer.step()
+            if not self._graphs:  # a recording writes to the gradients it has found
+                self.optimizer.zero_grad(set_to_none=True)
+        return torch.stack((norm, skipped))
+
+
+def _set_global_modes(config: Train, precision: str) -> None:
+    if precision in ("fp32", "tf32"):
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+@contextlib.contextmanager
+def restored_modes() -> Iterator[None]:
+    """Put torch's global modes back as they were: a run is a guest in its process."""
+    precision = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic)
