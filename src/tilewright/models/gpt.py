@@ -80,8 +80,8 @@ def _approximate(activation: str) -> str:
     return "tanh" if activation.endswith("tanh") else "none"
 
 
-def _norm(config: GPTConfig) -> nn.Module:
-    norm = NORMS[config.gpt_block == "optimized"]
+def _norm(config: GPTConfig) -> StandardDropoutAddNorm | DropoutAddNorm:
+    norm: Any = NORMS[config.gpt_block == "optimized"]
     return norm(config.width, config.dropout, norm=config.norm, bias=config.bias)
 
 
@@ -208,8 +208,11 @@ class GPT(nn.Module):
         x = self.token(tokens)
         if self.position is not None:
             x = x + self.position(torch.arange(sequence, device=tokens.device))
+        if self.config.residual == "bf16":
+            x = x.to(torch.bfloat16)
         residual = None
         for block, how in zip(self.blocks, self.recompute, strict=True):
+            assert isinstance(block, Block)
             if how in ("selective", "full") and torch.is_grad_enabled():
                 x, residual = block.recomputed(how, x, residual, self.rope)
             else:

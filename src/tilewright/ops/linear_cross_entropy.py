@@ -37,6 +37,7 @@ _NAME = "linear_cross_entropy"
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 _MOST = 512 * 2**20  # bytes of logits at a time, unless told otherwise
 _SUMMED_FROM = 512  # tokens a chunk: the product of a smaller one takes less time than adding it to a sum
+_TILE = 256  # rows of a tile of the large products
 
 Tensor = torch.Tensor
 
@@ -66,10 +67,11 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 
 def _room(memory: int, each: int, most: int) -> int:
-    """How many of `each` bytes fit, in sixteens, and evenly: the last part is no smaller than it must be."""
-    fits = max(16, memory // each // 16 * 16)
+    """How many of `each` bytes fit, in whole tiles, and evenly: the last part is no smaller than it must be."""
+    tile = _TILE if memory // each >= 4 * _TILE else 16
+    fits = max(tile, memory // each // tile * tile)
     parts = max(1, -(-most // fits))
-    return -(-most // (16 * parts)) * 16
+    return -(-most // (tile * parts)) * tile
 
 
 def _plan(

@@ -14,6 +14,7 @@ CHOICES = {
     "recompute": ("none", "selective", "full", "budget"),
     "attention": ("auto", "flash", "cudnn", "efficient", "math"),
     "mlp": ("auto", "standard", "fused", "recompute"),
+    "residual": ("auto", "bf16"),
     "loss": ("plain", "fused", "linear_fused"),
     "norm": ("layer", "rms"),
     "activation": ("gelu_tanh", "gelu", "swiglu", "geglu_tanh", "geglu"),
@@ -45,6 +46,7 @@ class GPTConfig:
     recompute: str = "none"
     recompute_budget: float = 0.0
     attention: str = "auto"  # who computes it; "auto" leaves that to PyTorch
+    residual: str = "auto"  # dtype of the stream between blocks: under autocast float32, as PyTorch leaves it
     mlp: str = "auto"  # as `gpt_block` has it; "recompute": fused, and its activation is computed again in backward
     loss: str = "plain"  # "fused": one pass over the logits; "linear_fused": never all logits at once
     norm: str = "layer"

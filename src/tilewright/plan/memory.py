@@ -44,6 +44,7 @@ class Training:
     precision: str = "amp"
     optimizer: str = "adamw"
     recompute: str = "none"
+    residual: str = "auto"  # dtype of the residual stream; "bf16" under autocast too
     attention: str = "flash"
     loss: str = "plain"
     accumulation: int | None = None  # micro batches a step; None: 1, or as many as a pipeline needs
@@ -73,8 +74,8 @@ class Training:
 
     @property
     def residual_bytes(self) -> int:
-        """Autocast adds a bf16 branch to a float32 stream, which stays float32."""
-        return self.stored_bytes
+        """Autocast adds a bf16 branch to a float32 stream, which stays float32 unless it begins as bf16."""
+        return 2 if self.residual == "bf16" else self.stored_bytes
 
     @property
     def stored_bytes(self) -> int:

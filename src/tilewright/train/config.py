@@ -108,7 +108,8 @@ class Schedule:
 class Checkpoint:
     """What is saved, where, how often."""
 
-    every: int = told(0, "Steps between two checkpoints; 0: at the end alone.", minimum=0)
+    every: int = told(0, "Steps between two checkpoints; 0: none on the way.", minimum=0)
+    final: bool = told(True, "One at the end of the run.")
     keep: int = told(2, "Checkpoints kept; older ones are deleted.", minimum=1)
     asynchronous: bool = told(True, "Write while training goes on.")
     resume: str = told("auto", "`auto`: from the newest whole checkpoint of the folder, if any; `never`; or a path.")

@@ -21,7 +21,7 @@ def planned(config: Train, precision: str, micro_batch: int, accumulation: int, 
     recompute = "none" if config.model.recompute == "budget" else config.model.recompute
     return Training(
         micro_batch=micro_batch, precision=_PRECISIONS[precision], optimizer=optimizer, recompute=recompute,
-        loss=config.model.loss, accumulation=accumulation, data=ranks,
+        residual=config.model.residual, loss=config.model.loss, accumulation=accumulation, data=ranks,
         attention="softmax" if config.model.attention == "math" else "flash",
     )  # fmt: skip
 
