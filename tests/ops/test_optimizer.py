@@ -42,11 +42,12 @@ def plain(monkeypatch):
 
 
 def problem(rule, dtype, rounding, elements=ELEMENTS, gradient_dtype=None):
+    """The same numbers on every device."""
     torch.manual_seed(elements)
-    parameter = torch.randn(elements, device=DEVICE)
+    parameter = torch.randn(elements).to(DEVICE)
     parameter = parameter if rounding == "float32" else parameter.bfloat16()
-    scale = torch.exp(torch.randn(elements, device=DEVICE))
-    gradients = [(scale * torch.randn_like(scale)).to(gradient_dtype or parameter.dtype) for _ in range(3)]
+    scale = torch.exp(torch.randn(elements))
+    gradients = [(scale * torch.randn(elements)).to(DEVICE, gradient_dtype or parameter.dtype) for _ in range(3)]
     return parameter, gradients, new_state(parameter, rule, dtype, rounding)
 
 
@@ -127,7 +128,8 @@ def test_the_kernel_is_the_reference_down_to_its_random_bits(rule, dtype, roundi
         for name, value in expected.items():
             # The last bit of float32 may differ, and now and then takes a draw to the other side.
             if value.dtype == torch.float32:
-                torch.testing.assert_close(actual[name], value, rtol=2e-6, atol=1e-7)
+                few = 4 * 2.0**-23 * float(value.abs().max())  # of a sum that may cancel
+                torch.testing.assert_close(actual[name], value, rtol=2e-6, atol=few)
             elif name != "compensation":
                 assert (actual[name] == value).double().mean() > 0.998, name
         torch.testing.assert_close(

@@ -145,7 +145,7 @@ def test_bytes_a_parameter():
     per = {name: memory.optimizer_bytes(model, Training(optimizer=name)) for name in memory.OPTIMIZERS}
     assert (per["adamw"], per["lion"], per["sgd"], per["adamw_bf16_kahan"]) == (8, 4, 4, 6)
     assert 2 <= per["adamw_8bit"] < 2.1 and per["adafactor"] < 0.1
-    assert memory.optimizer_bytes(model, Training(precision="bf16")) == 4
+    assert memory.optimizer_bytes(model, Training(precision="bf16", optimizer="adamw_bf16")) == 4
     assert memory.optimizer_bytes(model, Training(precision="mixed")) == 12
 
 

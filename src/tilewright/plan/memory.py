@@ -21,7 +21,7 @@ from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import RECOMPUTE
 
 PRECISIONS = ("amp", "mixed", "bf16", "fp32")
-OPTIMIZERS = ("adamw", "adamw_bf16_kahan", "adamw_8bit", "lion", "sgd", "adafactor")
+OPTIMIZERS = ("adamw", "adamw_bf16", "adamw_bf16_kahan", "adamw_8bit", "lion", "sgd", "adafactor")
 ATTENTION = ("flash", "softmax")
 LOSSES = ("plain", "fused", "linear_fused")
 
@@ -37,7 +37,7 @@ class Training:
     """How a model is trained, as far as memory is concerned.
 
     Precisions: `amp` is bf16 autocast over float32 parameters; `mixed` has 16-bit parameters and gradients and a
-    float32 copy of the parameters in the optimizer, as DeepSpeed does it; `bf16` has no float32 anywhere.
+    float32 copy of the parameters in the optimizer, as DeepSpeed does it; `bf16` has 16-bit parameters and gradients.
     """
 
     micro_batch: int = 1
@@ -180,15 +180,14 @@ def matmul_weights(decoder: Decoder) -> int:
 
 def optimizer_bytes(decoder: Decoder, training: Training) -> float:
     """Bytes a parameter of the optimizer's states."""
-    state = 2 if training.precision == "bf16" else 4
     master = 4.0 if training.precision == "mixed" else 0.0
     if training.optimizer == "adafactor":  # a row and a column for each matrix
         h = decoder.width
         matrices = decoder.layers * decoder.experts * 8 * (h + decoder.ffn) + 2 * (decoder.vocabulary + h)
         return master + 4 * matrices / decoder.parameters
     return master + {
-        "adamw": 2.0 * state, "adamw_bf16_kahan": 6.0, "adamw_8bit": 2.0 + 8 / 256, "lion": float(state),
-        "sgd": float(state),
+        "adamw": 8.0, "adamw_bf16": 4.0, "adamw_bf16_kahan": 6.0, "adamw_8bit": 2.0 + 8 / 256, "sgd": 4.0,
+        "lion": 2.0 if training.precision == "bf16" else 4.0,  # in the dtype of the parameters
     }[training.optimizer]  # fmt: skip
 
 
