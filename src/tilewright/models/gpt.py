@@ -4,7 +4,7 @@ Between two sublayers a GPT always does the same three things: dropout on what t
 residual stream, normalise the sum for the next sublayer. So a block takes and returns the pair (x, residual), x not yet
 added, and those three things happen at the start of each sublayer, in one module. `gpt_block` chooses what runs between
 the products: `standard` are PyTorch's own ops, `optimized` one fused kernel for each of norm, activation and rotary
-embedding. Nothing else differs, and both have the same parameters under the same names.
+embedding, and the quickest algorithm for each product. Both have the same parameters under the same names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, RoPE
+from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.ops import cross_entropy, linear_cross_entropy
 from tilewright.ops.rope import reference as rotate
 from tilewright.plan.gpt import GPTConfig
@@ -50,16 +50,19 @@ class StandardGeluMLP(GeluMLP):
     """Two products with a GELU between them, as PyTorch does it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        inner = F.gelu(F.linear(x, self.up.weight, self.up.bias), approximate=self.approximate)
+        return F.linear(inner, self.down.weight, self.down.bias)
 
 
 class StandardGatedMLP(GatedMLP):
     """Three products and a gate, as PyTorch does it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate_proj(x)
-        gate = F.silu(gate) if self.activation == "swiglu" else F.gelu(gate, approximate=_approximate(self.activation))
-        return self.down_proj(gate * self.up_proj(x))
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        x, gated = F.linear(x, up.weight, up.bias), F.linear(x, gate.weight, gate.bias)
+        approximate = _approximate(self.activation)
+        gated = F.silu(gated) if self.activation == "swiglu" else F.gelu(gated, approximate=approximate)
+        return F.linear(gated * x, down.weight, down.bias)
 
 
 class StandardRoPE(RoPE):
@@ -70,6 +73,7 @@ class StandardRoPE(RoPE):
 
 
 # (standard, optimized)
+LINEARS = (nn.Linear, Linear)
 NORMS = (StandardDropoutAddNorm, DropoutAddNorm)
 GELU_MLPS = (StandardGeluMLP, GeluMLP)
 GATED_MLPS = (StandardGatedMLP, GatedMLP)
@@ -106,8 +110,9 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.key_heads, self.head_dim = config.heads, config.key_heads, config.head_dim
         self.backend = ATTENTION.get(config.attention)
-        self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_dim, config.bias)
-        self.out = nn.Linear(config.width, config.width, config.bias)
+        linear = LINEARS[config.gpt_block == "optimized"]
+        self.qkv = linear(config.width, (self.heads + 2 * self.key_heads) * self.head_dim, config.bias)
+        self.out = linear(config.width, config.width, config.bias)
 
     def forward(self, x: Tensor, rope: nn.Module | None) -> Tensor:
         batch, sequence, width = x.shape

@@ -2,6 +2,7 @@
 
 from tilewright.nn.activation import GatedMLP, GeluMLP
 from tilewright.nn.dropout_add_norm import DropoutAddNorm
+from tilewright.nn.linear import Linear
 from tilewright.nn.rope import RoPE
 
-__all__ = ["DropoutAddNorm", "GatedMLP", "GeluMLP", "RoPE"]
+__all__ = ["DropoutAddNorm", "GatedMLP", "GeluMLP", "Linear", "RoPE"]

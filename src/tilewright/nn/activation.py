@@ -6,10 +6,11 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tilewright.nn.linear import Linear
 from tilewright.ops.activation import bias_gelu, geglu, swiglu
+from tilewright.ops.linear import linear
 
 _GATED: dict[str, Callable[..., torch.Tensor]] = {
     "swiglu": swiglu,
@@ -57,9 +58,9 @@ class GatedMLP(torch.nn.Module):
         if activation not in _GATED:
             raise ValueError(f"GatedMLP: activation is {activation!r}; choose {', '.join(_GATED)}.")
         self.activation, self.recompute = activation, recompute
-        self.gate_proj = torch.nn.Linear(width, inner, bias, device=device, dtype=dtype)
-        self.up_proj = torch.nn.Linear(width, inner, bias, device=device, dtype=dtype)
-        self.down_proj = torch.nn.Linear(inner, width, bias, device=device, dtype=dtype)
+        self.gate_proj = Linear(width, inner, bias, device=device, dtype=dtype)
+        self.up_proj = Linear(width, inner, bias, device=device, dtype=dtype)
+        self.down_proj = Linear(inner, width, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _maybe_again(self.recompute, self._rest, self.gate_proj(x), self.up_proj(x))
@@ -99,11 +100,11 @@ class GeluMLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.approximate, self.recompute = approximate, recompute
-        self.up = torch.nn.Linear(width, inner, bias, device=device, dtype=dtype)
-        self.down = torch.nn.Linear(inner, width, bias, device=device, dtype=dtype)
+        self.up = Linear(width, inner, bias, device=device, dtype=dtype)
+        self.down = Linear(inner, width, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _maybe_again(self.recompute, self._rest, F.linear(x, self.up.weight))
+        return _maybe_again(self.recompute, self._rest, linear(x, self.up.weight))
 
     def _rest(self, inner: torch.Tensor) -> torch.Tensor:
         return self.down(bias_gelu(inner, self.up.bias, approximate=self.approximate))

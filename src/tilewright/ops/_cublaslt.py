@@ -1,8 +1,9 @@
-"""Products by cuBLASLt, with what it can do to them on their way to memory, reached by ctypes.
+"""Products by cuBLASLt, by the quickest of the algorithms it offers, reached by ctypes.
 
-torch has loaded the library, but offers few of its epilogues. `product` takes matrices as torch has them, by rows:
+torch takes the algorithm that the library puts first; for wide products a later one is up to a fifth quicker. `product`
+takes matrices as torch has them, by rows:
 
-    out = left @ right              rows x columns = (rows x inner) @ (inner x columns)
+    out = left @ right + bias       rows x columns = (rows x inner) @ (inner x columns)
 
 The library thinks by columns. A matrix by rows is, read by columns, its transpose, so it is asked for
 out^T = right^T @ left^T: its A is our right, its B our left, its D our out, its m our columns, its n our rows.
@@ -10,36 +11,40 @@ out^T = right^T @ left^T: its A is our right, its B our left, its D our out, its
     right by rows          memory by columns is right^T, columns x inner     A as it is      (dx = dy @ weight)
     right = weight.t()     memory by columns is right,   inner x columns     A transposed    (y = x @ weight^T)
     left by rows           memory by columns is left^T,  inner x rows        B as it is
-    left = dy.t()          memory by columns is left,    rows x inner        B transposed    (dweight = dy^T @ x)
+    left = dy.t()          memory by columns is left,    rows x inner        B transposed
 
-What an epilogue knows as rows of D are our columns. A bias, as long as D has rows, is added to each of our rows. The
-bias gradient of DGELU_BGRAD is as long and sums D over our rows. BGRADB sums B over the inner dimension, which is our
-left over its columns: for left = dy^T, dy over its tokens. `aux`, the input of the GELU (by tanh), lies as out does.
-The elements of bias, bias gradient and aux are of out's dtype, to which the library defaults.
+Its bias is as long as D has rows, which are our columns.
+
+The choice is made by the clock, and the bits must not depend on it. Every candidate sums each element in one piece,
+over the inner dimension from front to back, in float32, whatever its tile: the inner dimension is not split between
+blocks (no reduction scheme, one split), and the workspace is too small for the partial sums of a tile that blocks
+share. That leaves how many terms one instruction adds at once, which differs between generations of them; so a
+candidate must also repeat the first one's bits on the numbers that it is timed with.
 
 Outputs are written and never read (beta is 0), so a product may run twice with the same result.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 
-T = TypeVar("T")
+WORTH_CHOOSING = 2e10  # FLOPs from which a choice can pay; some 30 microseconds of an H200
 
-_CANDIDATES = 8
-_ROUNDS = 3  # of timings, in turns
-_WORTH = 0.98  # of the first way's time: what another way must beat
-_MOST_TIMED = 512  # choices; a program that sees new shapes all the time spends its own time on its work
-_WORKSPACE = 32 * 2**20  # bytes at most, which is what NVIDIA recommends for Hopper
+_CANDIDATES = 32
+_LEADERS = 4  # of the first round of timings, for two more
+_WORTH = 0.98  # of the first candidate's time: what another must beat
+_MOST_CHOICES = 128  # a program that sees new shapes all the time spends its own time on its work
+_PLANS = 4096
+_WORKSPACE = 64 * 2**10  # bytes: enough for counters, not for partial sums
+_ROWS = 1024  # of an output whose bits are compared, spread over all of it
 
 
 # The constants of cublasLt.h, cublas_api.h and library_types.h, by their names there without the prefix.
@@ -52,8 +57,6 @@ class Description(enum.IntEnum):
     TRANSB = 4
     EPILOGUE = 7
     BIAS_POINTER = 8
-    EPILOGUE_AUX_POINTER = 11
-    EPILOGUE_AUX_LD = 12
 
 
 class Preference(enum.IntEnum):
@@ -72,19 +75,14 @@ class Epilogue(enum.IntEnum):
 
     DEFAULT = 1
     BIAS = 4
-    GELU_AUX = 160
-    GELU_AUX_BIAS = 164
-    DGELU = 192
-    DGELU_BGRAD = 208
-    BGRADB = 512
 
 
 COMPUTE_32F = 68  # CUBLAS_COMPUTE_32F
 R_32F = 0  # CUDA_R_32F
 TYPES = {torch.bfloat16: 14, torch.float16: 2, torch.float32: R_32F}  # CUDA_R_16BF, CUDA_R_16F
-# CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: where the inner dimension is split, the parts meet in float32, in the
-# workspace and in a fixed order. The other schemes round each part to the dtype of the output.
-REDUCTION_SCHEME_COMPUTE_TYPE = 2
+HALVES = (torch.bfloat16, torch.float16)  # operands; whether float32 may be less is torch's to say
+REDUCTION_SCHEME_NONE = 0  # CUBLASLT_REDUCTION_SCHEME_NONE
+ALGO_CONFIG_SPLITK_NUM = 2  # CUBLASLT_ALGO_CONFIG_SPLITK_NUM
 
 
 class Heuristic(ctypes.Structure):
@@ -110,6 +108,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cublasLtMatmulPreferenceDestroy": (c_void_p,),
     "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     "cublasLtMatmulAlgoGetHeuristic": (*(c_void_p,) * 7, c_int, c_void_p, c_void_p),
+    "cublasLtMatmulAlgoConfigGetAttribute": (c_void_p, c_int, c_void_p, c_size_t, c_void_p),
     "cublasLtMatmul": (*(c_void_p,) * 14, c_size_t, c_void_p),
 }
 
@@ -138,6 +137,12 @@ def _must(status: int, what: str) -> None:
         raise RuntimeError(f"cuBLASLt could not {what}: status {status}.")
 
 
+def _set(function: Any, described: c_void_p, attribute: enum.IntEnum, value: Any) -> None:
+    status = function(described, attribute, byref(value), ctypes.sizeof(value))
+    if status:  # before a name is made that nobody reads: a bias comes through here at every call
+        _must(status, f"set {attribute.name}")
+
+
 @functools.cache
 def _handle(device: torch.device) -> c_void_p:
     """One a device, for good; it belongs to the device that is current."""
@@ -146,193 +151,24 @@ def _handle(device: torch.device) -> c_void_p:
     return handle
 
 
-# Choosing among ways to the same result.
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def _may_time() -> bool:
     return torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
 
 
-def _milliseconds(way: Callable[[], Any]) -> float:
+def _milliseconds(launch: Callable[[Heuristic], bool], candidate: Heuristic) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    way()  # keeps the device busy until the host has queued what is timed
+    if not launch(candidate):  # keeps the device busy until the host has queued what is timed
+        return float("inf")
     start.record()
-    way()
-    way()
+    launch(candidate)
+    launch(candidate)
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
-
-
-def _exists(way: Callable[[], Any]) -> bool:
-    try:
-        return way() is not None
-    except torch.OutOfMemoryError:  # another way may need less
-        return False
-
-
-def _quickest(ways: Sequence[Callable[[], Any]]) -> int:
-    able = [index for index, way in enumerate(ways) if _exists(way)]
-    if len(able) < 2:
-        return able[0] if able else 0
-    least = dict.fromkeys(able, float("inf"))
-    for _ in range(_ROUNDS):
-        for index in able:
-            least[index] = min(least[index], _milliseconds(ways[index]))
-    best = min(able, key=lambda index: least[index])
-    return best if least[best] < _WORTH * least[able[0]] else able[0]
-
-
-class Choice:
-    """Which of several ways is the quickest, found out by trying them when they are first called.
-
-    A way returns None where it does not exist. The choice holds for the life of the process, and may differ in the next
-    one. While a graph is captured nothing can be timed, and under `torch.use_deterministic_algorithms` nothing may
-    depend on time: then it is the first that exists.
-    """
-
-    timed = 0
-
-    def __init__(self) -> None:
-        self.index: int | None = None
-
-    def __call__(self, ways: Sequence[Callable[[], T | None]]) -> T | None:
-        if not torch.are_deterministic_algorithms_enabled():
-            if self.index is None and len(ways) > 1 and Choice.timed < _MOST_TIMED and _may_time():
-                Choice.timed += 1
-                self.index = _quickest(ways)
-            if self.index is not None:
-                return ways[self.index]()
-        return next((result for way in ways if (result := way()) is not None), None)
-
-
-# Products.
-
-
-class Problem(NamedTuple):
-    """All that a plan depends on. Alignments, in bytes, are those of right, left, out, bias and aux; 0: not there."""
-
-    device: torch.device
-    rows: int
-    columns: int
-    inner: int
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    left_transposed: bool
-    left_stride: int
-    right_transposed: bool
-    right_stride: int
-    epilogue: Epilogue
-    alignments: tuple[int, ...]
-
-
-def _set(function: Any, described: c_void_p, attribute: enum.IntEnum, value: Any) -> None:
-    _must(function(described, attribute, byref(value), ctypes.sizeof(value)), f"set {attribute.name}")
-
-
-class Plan:
-    """A product described to the library, and the algorithms that can do it. From call to call only addresses change.
-
-    They are attributes of the description, hence the lock: a second thread, as autograd has, must not set them between.
-    """
-
-    def __init__(self, loaded: Any, problem: Problem) -> None:
-        self.loaded, self.problem = loaded, problem
-        self.lock, self.choice = threading.Lock(), Choice()
-        self.description, self.right, self.left, self.out = (c_void_p() for _ in range(4))
-        self.candidates: list[Heuristic] = []
-        _must(
-            loaded.cublasLtMatmulDescCreate(byref(self.description), COMPUTE_32F, R_32F),
-            "describe a product",
-        )
-        p = problem
-        self._describe(Description.TRANSA, c_int32(p.right_transposed))  # CUBLAS_OP_N is 0, CUBLAS_OP_T is 1
-        self._describe(Description.TRANSB, c_int32(p.left_transposed))
-        self._describe(Description.EPILOGUE, c_uint32(p.epilogue))
-        if p.alignments[4]:
-            self._describe(Description.EPILOGUE_AUX_LD, c_int64(p.columns))
-        # An address that nobody reads tells the library how far it may trust those to come.
-        self._point(p.alignments[3], p.alignments[4])
-        right = (p.inner, p.columns) if p.right_transposed else (p.columns, p.inner)
-        left = (p.rows, p.inner) if p.left_transposed else (p.inner, p.rows)
-        self._lay_out(self.right, p.dtype, *right, p.right_stride)
-        self._lay_out(self.left, p.dtype, *left, p.left_stride)
-        self._lay_out(self.out, p.out_dtype, p.columns, p.rows, p.columns)
-
-    def _describe(self, attribute: Description, value: Any) -> None:
-        _set(self.loaded.cublasLtMatmulDescSetAttribute, self.description, attribute, value)
-
-    def _point(self, bias: int, aux: int) -> None:
-        if bias:
-            self._describe(Description.BIAS_POINTER, c_void_p(bias))
-        if aux:
-            self._describe(Description.EPILOGUE_AUX_POINTER, c_void_p(aux))
-
-    def _lay_out(self, layout: c_void_p, dtype: torch.dtype, rows: int, columns: int, stride: int) -> None:
-        status = self.loaded.cublasLtMatrixLayoutCreate(byref(layout), TYPES[dtype], rows, columns, stride)
-        _must(status, "lay out a matrix")
-
-    def search(self) -> None:
-        """Asks for algorithms; there are none where the library has no such product on this device."""
-        preference = c_void_p()
-        _must(self.loaded.cublasLtMatmulPreferenceCreate(byref(preference)), "take a preference")
-        prefer = functools.partial(_set, self.loaded.cublasLtMatmulPreferenceSetAttribute, preference)
-        prefer(Preference.MAX_WORKSPACE_BYTES, c_uint64(_WORKSPACE))
-        prefer(Preference.REDUCTION_SCHEME_MASK, c_uint32(REDUCTION_SCHEME_COMPUTE_TYPE))
-        right, left, out = self.problem.alignments[:3]
-        prefer(Preference.MIN_ALIGNMENT_A_BYTES, c_uint32(right))
-        prefer(Preference.MIN_ALIGNMENT_B_BYTES, c_uint32(left))
-        prefer(Preference.MIN_ALIGNMENT_C_BYTES, c_uint32(out))
-        prefer(Preference.MIN_ALIGNMENT_D_BYTES, c_uint32(out))
-        found, count = (Heuristic * _CANDIDATES)(), c_int(0)
-        status = self.loaded.cublasLtMatmulAlgoGetHeuristic(
-            _handle(self.problem.device), self.description, self.right, self.left, self.out, self.out, preference,
-            _CANDIDATES, byref(found), byref(count),
-        )  # fmt: skip
-        self.loaded.cublasLtMatmulPreferenceDestroy(preference)
-        if status == 0:
-            self.candidates = [one for one in found[: count.value] if one.state == 0]
-
-    def __call__(
-        self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None,
-        aux: torch.Tensor | None,
-    ) -> bool:  # fmt: skip
-        addresses = [0 if t is None else t.data_ptr() for t in (right, left, out, bias, aux)]
-        with self.lock:
-            self._point(*addresses[3:])
-            ways = [functools.partial(self._launch, one, out.device, *addresses[:3]) for one in self.candidates]
-            return self.choice(ways) is not None
-
-    def _launch(self, candidate: Heuristic, device: torch.device, right: int, left: int, out: int) -> bool | None:
-        # From torch's allocator: in the order of the stream, inside of a graph that is captured, and no longer than
-        # needed.
-        size = candidate.workspace_bytes
-        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        status = self.loaded.cublasLtMatmul(
-            _handle(device), self.description, byref(_ONE), right, self.right, left, self.left, byref(_ZERO),
-            out, self.out, out, self.out, byref(candidate), None if workspace is None else workspace.data_ptr(), size,
-            _stream(device),
-        )  # fmt: skip
-        return True if status == 0 else None
-
-    def __del__(self) -> None:
-        self.loaded.cublasLtMatmulDescDestroy(self.description)
-        for layout in (self.right, self.left, self.out):
-            self.loaded.cublasLtMatrixLayoutDestroy(layout)
-
-
-_ONE, _ZERO = c_float(1.0), c_float(0.0)  # alpha and beta, which the library reads on the host, in float32
-
-
-def _stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
-@functools.lru_cache(4096)
-def _plan(problem: Problem) -> Plan:
-    plan = Plan(library(problem.device), problem)
-    plan.search()
-    return plan
 
 
 def _side(matrix: torch.Tensor) -> tuple[bool, int]:
@@ -343,37 +179,161 @@ def _side(matrix: torch.Tensor) -> tuple[bool, int]:
     return True, along if columns > 1 else rows
 
 
-def _alignment(tensor: torch.Tensor | None) -> int:
-    """The largest power of two, up to 256, that divides the address."""
-    if tensor is None:
-        return 0
-    address = tensor.data_ptr() | 256
-    return address & -address
+class Plan:
+    """A product described to the library, and the algorithms that can do it. From call to call only addresses change.
+
+    That of a bias is an attribute of the description, hence the lock: a second thread, as autograd has, must not set
+    its own between. The choice holds for the life of the process. While a graph is captured nothing can be timed, and
+    under `torch.use_deterministic_algorithms` nothing may depend on time: then it is the first candidate.
+    """
+
+    choices = 0
+
+    def __init__(
+        self, loaded: Any, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, has_bias: bool, alignment: int
+    ) -> None:
+        self.loaded, self.matmul, self.device = loaded, loaded.cublasLtMatmul, out.device
+        self.description, self.right, self.left, self.out = (c_void_p() for _ in range(4))
+        self.handle, self.lock = _handle(out.device), threading.Lock()
+        status = loaded.cublasLtMatmulDescCreate(byref(self.description), COMPUTE_32F, R_32F)
+        _must(status, "describe a product")
+        (rows, columns), inner = out.shape, left.shape[1]
+        (left_transposed, left_stride), (right_transposed, right_stride) = _side(left), _side(right)
+        self._describe(Description.TRANSA, c_int32(right_transposed))  # CUBLAS_OP_N is 0, CUBLAS_OP_T is 1
+        self._describe(Description.TRANSB, c_int32(left_transposed))
+        self._describe(Description.EPILOGUE, c_uint32(Epilogue.BIAS if has_bias else Epilogue.DEFAULT))
+        if has_bias:  # an address that nobody reads tells the library how far it may trust those to come
+            self._describe(Description.BIAS_POINTER, c_void_p(alignment))
+        self._lay_out(self.right, right, *((inner, columns) if right_transposed else (columns, inner)), right_stride)
+        self._lay_out(self.left, left, *((rows, inner) if left_transposed else (inner, rows)), left_stride)
+        self._lay_out(self.out, out, columns, rows, columns)
+        self.candidates = self.order = self._search(alignment)
+        self.undecided = len(self.candidates) > 1 and 2 * rows * columns * inner >= WORTH_CHOOSING
+
+    def _describe(self, attribute: Description, value: Any) -> None:
+        _set(self.loaded.cublasLtMatmulDescSetAttribute, self.description, attribute, value)
+
+    def _lay_out(self, layout: c_void_p, matrix: torch.Tensor, rows: int, columns: int, stride: int) -> None:
+        status = self.loaded.cublasLtMatrixLayoutCreate(byref(layout), TYPES[matrix.dtype], rows, columns, stride)
+        _must(status, "lay out a matrix")
+
+    def _search(self, alignment: int) -> list[Heuristic]:
+        """The algorithms that sum in one piece; none where the library has no such product on this device."""
+        preference = c_void_p()
+        _must(self.loaded.cublasLtMatmulPreferenceCreate(byref(preference)), "take a preference")
+        prefer = functools.partial(_set, self.loaded.cublasLtMatmulPreferenceSetAttribute, preference)
+        prefer(Preference.MAX_WORKSPACE_BYTES, c_uint64(_WORKSPACE))
+        prefer(Preference.REDUCTION_SCHEME_MASK, c_uint32(REDUCTION_SCHEME_NONE))
+        for matrix in "ABCD":
+            prefer(Preference[f"MIN_ALIGNMENT_{matrix}_BYTES"], c_uint32(alignment))
+        found, count = (Heuristic * _CANDIDATES)(), c_int(0)
+        status = self.loaded.cublasLtMatmulAlgoGetHeuristic(
+            self.handle, self.description, self.right, self.left, self.out, self.out, preference,
+            _CANDIDATES, byref(found), byref(count),
+        )  # fmt: skip
+        self.loaded.cublasLtMatmulPreferenceDestroy(preference)
+        return [one for one in found[: count.value] if status == 0 == one.state and self._splits(one) == 1]
+
+    def _splits(self, candidate: Heuristic) -> int:
+        splits, written = c_int32(), c_size_t()
+        status = self.loaded.cublasLtMatmulAlgoConfigGetAttribute(
+            byref(candidate), ALGO_CONFIG_SPLITK_NUM, byref(splits), ctypes.sizeof(splits), byref(written)
+        )
+        _must(status, "tell how an algorithm splits its sums")
+        return splits.value
+
+    def run(self, right: int, left: int, address: int, bias: int, out: torch.Tensor) -> bool:
+        if not bias:
+            return self._run(right, left, address, out)
+        with self.lock:
+            self._describe(Description.BIAS_POINTER, c_void_p(bias))
+            return self._run(right, left, address, out)
+
+    def _run(self, right: int, left: int, address: int, out: torch.Tensor) -> bool:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if self.undecided and not deterministic and Plan.choices < _MOST_CHOICES and _may_time():
+            self._choose(lambda candidate: self._launch(candidate, right, left, address), out)
+        for candidate in self.candidates if deterministic else self.order:
+            if self._launch(candidate, right, left, address):
+                return True
+        return False
+
+    def _launch(self, candidate: Heuristic, right: int, left: int, out: int) -> bool:
+        size, workspace, address = candidate.workspace_bytes, None, None
+        if size:  # from torch's allocator: in the order of the stream, and inside of a graph that is captured
+            workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+            address = workspace.data_ptr()
+        status: int = self.matmul(
+            self.handle, self.description, _ONE, right, self.right, left, self.left, _ZERO, out, self.out,
+            out, self.out, byref(candidate), address, size, _stream(self.device),
+        )  # fmt: skip
+        return status == 0
+
+    def _choose(self, launch: Callable[[Heuristic], bool], out: torch.Tensor) -> None:
+        """Puts the quickest candidate in front, of those with the bits of the first."""
+        Plan.choices += 1
+        self.undecided = False
+        bits = out.view(torch.int16)[:: 1 + out.shape[0] // _ROWS]  # of NaN too, which equals nothing as a number
+        expected, least = None, {}
+        for index, candidate in enumerate(self.candidates):
+            milliseconds = _milliseconds(launch, candidate)
+            if milliseconds < float("inf"):
+                expected = bits.clone() if expected is None else expected
+                if torch.equal(bits, expected):
+                    least[index] = milliseconds
+        if not least:
+            return
+        first = min(least)
+        leaders = {first, *sorted(least, key=least.__getitem__)[:_LEADERS]}
+        for index in [*leaders, *leaders]:
+            least[index] = min(least[index], _milliseconds(launch, self.candidates[index]))
+        best = min(leaders, key=least.__getitem__)
+        if least[best] < _WORTH * least[first]:
+            self.order = [self.candidates[best], *self.candidates]
+
+    def __del__(self) -> None:
+        self.loaded.cublasLtMatmulDescDestroy(self.description)
+        for layout in (self.right, self.left, self.out):
+            self.loaded.cublasLtMatrixLayoutDestroy(layout)
 
 
-def product(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    out: torch.Tensor,
-    epilogue: Epilogue = Epilogue.DEFAULT,
-    bias: torch.Tensor | None = None,
-    aux: torch.Tensor | None = None,
-) -> bool:
-    """Writes left @ right to `out`, through the epilogue; False, and nothing written, where the library cannot.
+_ONE, _ZERO = byref(c_float(1.0)), byref(c_float(0.0))  # alpha and beta, which the library reads on the host
+_plans: dict[tuple[Any, ...], Plan | None] = {}
+
+
+def _plan(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, has_bias: bool, alignment: int) -> Plan | None:
+    if len(_plans) >= _PLANS:
+        _plans.clear()
+    loaded = library(out.device)
+    if loaded is None or left.dtype not in HALVES or left.dtype != right.dtype or out.dtype not in TYPES:
+        return None
+    if not out.numel() or not left.shape[1]:
+        return None
+    return Plan(loaded, left, right, out, has_bias, alignment)
+
+
+def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Writes left @ right + bias to `out`; False, and nothing written, where the library cannot.
 
     Args:
         left, right: matrices in bfloat16 or float16, by rows or the transpose of one by rows.
         out: by rows, without gaps, in their dtype or float32.
-        bias: read by BIAS and GELU_AUX_BIAS, written by DGELU_BGRAD and BGRADB, in out's dtype.
-        aux: written by GELU_AUX and GELU_AUX_BIAS, read by DGELU and DGELU_BGRAD, of out's shape and dtype.
+        bias: one element a column, without gaps, in out's dtype.
     """
-    device = out.device
-    if library(device) is None or left.dtype not in TYPES or not out.numel() or not left.shape[1]:
-        return False
-    elsewhere = device.type == "cuda" and device.index != torch._C._cuda_getDevice()
-    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-        (rows, columns), inner = out.shape, left.shape[1]
-        alignments = tuple([_alignment(tensor) for tensor in (right, left, out, bias, aux)])
-        sides = (*_side(left), *_side(right))
-        plan = _plan(Problem(device, rows, columns, inner, left.dtype, out.dtype, *sides, epilogue, alignments))
-        return plan(left, right, out, bias, aux)
+    device = out.get_device()
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return product(left, right, out, bias)
+    a, b, d = right.data_ptr(), left.data_ptr(), out.data_ptr()
+    vector = 0 if bias is None else bias.data_ptr()
+    low = a | b | d | vector | 256
+    alignment = low & -low  # the largest power of two, up to 256, that divides all addresses
+    key = (
+        left.shape, left.stride(), right.shape, right.stride(), left.dtype, right.dtype, out.dtype, device, alignment,
+        bias is None,
+    )  # fmt: skip
+    try:
+        plan = _plans[key]
+    except KeyError:
+        plan = _plans[key] = _plan(left, right, out, bias is not None, alignment)
+    return plan is not None and plan.run(a, b, d, vector, out)

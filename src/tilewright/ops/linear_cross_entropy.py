@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewright.ops import _op
+from tilewright.ops import _cublaslt, _op
 from tilewright.ops.cross_entropy import AHEAD, Options, begin, check_loss, launch, scale
 from tilewright.ops.cross_entropy import reference as loss_of_logits
 from tilewright.plan.cost import linear_cross_entropy as cost
@@ -50,6 +50,10 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
     """out (+)= left @ right, in float32 where `out` is, whatever the operands are."""
+    # For a sum over tokens, of a transposed `left`, torch's own choice of algorithm is the best there is.
+    by_rows = left.is_contiguous() and out.is_contiguous()
+    if by_rows and not add and out.dtype == left.dtype and _cublaslt.product(left, right, out):
+        return
     if out.dtype == left.dtype:
         torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
     elif left.is_cuda:
@@ -63,7 +67,10 @@ def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    if bias is None:
+        _product(x, weight.t(), out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def _room(memory: int, each: int, most: int) -> int:
