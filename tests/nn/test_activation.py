@@ -1,4 +1,5 @@
 import copy
+import weakref
 
 import pytest
 import torch
@@ -74,3 +75,24 @@ def test_under_autocast_a_float32_bias_meets_bfloat16_activations():
 def test_an_unknown_activation_is_one_sentence():
     with pytest.raises(ValueError, match="choose swiglu, geglu_tanh, geglu"):
         GatedMLP(8, 16, activation="relu")
+
+
+@pytest.mark.parametrize("kind", [GatedMLP, GeluMLP])
+def test_recompute_lets_go_of_the_activation(kind):
+    kept = {}
+    for recompute in (False, True):
+        mlp = kind(16, 48, recompute=recompute).to(DEVICE)
+        down = mlp.down if kind is GeluMLP else mlp.down_proj
+        down.register_forward_pre_hook(lambda _, inputs, at=recompute: kept.update({at: weakref.ref(inputs[0])}))
+        out = mlp(torch.randn(4, 16, device=DEVICE))
+        assert (kept[recompute]() is None) == recompute
+        del out
+
+
+@pytest.mark.parametrize("kind", [GatedMLP, GeluMLP])
+def test_recompute_compiles_into_one_graph(kind):
+    mlp = kind(16, 48, recompute=True).to(DEVICE)
+    x = torch.randn(4, 16, device=DEVICE, requires_grad=True)
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    expected, actual = (torch.autograd.grad(f(x).square().sum(), [x, *mlp.parameters()]) for f in (mlp, compiled))
+    torch.testing.assert_close(expected, actual)

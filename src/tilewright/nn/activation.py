@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -19,11 +20,27 @@ _GATED: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def _maybe_again(recompute: bool, rest: Callable[..., torch.Tensor], *inner: torch.Tensor) -> torch.Tensor:
-    """`rest`, which backward runs again up to its last product, where asked for; nothing in it is random."""
-    if recompute and torch.is_grad_enabled():
-        return checkpoint(rest, *inner, use_reentrant=False, preserve_rng_state=False)
-    return rest(*inner)
+def _project(down: Linear, activate: Callable[..., torch.Tensor], inner: tuple[torch.Tensor, ...], again: bool) -> Any:
+    """``down(activate(*inner))``; `again`: what `down` would keep of the activation, backward computes again."""
+    if not again or not torch.is_grad_enabled():
+        return down(activate(*inner))
+    if torch.compiler.is_compiling():  # which knows what a product need not run again for
+        rest = functools.partial(_project, down, activate, again=False)
+        return checkpoint(rest, inner, use_reentrant=False, preserve_rng_state=False)
+    activated = activate(*inner)
+    place = activated.untyped_storage().data_ptr()
+
+    def pack(kept: torch.Tensor) -> torch.Tensor | torch.Size:
+        return kept.shape if kept.untyped_storage().data_ptr() == place else kept
+
+    def unpack(kept: torch.Tensor | torch.Size) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        with torch.no_grad():
+            return activate(*inner).view(kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return down(activated)
 
 
 class GatedMLP(torch.nn.Module):
@@ -63,10 +80,8 @@ class GatedMLP(torch.nn.Module):
         self.down_proj = Linear(inner, width, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _maybe_again(self.recompute, self._rest, self.gate_proj(x), self.up_proj(x))
-
-    def _rest(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(_GATED[self.activation](gate, up))
+        inner = self.gate_proj(x), self.up_proj(x)
+        return _project(self.down_proj, _GATED[self.activation], inner, self.recompute)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
@@ -104,10 +119,10 @@ class GeluMLP(torch.nn.Module):
         self.down = Linear(inner, width, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _maybe_again(self.recompute, self._rest, linear(x, self.up.weight))
+        return _project(self.down, self._activate, (linear(x, self.up.weight),), self.recompute)
 
-    def _rest(self, inner: torch.Tensor) -> torch.Tensor:
-        return self.down(bias_gelu(inner, self.up.bias, approximate=self.approximate))
+    def _activate(self, inner: torch.Tensor) -> torch.Tensor:
+        return bias_gelu(inner, self.up.bias, approximate=self.approximate)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"

@@ -8,5 +8,6 @@ from tilewright.ops.linear_cross_entropy import linear_cross_entropy
 from tilewright.ops.rope import rope, rope_tables
 
 __all__ = [
-    "bias_gelu", "cross_entropy", "dropout_add_norm", "geglu", "linear", "linear_cross_entropy", "rope", "rope_tables", "swiglu",
+    "bias_gelu", "cross_entropy", "dropout_add_norm", "geglu", "linear", "linear_cross_entropy", "rope", "rope_tables",
+    "swiglu",
 ]  # fmt: skip
