@@ -22,39 +22,41 @@ Cases = dict[str, tuple[str, ...]]  # label, overrides
 STANDARD = ("model.gpt_block=standard",)
 OPTIMIZED = ("model.gpt_block=optimized", "model.loss=linear_fused")
 COMPILED = ("compile=default",)
-LEAN = ("model.mlp=recompute", "model.residual=bf16")
+GRAPHS = ("cuda_graphs=true",)
+STREAM = ("model.residual=bf16",)
 SELECTIVE = ("model.recompute=selective",)
 
+PLAIN: Cases = {"standard, compile": STANDARD + COMPILED, "standard, eager": STANDARD}
 BLOCKS: Cases = {
-    "standard, compile": STANDARD + COMPILED,
-    "standard, eager": STANDARD,
+    **PLAIN,
     "optimized, eager": OPTIMIZED,
-    "optimized, lean": OPTIMIZED + LEAN,
-    "optimized, compile": OPTIMIZED + COMPILED,
+    "optimized, graphs": OPTIMIZED + GRAPHS,
+    "optimized, graphs, bf16 residual": OPTIMIZED + GRAPHS + STREAM,
+    "optimized, graphs, bf16 residual, mlp recompute": (*OPTIMIZED, *GRAPHS, *STREAM, "model.mlp=recompute"),
 }
 LEVERS: Cases = {
     "optimized": OPTIMIZED,
-    "cuda graphs": (*OPTIMIZED, "cuda_graphs=true"),
-    "loss fused": ("model.gpt_block=optimized", "model.loss=fused"),
-    "loss plain": ("model.gpt_block=optimized", "model.loss=plain"),
-    "mlp recompute": (*OPTIMIZED, "model.mlp=recompute"),
-    "residual bf16": (*OPTIMIZED, "model.residual=bf16"),
     "selective": OPTIMIZED + SELECTIVE,
+    "mlp recompute": (*OPTIMIZED, "model.mlp=recompute"),
+    "residual bf16": OPTIMIZED + STREAM,
     "full recompute": (*OPTIMIZED, "model.recompute=full"),
     "budget 20 GiB": (*OPTIMIZED, "model.recompute=budget", "model.recompute_budget=20"),
-    "attention flash": (*OPTIMIZED, "model.attention=flash"),
+    "cuda graphs": OPTIMIZED + GRAPHS,
+    "loss fused": ("model.gpt_block=optimized", "model.loss=fused"),
+    "loss plain": ("model.gpt_block=optimized", "model.loss=plain"),
     "micro batch 4": (*OPTIMIZED, "micro_batch=4"),
     "adamw_8bit": (*OPTIMIZED, "optimizer.name=adamw_8bit"),
     "adamw_bf16": (*OPTIMIZED, "optimizer.name=adamw_bf16"),
+    "bf16_kahan": (*OPTIMIZED, "precision=bf16_kahan"),
+    "bf16_stochastic": (*OPTIMIZED, "precision=bf16_stochastic"),
     "lion": (*OPTIMIZED, "optimizer.name=lion"),
     "adafactor": (*OPTIMIZED, "optimizer.name=adafactor"),
     "sgd": (*OPTIMIZED, "optimizer.name=sgd"),
-    "bf16_kahan": (*OPTIMIZED, "precision=bf16_kahan"),
-    "bf16_stochastic": (*OPTIMIZED, "precision=bf16_stochastic"),
+    "attention flash": (*OPTIMIZED, "model.attention=flash"),
+    "compile": OPTIMIZED + COMPILED,
 }
 LARGE: Cases = {
     "8-bit, kahan, selective": (*OPTIMIZED, *SELECTIVE, "precision=bf16_kahan", "optimizer.name=adamw_8bit"),
-    "bf16, kahan, selective": (*OPTIMIZED, *SELECTIVE, "precision=bf16_kahan", "optimizer.name=adamw_bf16"),
 }
 
 
@@ -70,10 +72,10 @@ def _group(preset: str, batch: int, dropout: float, cases: Cases) -> list[dict[s
 CASES = [
     *_group("125m", 32, 0.0, BLOCKS),
     *_group("1b", 16, 0.0, BLOCKS),
-    *_group("125m", 32, 0.1, BLOCKS),
-    *_group("1b", 16, 0.1, BLOCKS),
     *_group("7b", 8, 0.0, LARGE),
     *_group("350m", 16, 0.0, LEVERS),
+    *_group("125m", 32, 0.1, BLOCKS),
+    *_group("1b", 16, 0.1, BLOCKS),
 ]
 
 
@@ -103,7 +105,7 @@ def run(
     return result
 
 
-def _measure(overrides: list[str], warm: int = 4, steps: int = 12) -> dict[str, Any]:
+def _measure(overrides: list[str], warm: int = 4, steps: int = 10) -> dict[str, Any]:
     found: list[Any] = []
     torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:

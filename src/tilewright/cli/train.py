@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import sys
+import time
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
+from tilewright.cli.report import gigabytes
 from tilewright.train.configuration import read, split_arguments
+
+_PAUSE = 5.0  # seconds between two lines of a log: a run of a million steps does not flood it
+_PAGE = 25  # lines under one header
 
 
 def train(
@@ -21,7 +30,9 @@ def train(
 ) -> None:
     """Train a GPT. Alone, a small one on the sources of Python's standard library, on whatever the machine has.
 
-    It goes on from the newest checkpoint of its folder. `tilewright config show` lists every field.
+    It goes on from the newest checkpoint of its folder. Ctrl-C ends it after its step, with a checkpoint and exit code
+    130. A terminal gets a line a step, a log one in five seconds unless log.every is given; figures.jsonl has them all.
+    `tilewright config show` lists every field.
 
     Examples:
 
@@ -41,28 +52,46 @@ def train(
             begin=lambda facts: _print({"event": "begin", **facts}),
             step=lambda figures, steps: _print({"event": "step", **dataclasses.asdict(figures)}),
             say=lambda text: _print({"event": "note", "text": text}),
+            profile=lambda found: _print({"event": "profile", **found}),
         )
         outcome = run(configuration.train, shown)
         _print({"event": "end", **dataclasses.asdict(outcome)})
-        return
-    with _Live() as live:
-        outcome = run(configuration.train, Shown(live.begin, live.step, live.say))
+    else:
+        with _Live(every_line=configuration.origins["log.every"] != "default") as live:
+            outcome = run(configuration.train, Shown(live.begin, live.step, live.say, live.profile))
+        if outcome.stopped:
+            live.say(f"Stopped at step {outcome.step}; the same command goes on from there.")
+        elif outcome.tokens_per_second is not None:
+            live.say(
+                f"{outcome.tokens_per_second:,.0f} tokens/s, the median; everything is in {configuration.train.out}."
+            )
     if outcome.stopped:
-        live.say(f"Stopped at step {outcome.step}; the same command goes on from there.")
         raise typer.Exit(130)
-    if outcome.tokens_per_second is not None:
-        live.say(f"{outcome.tokens_per_second:,.0f} tokens/s, the median; everything is in {configuration.train.out}.")
 
 
 def _print(record: dict[str, Any]) -> None:
-    print(json.dumps(record), flush=True)
+    try:
+        print(json.dumps(record), flush=True)
+    except BrokenPipeError:
+        _nobody_reads()
+
+
+def _nobody_reads() -> None:
+    """Whoever read the output is gone, as with `| head`: print no more, and stop as by Ctrl-C, with a checkpoint."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    signal.raise_signal(signal.SIGINT)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        _nobody_reads()
 
 
 class _Live:
-    """A line a step, and on a terminal a bar below them."""
+    """A line a step, and on a terminal a bar below them; in a log a line every few seconds, or as `log.every` says."""
 
-    def __init__(self) -> None:
-        self.console = Console(soft_wrap=True)
+    def __init__(self, *, every_line: bool) -> None:
+        self.console = _Console(soft_wrap=True)
         columns = (
             TextColumn("training"),
             BarColumn(),
@@ -72,6 +101,9 @@ class _Live:
         )
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal, transient=True)
         self.task: Any = None
+        self.pause = 0.0 if every_line or self.console.is_terminal else _PAUSE
+        self.last = -_PAUSE  # when a line was printed
+        self.lines = 0
 
     def __enter__(self) -> _Live:
         self.progress.start()
@@ -83,19 +115,61 @@ class _Live:
     def begin(self, facts: dict[str, Any]) -> None:
         batch = facts["batch"]
         self.say(
-            f"{facts['parameters'] / 1e6:,.1f}M parameters on {facts['device']}, {facts['precision']}; global batch "
+            f"{facts['parameters']:,} parameters on {facts['device']}, {facts['precision']}; global batch "
             f"{batch['global_batch']} = micro batch {batch['micro_batch']} x accumulation {batch['accumulation']} x "
             f"{batch['data']} ranks"
         )
         self.say(f"MFU and HFU by {facts['convention']}; peak {facts['peak_source']}")
+        if facts["device"] != "cpu":
+            self.say("memory: the peak allocated / reserved / in use on the device by anybody")
         if facts["resumed_from"]:
             self.say(f"goes on from step {facts['resumed_from']}")
 
     def step(self, figures: Any, steps: int) -> None:
         if self.task is None:
-            self.task = self.progress.add_task("", total=steps)
+            self.task = self.progress.add_task("", total=steps, completed=figures.step - 1)  # as it resumed
         self.progress.update(self.task, completed=figures.step)
-        self.say(figures.line(steps))
+        now = time.monotonic()
+        if now - self.last < self.pause and figures.step != steps and not figures.skipped:
+            return
+        self.last = now
+        if self.lines % _PAGE == 0:
+            self.say(figures.header())
+        self.lines += 1
+        self.say(figures.line())
+
+    def profile(self, found: dict[str, Any]) -> None:
+        """Where the step went, and its memory against the plan's."""
+        step = found["time"]
+        whole, busy, idle = (step[name] * 1e3 for name in ("seconds", "busy_seconds", "idle_seconds"))
+        self.say(
+            f"a step of {whole:,.2f} ms under the profiler: {busy:,.2f} ms busy with {step['launches']:,.0f} launches, "
+            f"{idle:,.2f} ms idle in {step['gaps']:,.0f} gaps of over 10 us"
+        )
+        spent = [("work", one) for one in step["categories"]] + [("phase", one) for one in step["phases"]]
+        for gap in step["longest_gaps"]:
+            before = gap["before"].removeprefix("void ").partition("<")[0][:30]
+            spent.append(("gap", {**gap, "name": f"after {before}", "calls": 1}))
+        self._table(
+            ("where the step went", "", "ms", "share", "calls"),
+            [(by, one["name"], f"{one['seconds'] * 1e3:,.3f}", f"{one['seconds'] / step['seconds']:.1%}",
+              f"{one['calls']:,.0f}") for by, one in spent],
+        )  # fmt: skip
+        self._table(
+            ("memory", "predicted", "measured", "difference"),
+            [(row["part"], *(gigabytes(row[name]) for name in ("predicted", "measured", "difference")))
+             for row in found["memory"]],
+        )  # fmt: skip
+        self.say(f"kernels, gaps and the rest are in {found['trace']} and profile.json beside it")
+        self.lines = 0  # the figures go on under a header
+
+    def _table(self, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        table = Table(box=None, pad_edge=False)
+        for number, title in enumerate(header):
+            table.add_column(title, justify="right" if number and title else "left")
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table, soft_wrap=False)
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)

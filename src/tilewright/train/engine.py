@@ -8,6 +8,7 @@ sums, and the optimizer divides them, together with clipping, by one number in t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -28,11 +29,15 @@ def device_of(config: Train) -> torch.device:
     """The device a configuration means, or a refusal where the machine has no such thing."""
     if config.device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    kind = config.device.partition(":")[0]
-    if kind not in ("cuda", "cpu"):
+    kind, _, index = config.device.partition(":")
+    if kind not in ("cuda", "cpu") or (index and not index.isdecimal()):
         raise UserError(f"device is {config.device!r}; choose auto, cuda or cpu.")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError("device is cuda, and PyTorch finds no GPU here; choose device=cpu, or see `tilewright doctor`.")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"device is {config.device!r}, and there are {torch.cuda.device_count()} GPUs; choose a lower one."
+        )
     return torch.device(config.device)
 
 
@@ -69,16 +74,20 @@ class Engine:
         self._static: Tensor | None = None
 
     def tensors(self) -> dict[str, Any]:
-        """Everything that a checkpoint must hold, in place; `adopt_random_state` after it was loaded."""
+        """Everything that a checkpoint must hold, in place."""
         states = {name: dict(self.optimizer.state[p]) for name, p in self.model.named_parameters()}
-        if not hasattr(self, "_random"):
-            self._random: dict[str, Tensor] = {}
-        self._random.update(random_state())
-        section = "random" if self.world.ranks == 1 else f"random-{self.world.rank}"
-        return {"model": self.model.state_dict(), "optimizer": states, section: self._random}
+        return {"model": self.model.state_dict(), "optimizer": states}
 
-    def adopt_random_state(self) -> None:
-        set_random_state(self._random)
+    def seed(self, step: int) -> None:
+        """Let a step draw what (seed, step, rank) says and nothing else, so that no random state has to be saved.
+
+        Not torch.manual_seed, which takes a stack trace where CUDA was never used.
+        """
+        key = repr((self.config.seed, step, self.world.rank)).encode()
+        number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+        torch.default_generator.manual_seed(number)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(number)
 
     def accumulate(self, tokens: Tensor, first: bool) -> Tensor:
         """Add the gradients of a micro batch to those there are, or set them; its mean loss."""

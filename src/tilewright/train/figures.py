@@ -36,33 +36,38 @@ class Figures:
     mfu: float | None
     hfu: float | None
     convention: str
-    memory_allocated: int | None  # the peak since the last record
+    memory_allocated: int | None  # the peak of the step
     memory_reserved: int | None
     memory_device: int | None  # in use on the device, by anybody
     data_wait: float  # seconds
 
-    def line(self, steps: int) -> str:
-        """As a person reads it."""
+    def columns(self) -> list[tuple[str, int, str]]:
+        """(title, width, value) as a person reads them; 80 characters with memory, which a CPU does not count."""
 
         def shown(value: float | None, form: str) -> str:
             return "n/a" if value is None else format(value, form)
 
-        parts = [
-            f"step {self.step:>{len(str(steps))}}/{steps}",
-            f"loss {shown(self.loss, '.4f')}",
-            f"norm {shown(self.gradient_norm, '.3g')}",
-            f"lr {self.learning_rate:.2e}",
-            f"{self.tokens_per_second:,.0f} tokens/s",
-            f"{self.tflops:.3g} TFLOPS",
-            f"MFU {shown(self.mfu, '.1%')} HFU {shown(self.hfu, '.1%')}",
+        columns = [
+            ("step", 5, str(self.step)),
+            ("loss", 7, shown(self.loss, ".4f")),
+            ("norm", 6, shown(self.gradient_norm, ".3g")),
+            ("rate", 7, f"{self.learning_rate:.1e}"),
+            ("tokens/s", 9, f"{self.tokens_per_second:,.0f}"),
+            ("TFLOPS", 6, f"{self.tflops:.3g}"),
+            ("MFU", 5, shown(self.mfu, ".1%")),
+            ("HFU", 5, shown(self.hfu, ".1%")),
         ]
         if self.memory_allocated is not None and self.memory_reserved is not None and self.memory_device is not None:
-            sizes = (self.memory_allocated, self.memory_reserved, self.memory_device)
-            parts.append(f"memory {'/'.join(f'{size / 2**30:.1f}' for size in sizes)} GiB")
-        parts.append(f"data {self.data_wait * 1e3:.1f} ms")
-        if self.skipped:
-            parts.append("skipped")
-        return "  ".join(parts)
+            sizes = [size / 2**30 for size in (self.memory_allocated, self.memory_reserved, self.memory_device)]
+            columns.append(("memory GiB", 14, "/".join(f"{size:.{1 if size < 100 else 0}f}" for size in sizes)))
+        return [*columns, ("data ms", 7, f"{self.data_wait * 1e3:.1f}")]
+
+    def header(self) -> str:
+        return " ".join(title.rjust(width) for title, width, _ in self.columns())
+
+    def line(self) -> str:
+        values = [value.rjust(width) for _, width, value in self.columns()]
+        return " ".join([*values, "skipped"] if self.skipped else values)
 
 
 class Rates:
@@ -105,9 +110,8 @@ class Journal:
 
     def __init__(self, folder: Path, step: int, tensorboard: bool) -> None:
         self.path = folder / "figures.jsonl"
-        write_text(
-            self.path, "".join(f"{json.dumps(record)}\n" for record in read(self.path) if record["step"] <= step)
-        )
+        kept = [record for record in read(self.path) if record["step"] <= step]
+        write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
         self._file = self.path.open("a", encoding="utf-8")
         self._board: Any = None
         if tensorboard:
@@ -125,11 +129,14 @@ class Journal:
                 if isinstance(value, (int, float)) and name != "step":
                     self._board.add_scalar(name, value, figures.step)
 
-    def close(self) -> None:
+    def sync(self) -> None:
+        """Until everything written is on the disk."""
         os.fsync(self._file.fileno())
-        self._file.close()
+
+    def close(self) -> None:
         if self._board is not None:
             self._board.close()
+        self._file.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -28,42 +28,51 @@ class Watch:
 
     >>> watch = Watch(Rules(spike=4.0), Path("."))
     >>> for step in range(30):
-    ...     watch.take(step, 2.0 + 0.01 * (step % 2), False, [])
-    >>> 2.01 < watch.limit < 2.1
+    ...     watch.take(step, 2.0 + 0.01 * (step % 2), 1.0, False, [])
+    >>> 2.01 < watch.limit(30) < 2.1
     True
     """
 
-    def __init__(self, rules: Rules, folder: Path) -> None:
-        self.rules, self.folder = rules, folder
-        self.recent: deque[float] = deque(maxlen=WINDOW)
+    def __init__(self, rules: Rules, folder: Path, rank: int = 0) -> None:
+        self.rules, self.folder, self.rank = rules, folder, rank
+        self.recent: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)  # (step, its loss), of steps that counted
         self.in_a_row = 0
 
-    @property
-    def limit(self) -> float:
-        """The highest loss that is no spike."""
-        if self.rules.spike <= 0 or len(self.recent) < _FEWEST:
-            return math.inf
-        return fmean(self.recent) + self.rules.spike * max(pstdev(self.recent), 1e-6)
+    def limit(self, step: int) -> float:
+        """The highest loss of a step that is no spike, by the losses up to two steps before it.
 
-    def take(self, step: int, loss: float, skipped: bool, batches: Sequence[Tensor]) -> str | None:
+        That of one step before may be known already, after a checkpoint; it does not count, or a run that resumes
+        would judge otherwise than one that was never interrupted.
+        """
+        losses = [loss for number, loss in self.recent if number < step - 1][-WINDOW:]
+        if self.rules.spike <= 0 or len(losses) < _FEWEST:
+            return math.inf
+        return fmean(losses) + self.rules.spike * max(pstdev(losses), 1e-6)
+
+    def take(self, step: int, loss: float, norm: float, skipped: bool, batches: Sequence[Tensor]) -> str | None:
         """Note a step's loss; where the step was skipped, what was done about it, or an end to the run."""
         if not skipped:
-            self.recent.append(loss)
+            self.recent.append((step, loss))
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        spike = math.isfinite(loss) and loss > self.limit
-        path = self.folder / f"bad-step-{step:08d}.safetensors"
+        name = f"bad-step-{step:08d}" + (f"-rank-{self.rank}" if self.rank else "")
+        path = self.folder / f"{name}.safetensors"
         write_bytes(path, save({f"micro_batch_{i}": batch.cpu() for i, batch in enumerate(batches)}))
-        what = (
-            f"step {step}: the loss jumped to {loss:.4g}, the recent ones allow {self.limit:.4g}"
-            if spike
-            else f"step {step}: the loss is {loss:.4g} and it or a gradient is not finite"
-        )
-        kept = f"the weights are as they were before it, its batch is in {path}"
-        if (self.rules.on_spike if spike else self.rules.nan) == "stop":
-            field = "guard.on_spike" if spike else "guard.nan"
-            raise UserError(f"{what}; {kept}. Lower optimizer.learning_rate, or go on past it with {field}=skip.")
+        if math.isfinite(loss) and math.isfinite(norm):
+            field, rule = "guard.on_spike", self.rules.on_spike
+            what = f"step {step}: the loss jumped to {loss:.4g}, the recent ones allow {self.limit(step):.4g}"
+        else:
+            field, rule = "guard.nan", self.rules.nan
+            what = f"step {step}: the loss is {loss:.4g}, the gradient's norm {norm:.4g}"
+        if rule == "stop":
+            raise UserError(
+                f"{what}; its batch is in {path}. Lower optimizer.learning_rate, or pass over it with {field}=skip: "
+                "the run goes on from its newest checkpoint."
+            )
         if self.in_a_row >= self.rules.patience:
-            raise UserError(f"{what}, as in {self.in_a_row} steps in a row; {kept}. Lower optimizer.learning_rate.")
-        return f"{what}; skipped, {kept}."
+            raise UserError(
+                f"{what}, and it is number {self.in_a_row} in a row that was skipped; its batch is in {path}. Lower "
+                "optimizer.learning_rate."
+            )
+        return f"{what}; skipped, its batch is in {path}."

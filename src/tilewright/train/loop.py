@@ -5,6 +5,9 @@
 The loop does not wait for the device. What a step found (loss, norm of the gradient, whether it was skipped) is read a
 step later, while the device works on the next one. So a run that stops for a bad loss stops a step after it, with the
 bad step undone on the device itself.
+
+Nothing is written to the run's folder before everything that can be wrong has been looked at: the configuration, who
+else writes there, the checkpoint, the data.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +32,22 @@ from tilewright.measure.results import SCHEMA
 from tilewright.plan.batches import Batches as BatchSizes
 from tilewright.plan.batches import solve
 from tilewright.plan.decoder import from_gpt
+from tilewright.plan.memory import train as plan_memory
 from tilewright.train.checkpoint import Checkpoints
+from tilewright.train.checkpoint_files import short
 from tilewright.train.config import Train
 from tilewright.train.configuration import write_yaml
-from tilewright.train.data import open_batches
+from tilewright.train.data import Batches, open_batches
 from tilewright.train.engine import Engine, device_of, precision_of, restored_modes
 from tilewright.train.figures import Figures, Journal, Rates, memory
 from tilewright.train.guard import Watch
+from tilewright.train.profile import TAKES, profile_run
 from tilewright.train.recompute import planned, policies
 from tilewright.train.schedule import learning_rate
 from tilewright.train.world import World
 
-STALL = 0.05  # of a step's time spent waiting for data is worth a word
+STALL = 0.05  # of the time spent waiting for data is worth a word
+_FEWEST = 20  # steps before anything is said of it
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Shown:
-    """How a run tells whoever watches: the facts it begins with, every step's figures, and what is worth a line."""
+    """How a run tells whoever watches: what it begins with, every step's figures, a profile, what is worth a line."""
 
     begin: Callable[[dict[str, Any]], None] = lambda facts: None
     step: Callable[[Figures, int], None] = lambda figures, steps: None
     say: Callable[[str], None] = lambda text: None
+    profile: Callable[[dict[str, Any]], None] = lambda found: None
 
 
 @dataclass
@@ -72,9 +80,10 @@ class _Pending:
     began: float
     rate: float
     waited: float
-    found: Tensor  # loss, norm, skipped; on the host as soon as `ready` has happened
+    found: Tensor  # loss, norm, skipped, asked to stop; on the host as soon as `ready` has happened
     ready: torch.cuda.Event | None
     ended: float  # of its work on the host
+    memory: dict[str, Any]  # the host allocates: what the step takes is known before the device gets there
     batches: list[Tensor]
 
     def seconds(self, before: _Pending | None) -> float:
@@ -95,58 +104,66 @@ def train(config: Train, shown: Shown | None = None) -> Outcome:
     ...     train(Train(out=folder, steps=2, model=Model(width=16, layers=1), data=Data(workers=0))).step
     2
     """
-    with restored_modes(), _Signals() as signals:
-        run = _Run(config, shown or Shown())
-        try:
-            return run.go(signals)
-        finally:
-            run.close()
+    with _sentences(), restored_modes(), _Signals() as signals, contextlib.ExitStack() as closing:
+        return _Run(config, shown or Shown(), signals, closing).go()
+
+
+@contextlib.contextmanager
+def _sentences() -> Iterator[None]:
+    """Say in a sentence what the machine refuses, and a user can put right."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "The GPU's memory ran out; take a smaller micro_batch or model.recompute=selective, and see what needs how "
+            "much with `tilewright plan memory`."
+        ) from error
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # nobody reads any more, which `shown` has to deal with
+            raise
+        where = f" at {error.filename}" if error.filename else ""
+        raise UserError(
+            f"{short(error)}{where}; put that right and run again: the run goes on from its newest checkpoint."
+        ) from error
 
 
 class _Run:
-    def __init__(self, config: Train, shown: Shown) -> None:
-        self.config, self.shown, self.world = config, shown, World.current()
+    def __init__(self, config: Train, shown: Shown, signals: _Signals, closing: contextlib.ExitStack) -> None:
+        self.config, self.signals, self.closing, self.world = config, signals, closing, World.current()
+        self.shown = shown if self.world.speaks else Shown()
         self.device = device_of(config)
+        if self.device.type == "cuda":
+            closing.enter_context(torch.cuda.device(self.device))
         self.sizes = batch_sizes(config, self.world.ranks)
         self.precision = precision_of(config, self.device)
         self.plan = planned(config, self.precision, self.sizes.micro, self.sizes.accumulation, self.world.ranks)
         self.policies = policies(config, self.plan)
-        peak, source = hardware.peak(
+        peak, self.peak_source = hardware.peak(
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
             {"fp32": "fp32", "tf32": "tf32"}.get(self.precision, "bf16"),
             config.log.peak_tflops or None,
             "log.peak_tflops",
         )
-        decoder = from_gpt(config.model)
-        self.rates = Rates(decoder, self.policies, peak, self.world.ranks)
+        self.decoder = from_gpt(config.model)
+        self.rates = Rates(self.decoder, self.policies, peak, self.world.ranks)
         self.folder = Path(config.out)
-        if self.world.speaks:
-            write_yaml(config, self.folder / "config.yaml")
         self.engine = Engine(config, self.device, self.world, self.policies)
-        self.watch = Watch(config.guard, self.folder)
-        self.closing = contextlib.ExitStack()
+        self.watch = Watch(config.guard, self.folder, self.world.rank)
         settings = config.checkpoint
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", keep=settings.keep, asynchronous=settings.asynchronous
         )
-        self.closing.callback(self.checkpoints.close)
-        self.warnings: list[str] = []
+        closing.callback(self.checkpoints.close)
         self.samples = 0  # consumed: the whole state of the data
-        self.step = self._resume()
+        self.step = self.saved = self._resume()
         self.limit = torch.tensor(math.inf, device=self.device)
-        self.journal = Journal(self.folder, self.step, config.log.tensorboard) if self.world.speaks else None
-        if self.journal is not None:
-            self.closing.callback(self.journal.close)
+        self.asked = torch.zeros((), device=self.device)
+        self.heard = False  # that some rank was asked to stop
+        self.pending: _Pending | None = None
         self.before: _Pending | None = None  # the last step that was read
         self.speeds: list[float] = []
+        self.waited = self.worked = 0.0  # seconds, of all steps but the first
         self.last_loss: float | None = None
-        facts = {
-            "schema": SCHEMA, "command": "train", "machine": describe(), "configuration": dataclasses.asdict(config),
-            "parameters": config.model.parameters, "device": str(self.device), "precision": self.precision,
-            "batch": self.sizes.as_dict(), "recompute": self.policies, "peak_source": source,
-            "convention": self.rates.formula, "resumed_from": self.step,
-        }  # fmt: skip
-        self.shown.begin(facts)
 
     def _resume(self) -> int:
         how = self.config.checkpoint.resume
@@ -157,82 +174,123 @@ class _Run:
         tensors = self.engine.tensors()
         if how == "auto":
             facts = self.checkpoints.load_newest(tensors)
-            self.warnings += self.checkpoints.warnings
+            if facts is None and self.checkpoints.warnings:  # to begin anew would be to throw away what can be saved
+                raise UserError(
+                    f"No checkpoint of {self.folder} is whole: {self.checkpoints.warnings[0].rstrip('.')}; put it back "
+                    "from a copy, or choose another out."
+                )
         else:
             facts = self.checkpoints.load(Path(how), tensors)
         if facts is None:
             return 0
-        self.engine.adopt_random_state()
-        self.watch.recent.extend(facts["recent_losses"])
+        self.watch.recent.extend((int(step), float(loss)) for step, loss in facts["recent_losses"])
         self.watch.in_a_row = facts["skipped_in_a_row"]
         self.samples = int(facts["samples"])
         return int(facts["step"])
 
-    def go(self, signals: _Signals) -> Outcome:
+    def go(self) -> Outcome:
         config, steps = self.config, self.config.steps
-        for warning in self.warnings:
-            self.shown.say(warning)
         if self.step >= steps:
             self.shown.say(f"{self.folder} is at step {self.step} already; raise steps to go on.")
-            return self._outcome(False)
-        batches = open_batches(
-            config.data, sequence=config.model.sequence, vocabulary=config.model.vocabulary,
-            micro_batch=self.sizes.micro, accumulation=self.sizes.accumulation, rank=self.world.rank,
-            ranks=self.world.ranks, start=self.samples, stop=self.samples + (steps - self.step) * self.sizes.global_,
-            device=self.device,
-        )  # fmt: skip
-        self.closing.callback(batches.close)
-        pending: _Pending | None = None
-        saved = self.step
-        while self.step < steps and not signals.came:
-            self.step += 1
-            self.samples += self.sizes.global_
-            current = self._one(batches)
-            if pending is not None:
-                self._read(pending)
-            pending = current
-            due = config.checkpoint.every and self.step % config.checkpoint.every == 0
-            if due or self.step == steps or signals.came:
-                self._read(pending)
-                pending = None
-                self._save()
-                saved = self.step
-        if pending is not None:
-            self._read(pending)
-        if saved < self.step:
+            return self._outcome()
+        self._open()
+        if config.profile:
+            self._profile()
+        while self.step < steps and not self._stops():
+            self._advance()
+        self._settle()
+        if self.saved < self.step and (config.checkpoint.final or self.step < steps):
             self._save()
         self.checkpoints.wait()
-        return self._outcome(self.step < steps)
+        return self._outcome()
 
-    def _one(self, batches: Any) -> _Pending:
+    def _open(self) -> None:
+        """The data, and after it what this run writes."""
+        config = self.config
+        self.batches: Batches = open_batches(
+            config.data, sequence=config.model.sequence, vocabulary=config.model.vocabulary,
+            micro_batch=self.sizes.micro, accumulation=self.sizes.accumulation, rank=self.world.rank,
+            ranks=self.world.ranks, start=self.samples,
+            stop=self.samples + (config.steps - self.step) * self.sizes.global_, device=self.device,
+        )  # fmt: skip
+        self.closing.callback(self.batches.close)
+        self.journal: Journal | None = None
+        if self.world.speaks:
+            write_yaml(config, self.folder / "config.yaml")
+            self.journal = Journal(self.folder, self.step, config.log.tensorboard)
+            self.closing.callback(self.journal.close)
+        self.shown.begin({
+            "schema": SCHEMA, "command": "train", "machine": describe(), "configuration": dataclasses.asdict(config),
+            "parameters": config.model.parameters, "device": str(self.device), "precision": self.precision,
+            "batch": self.sizes.as_dict(), "recompute": self.policies, "peak_source": self.peak_source,
+            "convention": self.rates.formula, "resumed_from": self.step,
+        })  # fmt: skip
+        for warning in self.checkpoints.warnings:
+            self.shown.say(warning)
+
+    def _profile(self) -> None:
+        if self.config.steps - self.step < TAKES:
+            self.shown.say(f"A profile takes {TAKES} steps, and fewer are left; raise steps for one.")
+        elif self.world.speaks:
+            predicted = plan_memory(self.decoder, self.plan)
+            self.shown.profile(profile_run(self.engine, self._advance, predicted, self.folder / "profile"))
+        else:
+            for _ in range(TAKES):
+                self._advance()
+
+    def _stops(self) -> bool:
+        """Whether a signal came; of several processes each may get it, and all have to stop at the same step."""
+        return self.signals.came if self.world.ranks == 1 else self.heard
+
+    def _advance(self) -> None:
+        """One step: put it on the device, read the one before, save where it is time to."""
+        self.step += 1
+        self.samples += self.sizes.global_
+        current = self._one()
+        self._settle()
+        self.pending = current
+        every = self.config.checkpoint.every
+        if every and self.step % every == 0:
+            self._settle()
+            self._save()
+
+    def _one(self) -> _Pending:
         """Put a step's work on the device."""
         config, accumulation = self.config, self.sizes.accumulation
         began, waited, losses, taken = time.perf_counter(), 0.0, [], []
+        self.engine.seed(self.step)
         for number in range(accumulation):
-            tokens = batches.next()
-            waited += batches.waited
+            tokens = self.batches.next()
+            waited += self.batches.waited
             taken.append(tokens)
             losses.append(self.engine.accumulate(tokens, first=number == 0))
-        loss = torch.stack(losses).float().mean()
-        if self.world.ranks > 1:
-            loss /= self.world.ranks
-            self.world.sum_([loss])
+        self.asked.fill_(float(self.signals.came))
+        summed = torch.stack((torch.stack(losses).float().mean() / self.world.ranks, self.asked))
+        self.world.sum_([summed])
         rate = learning_rate(self.step, config.steps, config.optimizer.learning_rate, config.schedule)
-        self.limit.fill_(self.watch.limit)
-        found = torch.cat((loss[None], self.engine.update(loss, self.limit, rate, accumulation)))
+        self.limit.fill_(self.watch.limit(self.step))
+        found = torch.cat((summed, self.engine.update(summed[0], self.limit, rate, accumulation)))
         ready = None
         if self.device.type == "cuda":
             host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
             found = host.copy_(found, non_blocking=True)
             ready = torch.cuda.Event(enable_timing=True)
             ready.record()
-        return _Pending(self.step, self.samples, began, rate, waited, found, ready, time.perf_counter(), taken)
+        ended, held = time.perf_counter(), memory(self.device)
+        return _Pending(self.step, self.samples, began, rate, waited, found, ready, ended, held, taken)
+
+    def _settle(self) -> None:
+        """Read the step that is pending, if one is."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            self._read(pending)
 
     def _read(self, step: _Pending) -> None:
         """What a step has found, told to everybody who wants to know."""
         if step.ready is not None:
             step.ready.synchronize()
-        loss, norm, skipped = step.found.tolist()
+        loss, asked, norm, skipped = step.found.tolist()
+        self.heard |= asked > 0
         seconds, self.before = step.seconds(self.before), step
         speed = self.sizes.global_ * self.config.model.sequence / seconds
         self.speeds.append(speed)
@@ -240,20 +298,28 @@ class _Run:
         figures = Figures(  # type: ignore[arg-type]  # what `of` and `memory` return has the names of fields
             step=step.step, loss=self.last_loss, gradient_norm=norm if math.isfinite(norm) else None,
             skipped=bool(skipped), learning_rate=step.rate, samples=step.samples, seconds=seconds,
-            data_wait=step.waited, **self.rates.of(speed), **memory(self.device),
+            data_wait=step.waited, **self.rates.of(speed), **step.memory,
         )  # fmt: skip
         if self.journal is not None:
             self.journal.write(figures)
-            if step.step % self.config.log.every == 0 or step.step == self.config.steps:
-                self.shown.step(figures, self.config.steps)
-            if len(self.speeds) > 2 and step.waited > STALL * seconds:
-                self.shown.say(
-                    f"step {step.step} waited {step.waited * 1e3:.0f} ms for data, {step.waited / seconds:.0%} of its "
-                    "time; raise data.workers, or pack the text into a token file with `tilewright data pack`."
-                )
-        said = self.watch.take(step.step, loss, bool(skipped), step.batches)
+        if step.step % self.config.log.every == 0 or step.step == self.config.steps:
+            self.shown.step(figures, self.config.steps)
+        self._watch_data(step.waited, seconds)
+        said = self.watch.take(step.step, loss, norm, bool(skipped), step.batches)
         if said:
             self.shown.say(said)
+
+    def _watch_data(self, waited: float, seconds: float) -> None:
+        """Say once that the run waits for its data, where it does so all the time."""
+        steps = len(self.speeds)
+        if steps == 1:  # the workers start, kernels are compiled
+            return
+        self.waited, self.worked = self.waited + waited, self.worked + seconds
+        if steps == _FEWEST and self.waited > STALL * self.worked:
+            self.shown.say(
+                f"{self.waited / self.worked:.0%} of the time goes into waiting for data; raise data.workers, or pack "
+                "the text into a token file with `tilewright data pack`."
+            )
 
     def _save(self) -> None:
         facts = {
@@ -261,14 +327,15 @@ class _Run:
             "configuration": dataclasses.asdict(self.config), "recent_losses": list(self.watch.recent),
             "skipped_in_a_row": self.watch.in_a_row, "machine": describe(),
         }  # fmt: skip
+        if self.journal is not None:
+            self.journal.sync()  # a checkpoint is never ahead of the figures
         self.checkpoints.save(self.step, self.engine.tensors(), facts)
+        self.saved = self.step
 
-    def _outcome(self, stopped: bool) -> Outcome:
+    def _outcome(self) -> Outcome:
         steady = sorted(self.speeds[1:])
-        return Outcome(self.step, self.last_loss, steady[len(steady) // 2] if steady else None, stopped, self.warnings)
-
-    def close(self) -> None:
-        self.closing.close()
+        speed = steady[len(steady) // 2] if steady else None
+        return Outcome(self.step, self.last_loss, speed, self.step < self.config.steps, self.checkpoints.warnings)
 
 
 def batch_sizes(config: Train, ranks: int) -> BatchSizes:

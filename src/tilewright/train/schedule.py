@@ -20,7 +20,7 @@ def learning_rate(step: int, steps: int, highest: float, schedule: Schedule) -> 
     if schedule.name == "constant":
         return highest
     if schedule.name == "wsd":  # warm-up, stable, decay
-        share = max(0.0, 1.0 - (1.0 - share) / schedule.decay) if schedule.decay > 0 else 0.0
+        share = max(0.0, 1.0 - (1.0 - share) / min(1.0, schedule.decay)) if schedule.decay > 0 else 0.0
     if schedule.name == "cosine":
         share = (1.0 - math.cos(math.pi * share)) / 2.0
     return highest * (1.0 - (1.0 - schedule.final) * share)

@@ -1,0 +1,294 @@
+"""Every lever trains the tiny model, those that must not change the numbers do not, and what a run leaves is right."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tilewright.errors import UserError
+from tilewright.measure.results import SCHEMA
+from tilewright.train import loop
+from tilewright.train.checkpoint import read
+from tilewright.train.config import OPTIMIZERS, SCHEDULES
+from tilewright.train.engine import Engine
+from tilewright.train.figures import read as read_figures
+from tilewright.train.loop import Shown, batch_sizes, train
+from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.usefixtures("as_on_a_cpu")
+]  # fmt: skip
+
+
+# A rate means something else to each rule; Adafactor's is a share of the parameter's own size.
+RATES = {"lion": 1e-2, "sgd": 0.1, "adafactor": 0.2}
+LEVERS = {
+    "gpt_block": {"model": {"gpt_block": "optimized"}},
+    "dropout": {"model": {"dropout": 0.1}},
+    "optimized, dropout": {"model": {"gpt_block": "optimized", "dropout": 0.1}},
+    "math": {"model": {"attention": "math"}},
+    "flash": {"model": {"attention": "flash"}},
+    "mlp fused": {"model": {"mlp": "fused"}},
+    "mlp recompute": {"model": {"mlp": "recompute"}},
+    "llama": {"model": {"norm": "rms", "activation": "swiglu", "position": "rope", "bias": False}},
+    "recompute, dropout": {"model": {"recompute": "full", "dropout": 0.1}},
+    "accumulation": {"micro_batch": 2, "accumulation": 2},
+    "global batch": {"micro_batch": 0, "global_batch": 6},
+    "no clipping": {"optimizer": {"clip": 0.0, "learning_rate": 3e-3}},
+    **{name: {"precision": name} for name in ("fp32", "tf32", "bf16", "bf16_kahan", "bf16_stochastic")},
+    **{name: {"optimizer": {"name": name, "learning_rate": RATES.get(name, 3e-3)}} for name in OPTIMIZERS},
+    **{name: {"schedule": {"name": name, "warmup": 2}} for name in SCHEDULES},
+}
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_every_lever_lowers_the_loss(tmp_path, lever):
+    found = losses(tiny(tmp_path, **LEVERS[lever]))
+    assert sum(found[-3:]) < sum(found[:3]) - 0.3
+
+
+def test_compiled_it_learns_the_same(tmp_path):
+    plain = losses(tiny(tmp_path / "plain", steps=5))
+    compiled = losses(tiny(tmp_path / "compiled", steps=5, compile="default"))
+    assert compiled == pytest.approx(plain, rel=1e-4)
+
+
+SAME = {
+    "gpt_block": {"model": {"gpt_block": "optimized"}},
+    "math": {"model": {"attention": "math"}},
+    "loss fused": {"model": {"loss": "fused"}},
+    "loss linear_fused": {"model": {"loss": "linear_fused"}},
+    "mlp": {"model": {"mlp": "recompute"}},
+    "selective": {"model": {"recompute": "selective"}},
+    "full": {"model": {"recompute": "full"}},
+    "budget": {"model": {"recompute": "budget", "recompute_budget": 0.00025}},
+    "split in two": {"micro_batch": 2, "accumulation": 2},
+    "split in four": {"micro_batch": 1, "global_batch": 4},
+    "a worker": {"data": {"workers": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return losses(tiny(tmp_path_factory.mktemp("plain")))
+
+
+@pytest.mark.parametrize("lever", SAME)
+def test_what_does_not_change_the_model_does_not_change_the_curve(tmp_path, plain, lever):
+    assert losses(tiny(tmp_path, **SAME[lever])) == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_recomputed_blocks_drop_the_same_elements(tmp_path, how):
+    """A mask drawn anew in backward would give other gradients, and another curve from the second step on."""
+    kept = losses(tiny(tmp_path / "kept", model={"dropout": 0.2}))
+    again = losses(tiny(tmp_path / "again", model={"dropout": 0.2, "recompute": how}))
+    assert again[0] == pytest.approx(kept[0], rel=1e-5)
+    if how == "full":  # "selective" draws in another order
+        assert again == pytest.approx(kept, rel=1e-4)
+
+
+def test_dropout_differs_from_step_to_step_and_from_rank_to_rank(tmp_path):
+    config = tiny(tmp_path)
+    drawn = []
+    for step, rank in ((1, 0), (2, 0), (1, 1), (1, 0)):
+        engine = Engine(config, torch.device("cpu"), loop.World(rank, 2), ["none"] * 2)
+        engine.seed(step)
+        drawn.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[3]
+    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+
+
+def test_the_folder_has_figures_configuration_and_a_checkpoint(tmp_path):
+    begun = []
+    shown = trained(tiny(tmp_path, steps=3), begin=begun.append)
+    records = read_figures(tmp_path / "figures.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert [record["loss"] for record in records] == [one.loss for one in shown]
+    assert [record["samples"] for record in records] == [4, 8, 12]
+    assert begun[0]["schema"] == SCHEMA and begun[0]["convention"] == records[0]["convention"]
+    assert json.loads(json.dumps(begun[0])) and (tmp_path / "config.yaml").exists()
+    assert read(tmp_path / "checkpoints" / "step-00000003", "model")[1]["step"] == 3
+
+
+def test_no_checkpoint_is_written_where_none_is_wanted(tmp_path):
+    trained(tiny(tmp_path, steps=2, checkpoint={"final": False}))
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_lines_come_as_often_as_asked_and_the_records_all(tmp_path):
+    assert [one.step for one in trained(tiny(tmp_path, steps=7, log={"every": 3}))] == [3, 6, 7]
+    assert len(read_figures(tmp_path / "figures.jsonl")) == 7
+
+
+def test_a_data_set_shorter_than_a_batch_begins_anew(tmp_path):
+    (tmp_path / "text").write_text("abcdefgh" * 9)  # two windows of 32
+    found = losses(tiny(tmp_path / "run", data={"paths": [str(tmp_path / "text")]}, steps=15))
+    assert len(found) == 15 and found[-1] < found[0] - 1
+
+
+def test_tensorboard_has_the_figures(tmp_path):
+    pytest.importorskip("tensorboard")
+    trained(tiny(tmp_path, steps=2, log={"tensorboard": True}))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    written = events.Scalars("loss")
+    assert [event.step for event in written] == [1, 2]
+    records = read_figures(tmp_path / "figures.jsonl")
+    assert [event.value for event in written] == pytest.approx([record["loss"] for record in records])
+
+
+# -- the guard, in a run
+
+
+def broken(monkeypatch, when):
+    """Make the loss of micro batches that `when(number)` names a NaN; they are counted from 0."""
+    accumulate, number = Engine.accumulate, iter(range(10**6))
+
+    def bad(self, tokens, first):
+        loss = accumulate(self, tokens, first)
+        return loss * math.nan if when(next(number)) else loss
+
+    monkeypatch.setattr(Engine, "accumulate", bad)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_loss_that_is_no_number_stops_the_run_and_its_batch_is_kept(tmp_path, monkeypatch, step):
+    taken, accumulate = [], Engine.accumulate
+    monkeypatch.setattr(
+        Engine, "accumulate", lambda self, t, first: (taken.append(t.clone()), accumulate(self, t, first))[1]
+    )
+    broken(monkeypatch, lambda number: number == step - 1)
+    with pytest.raises(UserError, match=f"step {step}: the loss is nan.*guard.nan=skip"):
+        train(tiny(tmp_path, checkpoint={"every": 1}))
+    kept = load_file(tmp_path / f"bad-step-{step:08d}.safetensors")
+    assert torch.equal(kept["micro_batch_0"], taken[step - 1])
+    records = read_figures(tmp_path / "figures.jsonl")
+    assert [record["skipped"] for record in records] == [False] * (step - 1) + [True]
+    assert records[-1]["loss"] is None
+    newest = loop.Checkpoints(tmp_path / "checkpoints", keep=1, asynchronous=False).newest()
+    assert (newest is None) if step == 1 else newest.name == f"step-{step - 1:08d}"  # none with the bad step
+
+
+def test_a_skipped_step_changes_nothing_but_the_count(tmp_path, monkeypatch):
+    """Also where the NaN is in the middle of an accumulation, whose other gradients must not reach the next step."""
+    accumulate = Engine.accumulate
+
+    def poisoned(self, tokens, first):
+        loss = accumulate(self, tokens, first)
+        if poisoned.number == 4:  # the second micro batch of step 2
+            self.model.token.weight.grad[3] = math.nan
+        poisoned.number += 1
+        return loss
+
+    poisoned.number = 1
+    monkeypatch.setattr(Engine, "accumulate", poisoned)
+    states = {}
+    update = Engine.update
+
+    def watched(self, *arguments):
+        states[len(states)] = [p.clone() for p in self.model.parameters()]
+        return update(self, *arguments)
+
+    monkeypatch.setattr(Engine, "update", watched)
+    said = []
+    figures = trained(tiny(tmp_path, steps=4, micro_batch=2, accumulation=2, guard={"nan": "skip"}), say=said.append)
+    assert [one.skipped for one in figures] == [False, True, False, False]
+    assert figures[1].gradient_norm is None and figures[1].loss is not None and "skipped" in figures[1].line()
+    assert len(said) == 1 and "skipped, its batch is in" in said[0]
+    same = [[torch.equal(a, b) for a, b in zip(states[i], states[i + 1], strict=True)] for i in range(3)]
+    assert not any(same[0]) and all(same[1]) and not any(same[2])
+    assert len(load_file(tmp_path / "bad-step-00000002.safetensors")) == 2
+
+
+def test_too_many_skipped_in_a_row_stop_the_run(tmp_path, monkeypatch):
+    broken(monkeypatch, lambda number: number >= 2)
+    with pytest.raises(UserError, match="step 5: .*number 3 in a row"):
+        train(tiny(tmp_path, guard={"nan": "skip", "patience": 3}))
+
+
+def test_a_spike_is_skipped_or_stops(tmp_path, monkeypatch):
+    accumulate = Engine.accumulate
+
+    def jumps(self, tokens, first):
+        jumps.number += 1
+        return accumulate(self, tokens, first) + (5.0 if jumps.number == 25 else 0.0)
+
+    monkeypatch.setattr(Engine, "accumulate", jumps)
+    jumps.number = 0
+    spikes = {"spike": 4.0, "on_spike": "skip"}
+    figures = trained(tiny(tmp_path / "skip", steps=27, guard=spikes))
+    assert [one.step for one in figures if one.skipped] == [25] and figures[24].loss > 8
+    jumps.number = 0
+    with pytest.raises(UserError, match=r"step 25: the loss jumped.*guard.on_spike=skip"):
+        train(tiny(tmp_path / "stop", steps=27, guard={"spike": 4.0}))
+
+
+# -- signals, folders, modes
+
+
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path):
+    def polite(figures, steps):
+        if figures.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    outcome = train(tiny(tmp_path, steps=50), Shown(step=polite))
+    assert outcome.stopped and 3 <= outcome.step <= 5
+    assert read(tmp_path / "checkpoints" / f"step-{outcome.step:08d}", "model")[1]["step"] == outcome.step
+    assert [r["step"] for r in read_figures(tmp_path / "figures.jsonl")] == list(range(1, outcome.step + 1))
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert train(tiny(tmp_path, steps=8)).step == 8
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    def impatient(figures, steps):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(tmp_path, steps=50), Shown(step=impatient))
+
+
+def test_a_run_leaves_the_process_as_it_was(tmp_path):
+    before = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    train(tiny(tmp_path, steps=1, deterministic=True, precision="tf32"))
+    with contextlib.suppress(UserError):
+        train(tiny(tmp_path, steps=1, deterministic=True, precision="tf32", checkpoint={"resume": "never"}))
+    assert (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_waiting_for_data_is_said_once(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(loop, "STALL", -1.0)
+    trained(tiny(tmp_path, steps=25), say=said.append)
+    assert len(said) == 1 and "waiting for data; raise data.workers" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "micro", "whole", "accumulation"),
+    [
+        ({"micro_batch": 0}, 1, 8, 8, 1),
+        ({"micro_batch": 0, "global_batch": 6}, 1, 6, 6, 1),
+        ({"micro_batch": 0, "global_batch": 20}, 1, 5, 20, 4),
+        ({"micro_batch": 0, "global_batch": 22}, 1, 2, 22, 11),
+        ({"micro_batch": 0, "global_batch": 64, "accumulation": 2}, 2, 16, 64, 2),
+        ({"micro_batch": 3, "accumulation": 2}, 2, 3, 12, 2),
+    ],
+)
+def test_batch_sizes_follow_from_those_given(given, ranks, micro, whole, accumulation):
+    sizes = batch_sizes(tiny("x", **given), ranks)
+    assert (sizes.micro, sizes.global_, sizes.accumulation) == (micro, whole, accumulation)
+
+
+def test_batch_sizes_that_cannot_be_are_refused():
+    for given, ranks in (({"micro_batch": 3, "global_batch": 8}, 1), ({"micro_batch": 0, "global_batch": 3}, 2)):
+        with pytest.raises(UserError):
+            batch_sizes(tiny("x", **given), ranks)
