@@ -226,6 +226,32 @@ def memory(result: dict[str, Any]) -> str:
     return f"{machine(result)}\n\n{markdown([*header, ''], rows)}"
 
 
+def train(result: dict[str, Any]) -> str:
+    """Every lever of `tilewright train`, beside the first row of its group."""
+    text, groups = machine(result) + "\n", {}
+    for case in result["cases"]:
+        groups.setdefault(case["group"], []).append(case)
+    for name, cases in groups.items():
+        rows = []
+        first = cases[0]
+        for case in cases:
+            if "error" in case:
+                rows.append([case["case"], f"failed: {case['error']}", *[""] * 6])
+                continue
+            difference = max(abs(a - b) for a, b in zip(case["losses"], first["losses"], strict=True))
+            rows.append(
+                [
+                    case["case"], f"{case['tokens_per_second']:,.0f}",
+                    f"{case['tokens_per_second'] / first['tokens_per_second']:.3f}x", f"{case['mfu']:.1%}",
+                    f"{case['hfu']:.1%}", f"{case['peak_allocated'] / 2**30:.1f} GiB",
+                    f"{case['peak_allocated'] / first['peak_allocated']:.2f}x", f"{difference:.1e}",
+                ]
+            )  # fmt: skip
+        header = [f"GPT {name}", "tokens/s", "ratio", "MFU", "HFU", "peak memory", "ratio", "loss difference"]
+        text += "\n" + markdown(header, rows)
+    return text
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     f.__name__: f
     for f in (
@@ -238,6 +264,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
         loss_curves,
         memory,
         rope,
+        train,
         tune,
     )
 }
