@@ -1,4 +1,6 @@
+import collections
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -173,9 +175,7 @@ def test_autocast_losses_agree_and_the_residual_stays_float32():
 @pytest.mark.parametrize("block", ["standard", "optimized"])
 @pytest.mark.parametrize("lever", [{"recompute": "full"}, {"recompute": "selective"}, {"mlp": "recompute"}])
 def test_recompute_changes_neither_loss_nor_gradients(block, lever, style):
-    # Selective adds a branch apart from its norm, with masks of its own: another dropout where the block is fused.
-    dropout = 0.0 if block == "optimized" and lever.get("recompute") == "selective" else 0.5
-    config = dataclasses.replace(STYLES[style], gpt_block=block, dropout=dropout)
+    config = dataclasses.replace(STYLES[style], gpt_block=block, dropout=0.5)
     torch.manual_seed(0)
     kept = GPT(config).to(DEVICE)
     again = GPT(dataclasses.replace(config, **lever)).to(DEVICE)
@@ -206,15 +206,40 @@ class Products(TorchDispatchMode):
     ("lever", "again"),
     [({}, 0), ({"recompute": "selective"}, 1), ({"recompute": "full"}, 3), ({"mlp": "recompute"}, 0)],
 )
-def test_recompute_runs_the_products_again_that_it_says(lever, again):
+@pytest.mark.parametrize("block", ["standard", "optimized"])
+def test_recompute_runs_the_products_again_that_it_says(block, lever, again):
     """A block has four; of a whole block that runs again the last one's result is not needed."""
     counts = []
     for levers in ({}, lever):
-        model = GPT(dataclasses.replace(SMALL, **levers))
+        model = GPT(dataclasses.replace(SMALL, gpt_block=block, **levers)).to(DEVICE)
         with Products() as products:
-            model(tokens().cpu(), tokens().cpu()).backward()
+            model(tokens(), tokens()).backward()
         counts.append(products.count)
     assert counts[1] - counts[0] == again * SMALL.layers
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_selective_recompute_of_a_fused_block_gives_up_what_is_cheap(style, dropout):
+    """After forward no norm's output is left, and of the sums one a block; backward runs one product again, if any."""
+    config = dataclasses.replace(STYLES[style], gpt_block="optimized", recompute="selective", dropout=dropout)
+    model = GPT(config).to(DEVICE)
+    outputs, calls = [], collections.Counter()
+    for block in model.blocks:
+        for name in ("norm1", "norm2"):
+            getattr(block, name).register_forward_hook(
+                lambda _, __, out, name=name: outputs.append((name, *map(weakref.ref, out)))
+            )
+        for name, module in block.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(lambda _, __, ___, name=name: calls.update([name]))
+    loss = model(tokens(), tokens())
+    assert len(outputs) == 2 * config.layers and all(out() is None for _, out, _ in outputs)
+    alive = [name for name, _, total in outputs if total() is not None]
+    assert alive == (["norm1"] if dropout == 0.0 else ["norm1", "norm2"]) * config.layers
+    before = calls.copy()
+    loss.backward()
+    assert calls - before == ({"attention.out": config.layers} if dropout == 0.0 else {})
 
 
 @pytest.mark.parametrize("attention", ["flash", "efficient", "math"])

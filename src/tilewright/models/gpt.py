@@ -20,7 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
+from tilewright.nn.recompute import Shared, forgetting, is_memory_of
 from tilewright.ops import cross_entropy, linear_cross_entropy
+from tilewright.ops._op import is_traced, runs_kernel
 from tilewright.ops.rope import reference as rotate
 from tilewright.plan.gpt import GPTConfig
 
@@ -49,7 +51,7 @@ class StandardDropoutAddNorm(nn.Module):
 class StandardGeluMLP(GeluMLP):
     """Two products with a GELU between them, as PyTorch does it."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
         inner = F.gelu(F.linear(x, self.up.weight, self.up.bias), approximate=self.approximate)
         return F.linear(inner, self.down.weight, self.down.bias)
 
@@ -57,7 +59,7 @@ class StandardGeluMLP(GeluMLP):
 class StandardGatedMLP(GatedMLP):
     """Three products and a gate, as PyTorch does it."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         x, gated = F.linear(x, up.weight, up.bias), F.linear(x, gate.weight, gate.bias)
         approximate = _approximate(self.activation)
@@ -115,15 +117,19 @@ class Attention(nn.Module):
         self.out = linear(config.width, config.width, config.bias)
 
     def forward(self, x: Tensor, rope: nn.Module | None) -> Tensor:
-        batch, sequence, width = x.shape
-        qkv = self.qkv(x).view(batch, sequence, -1, self.head_dim)
+        return self.out(self.mix(self.qkv(x), rope))
+
+    def mix(self, qkv: Tensor, rope: nn.Module | None) -> Tensor:
+        """What lies between the two products."""
+        batch, sequence, _ = qkv.shape
+        qkv = qkv.view(batch, sequence, -1, self.head_dim)
         q, k, v = qkv.split((self.heads, self.key_heads, self.key_heads), 2)
         if rope is not None:
             q, k = rope(q, k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         with contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.key_heads)
-        return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
+        return y.transpose(1, 2).reshape(batch, sequence, -1)
 
 
 class Block(nn.Module):
@@ -152,10 +158,31 @@ class Block(nn.Module):
         """
         if how == "full":
             return checkpoint(self, x, residual, rope, use_reentrant=False)
+        if isinstance(self.norm1, DropoutAddNorm) and runs_kernel(x) and not is_traced(x):
+            return self._selectively(x, residual, rope)
         x = F.dropout(x, self.norm1.p, self.training)
         residual = x if residual is None else x + residual
         contexts = functools.partial(create_selective_checkpoint_contexts, _keeps)
         return checkpoint(self._from_sum, residual, rope, use_reentrant=False, context_fn=contexts)
+
+    def _selectively(self, x: Tensor, residual: Tensor | None, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
+        """By giving up tensors one by one, which a host can afford that launches op by op."""
+        attention, norm1, norm2, mlp = self.attention, self.norm1, self.norm2, self.mlp
+        x, first = norm1(x, residual)
+        with forgetting(is_memory_of(x), lambda: norm1.normalise(first)):
+            qkv = attention.qkv(x)
+        mixed = attention.mix(qkv, rope)
+        if norm2.p > 0 and self.training:  # its mask would be another one the second time: the sum is kept
+            x, second = norm2(attention.out(mixed), first)
+            with forgetting(is_memory_of(x), lambda: norm2.normalise(second)):
+                return mlp(x, recompute=True), second
+        again = Shared(lambda: norm2(attention.out(mixed), first))
+        branch = attention.out(mixed)
+        # The one tensor of this shape that the norm saves is the sum that it returns.
+        with forgetting(lambda kept: kept.shape == first.shape, lambda: again.take(1, last=True)):
+            x, second = norm2(branch, first)
+        with forgetting(is_memory_of(x), lambda: again.take(0)):
+            return mlp(x, recompute=True), second
 
     def _from_sum(self, residual: Tensor, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
         return self._sublayers(self.norm1.normalise(residual), residual, rope)

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tilewright.nn.linear import Linear
+from tilewright.nn.recompute import forgetting, is_memory_of
 from tilewright.ops.activation import bias_gelu, geglu, swiglu
 from tilewright.ops.linear import linear
 
@@ -28,18 +29,7 @@ def _project(down: Linear, activate: Callable[..., torch.Tensor], inner: tuple[t
         rest = functools.partial(_project, down, activate, again=False)
         return checkpoint(rest, inner, use_reentrant=False, preserve_rng_state=False)
     activated = activate(*inner)
-    place = activated.untyped_storage().data_ptr()
-
-    def pack(kept: torch.Tensor) -> torch.Tensor | torch.Size:
-        return kept.shape if kept.untyped_storage().data_ptr() == place else kept
-
-    def unpack(kept: torch.Tensor | torch.Size) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        with torch.no_grad():
-            return activate(*inner).view(kept)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with forgetting(is_memory_of(activated), lambda: activate(*inner)):
         return down(activated)
 
 
@@ -79,9 +69,9 @@ class GatedMLP(torch.nn.Module):
         self.up_proj = Linear(width, inner, bias, device=device, dtype=dtype)
         self.down_proj = Linear(inner, width, bias, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, recompute: bool = False) -> torch.Tensor:
         inner = self.gate_proj(x), self.up_proj(x)
-        return _project(self.down_proj, _GATED[self.activation], inner, self.recompute)
+        return _project(self.down_proj, _GATED[self.activation], inner, self.recompute or recompute)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
@@ -118,8 +108,8 @@ class GeluMLP(torch.nn.Module):
         self.up = Linear(width, inner, bias, device=device, dtype=dtype)
         self.down = Linear(inner, width, bias, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _project(self.down, self._activate, (linear(x, self.up.weight),), self.recompute)
+    def forward(self, x: torch.Tensor, recompute: bool = False) -> torch.Tensor:
+        return _project(self.down, self._activate, (linear(x, self.up.weight),), self.recompute or recompute)
 
     def _activate(self, inner: torch.Tensor) -> torch.Tensor:
         return bias_gelu(inner, self.up.bias, approximate=self.approximate)

@@ -124,7 +124,8 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     # Each of two: the sum that is normalised, the norm's output (the next product's input), statistics, dropout's mask.
     statistics = 4.0 if decoder.norm == "rms" else 8.0
     masks = h if decoder.dropout > 0 and decoder.gpt_block == "standard" else 0
-    norms = r * h + masks if cheap else 2 * (r * h + c * h + statistics + masks)
+    kept_sums = 2 if decoder.dropout > 0 and decoder.gpt_block == "optimized" else 1  # one cannot be made twice alike
+    norms = kept_sums * r * h + masks if cheap else 2 * (r * h + c * h + statistics + masks)
     norms += (decoder.norms - 2) * (c * h + statistics)  # norms behind a branch keep their input
     queries, keys = heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
     attention = c * (queries + 2 * keys) + c * queries

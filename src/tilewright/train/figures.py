@@ -77,7 +77,9 @@ class Rates:
         convention = conventions(decoder)[DEFAULT]
         self.formula, self.model, self.peak, self.ranks = convention.formula, convention.model, peak_flops, ranks
         block = (convention.hardware["full"] - convention.model) / decoder.layers  # a whole forward pass, by its blocks
-        output = 2 * decoder.width * decoder.heads * decoder.head_dim  # the product that "selective" runs again
+        # The product that "selective" runs again, unless a fused block's dropout stands behind it.
+        fused_dropout = decoder.dropout > 0 and decoder.gpt_block == "optimized"
+        output = 0 if fused_dropout else 2 * decoder.width * decoder.heads * decoder.head_dim
         again = {"none": 0.0, "selective": output, "full": block}
         self.hardware = self.model + sum(again[policy] for policy in policies)
 
