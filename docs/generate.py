@@ -236,18 +236,18 @@ def train(result: dict[str, Any]) -> str:
         first = cases[0]
         for case in cases:
             if "error" in case:
-                rows.append([case["case"], f"failed: {case['error']}", *[""] * 6])
+                rows.append([case["case"], f"failed: {case['error']}", *[""] * 5])
                 continue
             difference = max(abs(a - b) for a, b in zip(case["losses"], first["losses"], strict=True))
             rows.append(
                 [
                     case["case"], f"{case['tokens_per_second']:,.0f}",
                     f"{case['tokens_per_second'] / first['tokens_per_second']:.3f}x", f"{case['mfu']:.1%}",
-                    f"{case['hfu']:.1%}", f"{case['peak_allocated'] / 2**30:.1f} GiB",
+                    f"{case['peak_allocated'] / 2**30:.1f} GiB",
                     f"{case['peak_allocated'] / first['peak_allocated']:.2f}x", f"{difference:.1e}",
                 ]
             )  # fmt: skip
-        header = [f"GPT {name}", "tokens/s", "ratio", "MFU", "HFU", "peak memory", "ratio", "loss difference"]
+        header = [f"GPT {name}", "tokens/s", "ratio", "MFU", "peak memory", "ratio", "loss difference"]
         text += "\n" + markdown(header, rows)
     return text
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from tilewright.cli.tune import _peak
 from tilewright.errors import UserError
+from tilewright.hardware import peak
 
 
 def tilewright(*arguments, **environment):
@@ -79,9 +79,9 @@ def test_tune_prints_one_table_and_valid_json(tmp_path):
 
 
 def test_an_unknown_accelerator_has_no_mfu_and_the_flag_is_named():
-    peak, source = _peak(True, "NVIDIA H200 NVL", None)
-    assert peak is None and "--peak-tflops" in source and "NVIDIA H200 NVL" in source
-    assert _peak(True, "NVIDIA H200", None)[0] == 989.5e12
-    assert _peak(True, "NVIDIA H200 NVL", 800.0)[0] == 800e12
+    found, source = peak("NVIDIA H200 NVL", "bf16", None, "--peak-tflops")
+    assert found is None and "--peak-tflops" in source and "NVIDIA H200 NVL" in source
+    assert peak("NVIDIA H200", "bf16", None, "--peak-tflops")[0] == 989.5e12
+    assert peak("NVIDIA H200 NVL", "bf16", 800.0, "--peak-tflops")[0] == 800e12
     with pytest.raises(UserError):
-        _peak(True, "NVIDIA H200", 0.0)
+        peak("NVIDIA H200", "bf16", 0.0, "--peak-tflops")

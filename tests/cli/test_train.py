@@ -216,7 +216,9 @@ def test_ctrl_c_ends_the_run_with_a_checkpoint_and_130(tmp_path):
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 130 and error == ""
-    step = int(re.search(r"Stopped at step (\d+); the same command goes on from there.", out)[1])
+    step = int(
+        re.search(r"Stopped at step (\d+), with a checkpoint; checkpoint.resume=auto goes on from there.", out)[1]
+    )
     assert newest(tmp_path / "checkpoints").name == f"step-{step:08d}"
 
 

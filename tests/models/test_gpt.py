@@ -242,6 +242,17 @@ def test_selective_recompute_of_a_fused_block_gives_up_what_is_cheap(style, drop
     assert calls - before == ({"attention.out": config.layers} if dropout == 0.0 else {})
 
 
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_a_block_that_runs_again_does_not_hold_what_its_mlp_would(how):
+    model = GPT(dataclasses.replace(SMALL, gpt_block="standard", mlp="recompute", recompute=how)).to(DEVICE)
+    seen = []
+    for block in model.blocks:
+        block.mlp.down.register_forward_pre_hook(lambda _, inputs: seen.append(weakref.ref(inputs[0])))
+    loss = model(tokens(), tokens())
+    assert seen and all(inner() is None for inner in seen)
+    loss.backward()
+
+
 @pytest.mark.parametrize("attention", ["flash", "efficient", "math"])
 def test_attention_is_the_same_whoever_computes_it(attention):
     batch = tokens()

@@ -49,7 +49,7 @@ OP = sys.modules["tilewright.ops.dropout_add_norm"]
 
 @pytest.fixture(autouse=True)
 def kernels_at_every_size(monkeypatch):
-    monkeypatch.setattr(OP, "_HOST_BOUND", 0)
+    monkeypatch.setattr(OP, "HOST_BOUND", 0)
 
 
 def arguments(shape, dtype, options, parameter_dtype=None, residual_dtype=None):
@@ -553,7 +553,7 @@ def test_small_eager_calls_by_torchs_own_ops_are_the_same_function(monkeypatch, 
     )
     leaves = [t for t in tensors.values() if t is not None]
     fused = call(dropout_add_norm, tensors, keywords, prenorm=True)
-    monkeypatch.setattr(OP, "_HOST_BOUND", 65536)
+    monkeypatch.setattr(OP, "HOST_BOUND", 65536)
     plain = call(dropout_add_norm, tensors, keywords, prenorm=True)
     assert type(plain[1].grad_fn).__name__ == "AddBackward0"  # no Python in backward
     upstream = [torch.randn_like(t) for t in plain]

@@ -157,7 +157,7 @@ class Emulator:
 
 
 def forget():
-    _cublaslt._handle.cache_clear()
+    _cublaslt._handles.pop(torch.device("cpu"), None)  # the emulator's
     _cublaslt._plans.clear()
     _cublaslt.Plan.choices = 0
 
@@ -169,6 +169,7 @@ def emulator(monkeypatch):
     monkeypatch.setattr(_cublaslt, "_stream", lambda device: 0)
     monkeypatch.setattr(_cublaslt, "_may_time", lambda: False)
     monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
+    monkeypatch.setattr(_cublaslt, "_USES", 1)
     monkeypatch.setattr(op, "_DEVICES", ("cpu",))
     forget()
     yield library
@@ -268,7 +269,7 @@ def test_only_one_input_wants_a_gradient(index, emulator):
     upstream = numbers(6, 32, grad=False)
     actual = run(linear, leaves, upstream, BF16)
     assert_near_truth(actual, truth(reference, leaves, upstream, BF16), reduced=32)
-    assert len(emulator.launched) == (2 if index == 0 else 1)
+    assert len(emulator.launched) == (0 if index == 0 else 1)  # with the weight frozen it is plain: PyTorch keeps no x
 
 
 def test_a_float32_weight_has_a_gradient_that_was_never_rounded_to_16_bits(emulator):
@@ -366,7 +367,35 @@ def test_a_candidate_with_other_bits_is_not_taken(values, emulator, clock):
     left, right, out = (values(*shape, grad=False) for shape in ((4, 16), (16, 8), (4, 8)))
     emulator.noise = {1: 1.0}
     assert _cublaslt.product(left, right, out)
-    assert emulator.launched[-1][1] == (1 if out.isnan().all() else 3)
+    assert emulator.launched[-1][1] == (0 if out.isnan().all() else 3)
+
+
+def test_a_product_of_nothing_decides_nothing(emulator, operands, clock):
+    """On zeros all algorithms agree, whatever their order of summing."""
+    (left, right, out), (emulator.noise) = operands, {1: 0.0}
+    assert _cublaslt.product(left, torch.zeros_like(right), out) and emulator.launched[-1][1] == 0
+    forget()
+    zeros = torch.zeros_like(right)
+    assert _cublaslt.product(left, zeros, out)
+    zeros.copy_(right)
+    assert _cublaslt.product(left, zeros, out) and emulator.launched[-1][1] == 1
+
+
+def test_a_shape_is_timed_when_it_comes_again(emulator, operands, clock, monkeypatch):
+    monkeypatch.setattr(_cublaslt, "_USES", 3)
+    left, right, out = operands
+    taken = []
+    for _ in range(4):
+        assert _cublaslt.product(left, right, out)
+        taken.append(emulator.launched[-1][1])
+    assert taken == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("gap", [lambda m: m[:, ::2], lambda m: m[:, ::2].t(), lambda m: m[:1].expand(16, -1)])
+def test_a_matrix_with_gaps_between_its_elements_is_left_to_torch(gap, emulator):
+    right = gap(numbers(16, 16, grad=False))
+    left = numbers(4, right.shape[0], grad=False)
+    assert not _cublaslt.product(left, right, numbers(4, right.shape[1], grad=False))
 
 
 def test_a_small_product_takes_the_first_candidate(emulator, operands, clock, monkeypatch):
@@ -632,7 +661,6 @@ def test_a_captured_graph_replays_forward_and_backward(known, always):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run(linear if known else reference, leaves, upstream)
-        _cublaslt._handle(torch.device("cuda", torch.cuda.current_device()))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             captured = run(linear, leaves, upstream)

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tilewright.errors import UserError
 from tilewright.train.checkpoint import Checkpoints, load, newest, read
-from tilewright.train.random_state import random_state, set_random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -166,39 +165,19 @@ def test_a_folder_that_a_living_process_writes_to_is_left_to_it(tmp_path):
     assert not writing.exists()
 
 
-def test_random_state_survives_and_does_not_depend_on_a_gpu(tmp_path):
-    torch.manual_seed(7)
-    torch.rand(11)
-    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=True)
-    checkpoints.save(1, {"random": random_state()}, {})
-    expected = torch.rand(5)
-    checkpoints.wait()
-    torch.manual_seed(8)
-    loaded = random_state()
-    checkpoints.load_newest({"random": loaded})
-    set_random_state(loaded)
-    assert torch.equal(torch.rand(5), expected)
-    assert loaded["cuda"].shape == (16,)  # as torch.cuda.get_rng_state has it
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_gpus_tensors_and_random_state_survive_although_training_goes_on(tmp_path, asynchronous):
+def test_a_gpus_tensors_survive_although_training_goes_on(tmp_path, asynchronous):
     weight = torch.randn(1 << 24, device="cuda")
     checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=asynchronous)
     for step in (1, 2):  # the second time into the buffers of the first
         expected = weight.clone()
-        checkpoints.save(step, {"model": {"weight": weight}, "random": random_state()}, {"step": step})
-        drawn = torch.rand(4, device="cuda")
+        checkpoints.save(step, {"model": {"weight": weight}}, {"step": step})
         weight.mul_(-3.0)
     checkpoints.wait()
-    loaded, random = torch.zeros_like(weight), random_state()
-    assert checkpoints.load_newest({"model": {"weight": loaded}, "random": random}) == {"step": 2}
-    set_random_state(random)
-    assert torch.equal(loaded, expected) and torch.equal(torch.rand(4, device="cuda"), drawn)
-    torch.manual_seed(2**63 + 5)
-    seeded = torch.tensor([torch.initial_seed(), 0], dtype=torch.uint64).view(torch.uint8)
-    assert torch.equal(random_state()["cuda"], seeded)  # what a process without a GPU saves in its place
+    loaded = torch.zeros_like(weight)
+    assert checkpoints.load_newest({"model": {"weight": loaded}}) == {"step": 2}
+    assert torch.equal(loaded, expected)
     checkpoints.close()
 
 

@@ -18,6 +18,7 @@ from tilewright.train.config import OPTIMIZERS, SCHEDULES
 from tilewright.train.engine import Engine
 from tilewright.train.figures import read as read_figures
 from tilewright.train.loop import Shown, batch_sizes, train
+from tilewright.train.world import World
 from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401
 
 pytestmark = [
@@ -173,8 +174,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_its_batch_is_kept(tmp_path, 
     records = read_figures(tmp_path / "figures.jsonl")
     assert [record["skipped"] for record in records] == [False] * (step - 1) + [True]
     assert records[-1]["loss"] is None
-    newest = loop.Checkpoints(tmp_path / "checkpoints", keep=1, asynchronous=False).newest()
-    assert (newest is None) if step == 1 else newest.name == f"step-{step - 1:08d}"  # none with the bad step
+    # The bad step has changed nothing and is saved as done: the same command goes on behind it.
+    monkeypatch.setattr(Engine, "accumulate", accumulate)
+    assert [figures.step for figures in trained(tiny(tmp_path, checkpoint={"every": 1}))] == list(range(step + 1, 13))
 
 
 def test_a_skipped_step_changes_nothing_but_the_count(tmp_path, monkeypatch):
@@ -292,3 +294,26 @@ def test_batch_sizes_that_cannot_be_are_refused():
     for given, ranks in (({"micro_batch": 3, "global_batch": 8}, 1), ({"micro_batch": 0, "global_batch": 3}, 2)):
         with pytest.raises(UserError):
             batch_sizes(tiny("x", **given), ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"residual": "bf16"}}, "needs products in bfloat16"),
+        ({"model": {"attention": "cudnn"}}, "no such attention"),
+        ({"compile": "reduce-overhead", "global_batch": 8}, "would overwrite the gradients"),
+        ({"cuda_graphs": True}, "needs a GPU"),
+    ],
+)
+def test_levers_that_do_not_go_together_are_one_sentence(tmp_path, changes, words):
+    with pytest.raises(UserError, match=words):
+        train(tiny(tmp_path, **changes))
+
+
+def test_the_norm_of_bfloat16_gradients_is_in_float32(tmp_path):
+    config = tiny(tmp_path, precision="bf16_stochastic")
+    engine = Engine(config, torch.device("cpu"), World(), ["none"] * 2)
+    engine.accumulate(torch.randint(256, (4, 33)), first=True)
+    gradients = [p.grad.double() for p in engine.model.parameters()]
+    norm = engine.update(torch.tensor(1.0), torch.tensor(math.inf), 0.0, 1)[0]
+    assert float(norm) == pytest.approx(float(torch.stack([g.norm() for g in gradients]).norm()), rel=1e-5)

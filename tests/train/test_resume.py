@@ -144,6 +144,30 @@ def test_a_path_begins_where_another_run_was(tmp_path):
     assert not (tmp_path / "other" / "figures.jsonl").exists()
 
 
+def test_a_path_does_not_take_a_run_back(tmp_path):
+    """Once a folder has checkpoints of its own, the same command goes on from those."""
+    path = str(tmp_path / "there" / "checkpoints" / "step-00000004")
+    trained(tiny(tmp_path / "there", steps=4))
+    trained(tiny(tmp_path / "here", steps=5, checkpoint={"resume": path}))
+    assert [figures.step for figures in trained(tiny(tmp_path / "here", steps=7, checkpoint={"resume": path}))] == [
+        6,
+        7,
+    ]
+    trained(tiny(tmp_path / "there", steps=6))
+    with pytest.raises(UserError, match="has gone on to step-00000006; to branch off"):
+        train(tiny(tmp_path / "there", steps=9, checkpoint={"resume": path}))
+
+
+@pytest.mark.parametrize("change", [{"heads": 4}, {"activation": "gelu"}, {"norm": "rms", "bias": False}])
+def test_another_model_does_not_go_on_from_a_checkpoint(tmp_path, change):
+    trained(tiny(tmp_path, steps=2))
+    with pytest.raises(UserError):
+        train(tiny(tmp_path, steps=4, model=change))
+    assert (
+        len(trained(tiny(tmp_path, steps=4, model={"gpt_block": "optimized", "recompute": "full"}))) == 2
+    )  # levers may
+
+
 def test_never_refuses_a_folder_with_checkpoints_and_leaves_it_as_it_was(tmp_path):
     trained(tiny(tmp_path, steps=2))
     before = (tmp_path / "config.yaml").read_text()

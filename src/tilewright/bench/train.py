@@ -1,7 +1,7 @@
 """What each lever of `tilewright train` gives: whole training steps on one GPU, every case by the real loop.
 
-Within a group all cases train the same model on the same batch with the same data, and the first is what a user has
-without Tilewright: the standard block under torch.compile. Its losses are compared with the others' step by step.
+Within a group all cases train the same model on the same batch with the same data, and are compared with the first:
+what a user has without Tilewright, the standard block under torch.compile, or, where levers are compared, none of them.
 """
 
 from __future__ import annotations

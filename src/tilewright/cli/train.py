@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tilewright.cli.report import gigabytes
-from tilewright.train.configuration import read, split_arguments
+from tilewright.train.configuration import Configuration, read, split_arguments
 
 _PAUSE = 5.0  # seconds between two lines of a log: a run of a million steps does not flood it
 _PAGE = 25  # lines under one header
@@ -44,6 +44,16 @@ def train(
     """
     configuration = read(*split_arguments(arguments or []))
 
+    from tilewright.train.world import World
+
+    with World.joined():
+        stopped = _run(configuration, as_json)
+    if stopped:
+        raise typer.Exit(130)
+
+
+def _run(configuration: Configuration, as_json: bool) -> bool:
+    """Train and show it; whether it was stopped."""
     from tilewright.train.loop import Shown
     from tilewright.train.loop import train as run
 
@@ -60,13 +70,12 @@ def train(
         with _Live(every_line=configuration.origins["log.every"] != "default") as live:
             outcome = run(configuration.train, Shown(live.begin, live.step, live.say, live.profile))
         if outcome.stopped:
-            live.say(f"Stopped at step {outcome.step}; the same command goes on from there.")
+            live.say(f"Stopped at step {outcome.step}, with a checkpoint; checkpoint.resume=auto goes on from there.")
         elif outcome.tokens_per_second is not None:
             live.say(
                 f"{outcome.tokens_per_second:,.0f} tokens/s, the median; everything is in {configuration.train.out}."
             )
-    if outcome.stopped:
-        raise typer.Exit(130)
+    return outcome.stopped
 
 
 def _print(record: dict[str, Any]) -> None:

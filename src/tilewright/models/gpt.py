@@ -23,6 +23,7 @@ from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
 from tilewright.ops import cross_entropy, linear_cross_entropy
 from tilewright.ops._op import is_traced, runs_kernel
+from tilewright.ops.dropout_add_norm import HOST_BOUND
 from tilewright.ops.rope import reference as rotate
 from tilewright.plan.gpt import GPTConfig
 
@@ -172,7 +173,8 @@ class Block(nn.Module):
         with forgetting(is_memory_of(x), lambda: norm1.normalise(first)):
             qkv = attention.qkv(x)
         mixed = attention.mix(qkv, rope)
-        if norm2.p > 0 and self.training:  # its mask would be another one the second time: the sum is kept
+        # With dropout the sum cannot be made twice alike; a small norm is PyTorch's, which saves what it likes.
+        if norm2.p > 0 or (first.is_cuda and first.numel() <= HOST_BOUND):
             x, second = norm2(attention.out(mixed), first)
             with forgetting(is_memory_of(x), lambda: norm2.normalise(second)):
                 return mlp(x, recompute=True), second
@@ -193,6 +195,8 @@ def _keeps(context: Any, op: Any, *arguments: Any, **options: Any) -> Checkpoint
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         left, right = arguments[-2:]
         keep = right.shape[1] > left.shape[1]
+    elif op == torch.ops.tilewright.linear.default:
+        keep = arguments[1].shape[0] > arguments[1].shape[1]
     else:
         keep = "scaled_dot_product" in op.name()
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -219,12 +223,20 @@ class GPT(nn.Module):
         rope = ROPES[config.gpt_block == "optimized"]
         self.rope = None if learned else rope(config.head_dim, config.sequence)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.recompute = [config.recompute] * config.layers  # of each block; whoever has a budget chooses for each
+        self.set_recompute([config.recompute] * config.layers)
         self.norm = _norm(config)
         self.apply(self._initialise)
         for name, parameter in self.named_parameters():  # the residual stream sums 2 * layers branches
             if name.endswith(("out.weight", "down.weight", "down_proj.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5)
+
+    def set_recompute(self, policies: list[str]) -> None:
+        """What each block computes again in backward: "none", "selective" or "full"."""
+        self.recompute = policies
+        for block, how in zip(self.blocks, policies, strict=True):
+            assert isinstance(block, Block)
+            if how in ("selective", "full"):  # what runs again gains nothing by an MLP that would, and holds its inputs
+                block.mlp.recompute = False  # type: ignore[assignment]
 
     @staticmethod
     def _initialise(module: nn.Module) -> None:

@@ -42,8 +42,8 @@ def forgetting(given_up: Callable[[Tensor], bool], again: Callable[[], Tensor]) 
 
 def is_memory_of(tensor: Tensor) -> Callable[[Tensor], bool]:
     """Whether another tensor is this one, or a view of it; does not keep it alive."""
-    place = tensor.untyped_storage().data_ptr()
-    return lambda other: other.untyped_storage().data_ptr() == place
+    place = tensor.untyped_storage()._cdata
+    return lambda other: other.untyped_storage()._cdata == place
 
 
 class Shared:

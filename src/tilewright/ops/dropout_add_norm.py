@@ -26,7 +26,7 @@ __all__ = ["cost", "dropout_add_norm", "reference"]
 
 _NAME = "dropout_add_norm"
 _WIDEST = 65536
-_HOST_BOUND = 65536  # elements up to which an eager call is the host's time alone
+HOST_BOUND = 65536  # elements up to which an eager call is the host's time alone
 
 
 def reference(
@@ -374,7 +374,7 @@ def _by_torch(
     host out of the way, so under those the kernel runs at every size. This runs before the arguments are checked, and
     is as short as it can be: it looks at what PyTorch would take and we would not, and leaves the rest to PyTorch.
     """
-    if torch.compiler.is_dynamo_compiling() or type(x) not in _op.PLAIN or not x.is_cuda or x.numel() > _HOST_BOUND:
+    if torch.compiler.is_dynamo_compiling() or type(x) not in _op.PLAIN or not x.is_cuda or x.numel() > HOST_BOUND:
         return None
     try:
         shape = x.shape

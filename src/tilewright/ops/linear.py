@@ -186,7 +186,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     True
     """
     dtype = _check(x, weight, bias)
-    if not _fits(dtype, x, weight, bias):
+    # Where the weight is frozen, PyTorch keeps no x for its gradient.
+    frozen = not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
+    if frozen or not _fits(dtype, x, weight, bias):
         return reference(x, weight, bias)
     run = _registered if torch.compiler.is_compiling() else _eager
     return run(x.to(dtype), weight, bias, weight if weight.dtype is dtype else weight.detach().to(dtype))

@@ -37,6 +37,7 @@ _NAME = "linear_cross_entropy"
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 _MOST = 512 * 2**20  # bytes of logits at a time, unless told otherwise
 _SUMMED_FROM = 512  # tokens a chunk: the product of a smaller one takes less time than adding it to a sum
+_MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
 _TILE = 256  # rows of a tile of the large products
 
 Tensor = torch.Tensor
@@ -50,9 +51,10 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
     """out (+)= left @ right, in float32 where `out` is, whatever the operands are."""
-    # For a sum over tokens, of a transposed `left`, torch's own choice of algorithm is the best there is.
-    by_rows = left.is_contiguous() and out.is_contiguous()
-    if by_rows and not add and out.dtype == left.dtype and _cublaslt.product(left, right, out):
+    # For a sum over tokens, of a transposed `left`, and where there are few tiles and the sum must be split for all
+    # processors to have one, torch's own choice of algorithm is the best there is.
+    suits = left.is_contiguous() and out.is_contiguous() and out.numel() >= _MANY_TILES
+    if suits and not add and out.dtype == left.dtype and _cublaslt.product(left, right, out):
         return
     if out.dtype == left.dtype:
         torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)

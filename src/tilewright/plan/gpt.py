@@ -20,6 +20,8 @@ CHOICES = {
     "activation": ("gelu_tanh", "gelu", "swiglu", "geglu_tanh", "geglu"),
     "position": ("learned", "rope"),
 }
+# What changes how a model runs, and not, beyond rounding, what it computes.
+LEVERS = ("gpt_block", "recompute", "recompute_budget", "loss", "attention", "mlp", "residual")
 # What a Llama has where a GPT-2 has something else; `preset("1b", **LLAMA)` is one.
 LLAMA = {"norm": "rms", "activation": "swiglu", "position": "rope", "bias": False}
 

@@ -112,7 +112,11 @@ class Checkpoint:
     final: bool = told(True, "One at the end of the run.")
     keep: int = told(2, "Checkpoints kept; older ones are deleted.", minimum=1)
     asynchronous: bool = told(True, "Write while training goes on.")
-    resume: str = told("auto", "`auto`: from the newest whole checkpoint of the folder, if any; `never`; or a path.")
+    resume: str = told(
+        "auto",
+        "`auto`: from the newest whole checkpoint of the folder, if any; `never`; or the path of one, to begin with "
+        "while the folder has none of its own.",
+    )
 
     def __post_init__(self) -> None:
         check(self, "checkpoint.")

@@ -21,7 +21,6 @@ from tilewright.models import GPT
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train import optimizers
 from tilewright.train.config import Train
-from tilewright.train.random_state import random_state, set_random_state
 from tilewright.train.world import World
 
 
@@ -56,13 +55,15 @@ class Engine:
             raise UserError("cuda_graphs needs a GPU; leave it out on this machine.")
         if config.cuda_graphs and config.compile in ("reduce-overhead", "max-autotune"):
             raise UserError(f"compile={config.compile} records CUDA graphs by itself; leave cuda_graphs out.")
+        if config.model.residual == "bf16" and precision_of(config, device) in ("fp32", "tf32"):
+            raise UserError("model.residual=bf16 needs products in bfloat16; choose precision=bf16, or leave it out.")
         self.config, self.device, self.world = config, device, world
         self.precision = precision_of(config, device)
         _set_global_modes(config, self.precision)
         torch.manual_seed(config.seed)
         with device:
             self.model = GPT(GPTConfig(**{k: v for k, v in vars(config.model).items() if k != "preset"}))
-        self.model.recompute = policies
+        self.model.set_recompute(policies)
         dtype, _ = optimizers.PRECISIONS[self.precision]
         for parameter in self.model.parameters():  # and not buffers: a table of angles needs its bits
             parameter.data = parameter.data.to(dtype)
@@ -114,7 +115,9 @@ class Engine:
             graph = torch.cuda.CUDAGraph()
             if first:
                 self.optimizer.zero_grad(set_to_none=True)
-            with torch.cuda.graph(graph):
+            # Both in one pool: they never run at once. Other threads, the data's say, may go on using the device.
+            pool = next((other.pool() for other, _ in self._graphs.values()), None)
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 loss = self._loss(self._static)
                 loss.backward()
             self._graphs[first] = (graph, loss.detach())
@@ -126,15 +129,13 @@ class Engine:
     def _warm_up(self) -> None:
         """Run once off the record, on another stream as recording asks for, and leave no trace of it."""
         assert self._static is not None
-        before = random_state()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.random.fork_rng([torch.cuda.current_device()]), torch.cuda.stream(stream):
             for _ in range(2):
                 self._loss(self._static).backward()
+                self.optimizer.zero_grad(set_to_none=True)  # at once: the next has room of its own for them
         torch.cuda.current_stream().wait_stream(stream)
-        self.optimizer.zero_grad(set_to_none=True)
-        set_random_state(before)
 
     def update(self, loss: Tensor, limit: Tensor, learning_rate: float, accumulation: int) -> Tensor:
         """One optimizer step of the gradients there are: (norm of the mean gradient, whether the step was skipped).
@@ -145,7 +146,8 @@ class Engine:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self.world.sum_(gradients)
             summed = accumulation * self.world.ranks
-            norm = torch.nn.utils.get_total_norm(gradients).float() / summed
+            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+            norm = torch.linalg.vector_norm(torch.stack(norms)) / summed
             skipped = 1.0 - (norm.isfinite() & loss.isfinite() & (loss <= limit)).float()
             clip = self.config.optimizer.clip
             scale = summed * (norm / clip).clamp_min(1.0) if clip > 0 else torch.full_like(norm, summed)

@@ -17,7 +17,7 @@ import torch
 from tilewright.errors import UserError
 from tilewright.measure.results import write_text
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.flops import DEFAULT, conventions
+from tilewright.plan.flops import DEFAULT, attention_flops, conventions
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ class Rates:
     def __init__(self, decoder: Decoder, policies: list[str], peak_flops: float | None, ranks: int) -> None:
         convention = conventions(decoder)[DEFAULT]
         self.formula, self.model, self.peak, self.ranks = convention.formula, convention.model, peak_flops, ranks
-        block = (convention.hardware["full"] - convention.model) / decoder.layers  # a whole forward pass, by its blocks
+        # A block's forward pass; of PyTorch's own the last product does not run again, whose result nobody needs.
+        block = 2 * (decoder.active_parameters - decoder.embedding_parameters) + attention_flops(decoder)
+        block = block / decoder.layers - (2 * decoder.width * decoder.ffn if decoder.gpt_block == "standard" else 0)
         # The product that "selective" runs again, unless a fused block's dropout stands behind it.
         fused_dropout = decoder.dropout > 0 and decoder.gpt_block == "optimized"
         output = 0 if fused_dropout else 2 * decoder.width * decoder.heads * decoder.head_dim
@@ -111,16 +113,17 @@ class Journal:
     """
 
     def __init__(self, folder: Path, step: int, tensorboard: bool) -> None:
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError("log.tensorboard needs a package: pip install tensorboard.") from None
         self.path = folder / "figures.jsonl"
         kept = [record for record in read(self.path) if record["step"] <= step]
         write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
         self._file = self.path.open("a", encoding="utf-8")
         self._board: Any = None
         if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UserError("log.tensorboard needs a package: pip install tensorboard.") from None
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def write(self, figures: Figures) -> None:

@@ -67,8 +67,8 @@ class Watch:
             what = f"step {step}: the loss is {loss:.4g}, the gradient's norm {norm:.4g}"
         if rule == "stop":
             raise UserError(
-                f"{what}; its batch is in {path}. Lower optimizer.learning_rate, or pass over it with {field}=skip: "
-                "the run goes on from its newest checkpoint."
+                f"{what}; its batch is in {path}. It changed nothing: the run is saved, and the same command goes on "
+                f"behind it, as {field}=skip would by itself; consider a lower optimizer.learning_rate."
             )
         if self.in_a_row >= self.rules.patience:
             raise UserError(

@@ -6,8 +6,8 @@ The loop does not wait for the device. What a step found (loss, norm of the grad
 step later, while the device works on the next one. So a run that stops for a bad loss stops a step after it, with the
 bad step undone on the device itself.
 
-Nothing is written to the run's folder before everything that can be wrong has been looked at: the configuration, who
-else writes there, the checkpoint, the data.
+Nothing but a lock is written to the run's folder before everything that can be wrong has been looked at: the
+configuration, who else writes there, the checkpoint, the data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from tilewright.measure.results import SCHEMA
 from tilewright.plan.batches import Batches as BatchSizes
 from tilewright.plan.batches import solve
 from tilewright.plan.decoder import from_gpt
+from tilewright.plan.gpt import LEVERS
 from tilewright.plan.memory import train as plan_memory
 from tilewright.train.checkpoint import Checkpoints
 from tilewright.train.checkpoint_files import short
@@ -44,9 +44,11 @@ from tilewright.train.guard import Watch
 from tilewright.train.profile import TAKES, profile_run
 from tilewright.train.recompute import planned, policies
 from tilewright.train.schedule import learning_rate
+from tilewright.train.signals import Signals
 from tilewright.train.world import World
 
 STALL = 0.05  # of the time spent waiting for data is worth a word
+_PATIENCE = 5.0  # seconds between two words about the same thing
 _FEWEST = 20  # steps before anything is said of it
 
 
@@ -104,7 +106,7 @@ def train(config: Train, shown: Shown | None = None) -> Outcome:
     ...     train(Train(out=folder, steps=2, model=Model(width=16, layers=1), data=Data(workers=0))).step
     2
     """
-    with _sentences(), restored_modes(), _Signals() as signals, contextlib.ExitStack() as closing:
+    with _sentences(), restored_modes(), Signals() as signals, contextlib.ExitStack() as closing:
         return _Run(config, shown or Shown(), signals, closing).go()
 
 
@@ -123,18 +125,30 @@ def _sentences() -> Iterator[None]:
             raise
         where = f" at {error.filename}" if error.filename else ""
         raise UserError(
-            f"{short(error)}{where}; put that right and run again: the run goes on from its newest checkpoint."
+            f"{short(error)}{where}; put that right and run again: the run goes on from its newest checkpoint, if any."
+        ) from error
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
+            raise
+        raise UserError(
+            "PyTorch has no such attention for this device, precision and head size; choose model.attention=auto."
         ) from error
 
 
 class _Run:
-    def __init__(self, config: Train, shown: Shown, signals: _Signals, closing: contextlib.ExitStack) -> None:
+    def __init__(self, config: Train, shown: Shown, signals: Signals, closing: contextlib.ExitStack) -> None:
         self.config, self.signals, self.closing, self.world = config, signals, closing, World.current()
         self.shown = shown if self.world.speaks else Shown()
         self.device = device_of(config)
         if self.device.type == "cuda":
             closing.enter_context(torch.cuda.device(self.device))
         self.sizes = batch_sizes(config, self.world.ranks)
+        self.records = config.cuda_graphs or config.compile in ("reduce-overhead", "max-autotune")
+        if self.sizes.accumulation > 1 and self.records and not config.cuda_graphs:
+            raise UserError(
+                f"compile={config.compile} would overwrite the gradients that {self.sizes.accumulation} micro batches "
+                "add up; choose compile=default, or cuda_graphs=true, or one micro batch a step."
+            )
         self.precision = precision_of(config, self.device)
         self.plan = planned(config, self.precision, self.sizes.micro, self.sizes.accumulation, self.world.ranks)
         self.policies = policies(config, self.plan)
@@ -156,6 +170,7 @@ class _Run:
         closing.callback(self.checkpoints.close)
         self.samples = 0  # consumed: the whole state of the data
         self.step = self.saved = self._resume()
+        self.peak = 0  # bytes allocated at once while recording
         self.limit = torch.tensor(math.inf, device=self.device)
         self.asked = torch.zeros((), device=self.device)
         self.heard = False  # that some rank was asked to stop
@@ -171,8 +186,10 @@ class _Run:
             if self.checkpoints.newest() is not None:
                 raise UserError(f"{self.folder} has checkpoints; choose another `out`, or checkpoint.resume=auto.")
             return 0
-        tensors = self.engine.tensors()
-        if how == "auto":
+        tensors, own = self.engine.tensors(), self.checkpoints.newest()
+        if how == "auto" or own is not None:
+            if own is not None and Path(how).resolve() in set(own.resolve().parent.iterdir()) - {own.resolve()}:
+                raise UserError(f"{self.folder} has gone on to {own.name}; to branch off at {how}, choose another out.")
             facts = self.checkpoints.load_newest(tensors)
             if facts is None and self.checkpoints.warnings:  # to begin anew would be to throw away what can be saved
                 raise UserError(
@@ -183,10 +200,20 @@ class _Run:
             facts = self.checkpoints.load(Path(how), tensors)
         if facts is None:
             return 0
+        self._compare(facts["configuration"])
         self.watch.recent.extend((int(step), float(loss)) for step, loss in facts["recent_losses"])
         self.watch.in_a_row = facts["skipped_in_a_row"]
         self.samples = int(facts["samples"])
         return int(facts["step"])
+
+    def _compare(self, saved: dict[str, Any]) -> None:
+        """Refuse to go on with another model than the one that was saved; levers may change."""
+        for name, value in dataclasses.asdict(self.config.model).items():
+            before = saved["model"].get(name, value)
+            if before != value and name not in (*LEVERS, "preset", "dropout"):
+                raise UserError(
+                    f"model.{name} is {value!r} and the checkpoint's model has {before!r}; give that, or another out."
+                )
 
     def go(self) -> Outcome:
         config, steps = self.config, self.config.steps
@@ -212,6 +239,7 @@ class _Run:
             micro_batch=self.sizes.micro, accumulation=self.sizes.accumulation, rank=self.world.rank,
             ranks=self.world.ranks, start=self.samples,
             stop=self.samples + (config.steps - self.step) * self.sizes.global_, device=self.device,
+            progress=self._tokenising,
         )  # fmt: skip
         self.closing.callback(self.batches.close)
         self.journal: Journal | None = None
@@ -227,6 +255,12 @@ class _Run:
         })  # fmt: skip
         for warning in self.checkpoints.warnings:
             self.shown.say(warning)
+
+    def _tokenising(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now > getattr(self, "_told", 0.0) + _PATIENCE:
+            self._told = now
+            self.shown.say(f"tokenising: {done / max(1, total):.0%}")
 
     def _profile(self) -> None:
         if self.config.steps - self.step < TAKES:
@@ -247,7 +281,7 @@ class _Run:
         self.step += 1
         self.samples += self.sizes.global_
         current = self._one()
-        self._settle()
+        self._settle(current)
         self.pending = current
         every = self.config.checkpoint.every
         if every and self.step % every == 0:
@@ -277,13 +311,24 @@ class _Run:
             ready = torch.cuda.Event(enable_timing=True)
             ready.record()
         ended, held = time.perf_counter(), memory(self.device)
+        if self.records and held["memory_allocated"] is not None:  # a replay allocates nothing: its recording did
+            held["memory_allocated"] = self.peak = max(self.peak, held["memory_allocated"])
         return _Pending(self.step, self.samples, began, rate, waited, found, ready, ended, held, taken)
 
-    def _settle(self) -> None:
-        """Read the step that is pending, if one is."""
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
+    def _settle(self, behind: _Pending | None = None) -> None:
+        """Read the step that is pending, if one is. A bad one ends the run, saved: the device has undone the step."""
+        if self.pending is None:
+            return
+        pending, self.pending = self.pending, None
+        try:
             self._read(pending)
+        except UserError:
+            if behind is not None:
+                with contextlib.suppress(UserError):
+                    self._read(behind)
+            self._save()
+            self.checkpoints.wait()
+            raise
 
     def _read(self, step: _Pending) -> None:
         """What a step has found, told to everybody who wants to know."""
@@ -348,26 +393,3 @@ def batch_sizes(config: Train, ranks: int) -> BatchSizes:
             while share % given["micro"]:
                 given["micro"] -= 1
     return solve(data=ranks, tensor=1, pipeline=1, **{name: value or None for name, value in given.items()})
-
-
-class _Signals:
-    """Ctrl-C and a polite kill end the run after its step, with a checkpoint; a second one at once."""
-
-    def __init__(self) -> None:
-        self.came = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        with contextlib.suppress(ValueError):  # not in the main thread: whoever started it decides
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def _note(self, number: int, frame: Any) -> None:
-        if self.came:
-            raise KeyboardInterrupt
-        self.came = True
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

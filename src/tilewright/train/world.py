@@ -5,7 +5,9 @@ What parallelism needs of the loop goes through here: who this is, who speaks, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +35,21 @@ class World:
     def speaks(self) -> bool:
         """Whether this is the one process that shows and writes figures."""
         return self.rank == 0
+
+    @staticmethod
+    @contextlib.contextmanager
+    def joined() -> Iterator[None]:
+        """Join those that torchrun has started, if it has: each its own GPU, or processes on a CPU."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+            yield
+            return
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
     def sum_(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replace each tensor by its sum over all ranks."""
