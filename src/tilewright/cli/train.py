@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,9 @@ from rich.table import Table
 
 from tilewright.cli.report import gigabytes
 from tilewright.train.configuration import Configuration, read, split_arguments
+
+if TYPE_CHECKING:  # which loads torch
+    from tilewright.train.loop import Outcome
 
 _PAUSE = 5.0  # seconds between two lines of a log: a run of a million steps does not flood it
 _PAGE = 25  # lines under one header
@@ -63,19 +66,11 @@ def _run(configuration: Configuration, as_json: bool) -> bool:
             step=lambda figures, steps: _print({"event": "step", **dataclasses.asdict(figures)}),
             say=lambda text: _print({"event": "note", "text": text}),
             profile=lambda found: _print({"event": "profile", **found}),
+            end=lambda outcome: _print({"event": "end", **dataclasses.asdict(outcome)}),
         )
-        outcome = run(configuration.train, shown)
-        _print({"event": "end", **dataclasses.asdict(outcome)})
-    else:
-        with _Live(every_line=configuration.origins["log.every"] != "default") as live:
-            outcome = run(configuration.train, Shown(live.begin, live.step, live.say, live.profile))
-        if outcome.stopped:
-            live.say(f"Stopped at step {outcome.step}, with a checkpoint; checkpoint.resume=auto goes on from there.")
-        elif outcome.tokens_per_second is not None:
-            live.say(
-                f"{outcome.tokens_per_second:,.0f} tokens/s, the median; everything is in {configuration.train.out}."
-            )
-    return outcome.stopped
+        return run(configuration.train, shown).stopped
+    with _Live(configuration) as live:
+        return run(configuration.train, Shown(live.begin, live.step, live.say, live.profile, live.end)).stopped
 
 
 def _print(record: dict[str, Any]) -> None:
@@ -99,7 +94,8 @@ class _Console(Console):
 class _Live:
     """A line a step, and on a terminal a bar below them; in a log a line every few seconds, or as `log.every` says."""
 
-    def __init__(self, *, every_line: bool) -> None:
+    def __init__(self, configuration: Configuration) -> None:
+        self.out, every_line = configuration.train.out, configuration.origins["log.every"] != "default"
         self.console = _Console(soft_wrap=True)
         columns = (
             TextColumn("training"),
@@ -179,6 +175,12 @@ class _Live:
         for row in rows:
             table.add_row(*row)
         self.console.print(table, soft_wrap=False)
+
+    def end(self, outcome: Outcome) -> None:
+        if outcome.stopped:
+            self.say(f"Stopped at step {outcome.step}, with a checkpoint; checkpoint.resume=auto goes on from there.")
+        elif outcome.tokens_per_second is not None:
+            self.say(f"{outcome.tokens_per_second:,.0f} tokens/s, the median; everything is in {self.out}.")
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)

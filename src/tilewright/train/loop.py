@@ -65,12 +65,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Shown:
-    """How a run tells whoever watches: what it begins with, every step's figures, a profile, what is worth a line."""
+    """How a run tells whoever watches: what it begins with, every step's figures, what is worth a line, its end."""
 
     begin: Callable[[dict[str, Any]], None] = lambda facts: None
     step: Callable[[Figures, int], None] = lambda figures, steps: None
     say: Callable[[str], None] = lambda text: None
     profile: Callable[[dict[str, Any]], None] = lambda found: None
+    end: Callable[[Outcome], None] = lambda outcome: None
 
 
 @dataclass
@@ -107,7 +108,10 @@ def train(config: Train, shown: Shown | None = None) -> Outcome:
     2
     """
     with _sentences(), restored_modes(), Signals() as signals, contextlib.ExitStack() as closing:
-        return _Run(config, shown or Shown(), signals, closing).go()
+        run = _Run(config, shown or Shown(), signals, closing)
+        outcome = run.go()
+        run.shown.end(outcome)
+        return outcome
 
 
 @contextlib.contextmanager
