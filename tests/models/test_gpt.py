@@ -264,7 +264,9 @@ def test_attention_is_the_same_whoever_computes_it(attention):
         try:
             found = chosen(batch, batch)
         except RuntimeError as error:
-            pytest.skip(str(error).splitlines()[0])
+            if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
+                raise
+            pytest.skip(f"PyTorch has no {attention} attention on this device")
         torch.testing.assert_close(auto(batch, batch), found, rtol=1e-2, atol=1e-2)
 
 

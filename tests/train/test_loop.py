@@ -134,7 +134,7 @@ def test_a_data_set_shorter_than_a_batch_begins_anew(tmp_path):
 
 
 def test_tensorboard_has_the_figures(tmp_path):
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="reads what TensorBoard would, and that is not installed")
     trained(tiny(tmp_path, steps=2, log={"tensorboard": True}))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

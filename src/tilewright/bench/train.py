@@ -29,6 +29,9 @@ SELECTIVE = ("model.recompute=selective",)
 PLAIN: Cases = {"standard, compile": STANDARD + COMPILED, "standard, eager": STANDARD}
 BLOCKS: Cases = {
     **PLAIN,
+    # The peer with the same levers, where they are PyTorch's too.
+    "standard, compile, graphs": STANDARD + COMPILED + GRAPHS,
+    "standard, compile, graphs, bf16 residual": STANDARD + COMPILED + GRAPHS + STREAM,
     "optimized, eager": OPTIMIZED,
     "optimized, graphs": OPTIMIZED + GRAPHS,
     "optimized, graphs, bf16 residual": OPTIMIZED + GRAPHS + STREAM,
