@@ -6,9 +6,9 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from ops.contract import DEVICE, assert_near_truth
+from ranks import run_ranks
 from tilewright.ops import cross_entropy
 from tilewright.ops.cross_entropy import reference
 
@@ -20,10 +20,9 @@ CASES = [
 ]
 
 
-def _rank(rank: int, ranks: int, store: str, plain: bool) -> None:
+def _rank(rank: int, ranks: int, plain: bool) -> None:
     if plain:
         sys.modules["tilewright.ops.cross_entropy"]._op.runs_kernel = lambda x: False
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for number, case in enumerate(CASES):
         for dtype in (torch.float32, torch.float16):
             torch.manual_seed(number)
@@ -45,14 +44,12 @@ def _rank(rank: int, ranks: int, store: str, plain: bool) -> None:
             expected.backward(upstream.double())
             mine = truth.grad.chunk(ranks, -1)[rank]
             assert_near_truth([loss, lse, leaf.grad], [expected, expected_lse, mine], reduced=ranks * 21)
-    dist.destroy_process_group()
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="two processes over gloo, on the CPU")
 @pytest.mark.parametrize("plain", [False, True], ids=["kernels", "reference"])
 def test_sharded_over_three_ranks_equals_unsharded(plain):
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (3, f"{folder}/store", plain), nprocs=3)
+    run_ranks(_rank, 3, 3, plain)
 
 
 def test_a_weight_of_one_shard_is_refused():

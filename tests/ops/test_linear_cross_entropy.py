@@ -1,11 +1,8 @@
 import sys
-import tempfile
 
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 
 from ops.contract import (
@@ -17,6 +14,7 @@ from ops.contract import (
     assert_no_worse,
     on_gpu,
 )
+from ranks import run_ranks
 from tilewright.ops import linear_cross_entropy
 from tilewright.ops import linear_cross_entropy_kernels as kernels
 from tilewright.ops.linear_cross_entropy import cost, reference
@@ -292,11 +290,10 @@ def test_the_plain_path_agrees_with_the_kernel(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def _sharded(rank, ranks, store):
+def _sharded(rank, ranks):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     torch.manual_seed(0)
     head = torch.nn.Linear(24, 78)
@@ -310,13 +307,11 @@ def _sharded(rank, ranks, store):
     torch.testing.assert_close(loss, losses[rank])
     for parameter, gradient in zip((head.weight, head.bias), expected, strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
-    dist.destroy_process_group()
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="two processes over gloo, on the CPU")
 def test_a_weight_sharded_by_fsdp2_gets_the_mean_of_the_ranks_gradients():
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_sharded, (2, f"{folder}/store"), nprocs=2)
+    run_ranks(_sharded, 2, 2)
 
 
 @pytest.mark.parametrize(

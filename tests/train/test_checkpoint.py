@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from ranks import run_ranks
 from tilewright.errors import UserError
 from tilewright.train.checkpoint import Checkpoints, load, newest, read
 
@@ -181,8 +181,7 @@ def test_a_gpus_tensors_survive_although_training_goes_on(tmp_path, asynchronous
     checkpoints.close()
 
 
-def rank_of_two(rank, folder, store):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def rank_of_two(rank, folder):
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(24.0).view(6, 4)
     tensors = {
@@ -213,12 +212,11 @@ def rank_of_two(rank, folder, store):
     ):
         checkpoints.wait()
     checkpoints.close()
-    dist.destroy_process_group()
 
 
 def test_two_ranks_write_one_checkpoint_and_one_process_reads_it(tmp_path):
     folder = tmp_path / "checkpoints"
-    multiprocessing.spawn(rank_of_two, (folder, tmp_path / "store"), nprocs=2)
+    run_ranks(rank_of_two, 2, folder)
     assert folders(folder) == ["step-00000001"]
     path = folder / "step-00000001"
     assert {"__0_0.distcp", "__1_0.distcp"} <= json.loads((path / "manifest.json").read_text())["files"].keys()

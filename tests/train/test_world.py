@@ -3,15 +3,13 @@
 import json
 import os
 import signal
-import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
+from ranks import run_ranks
 from tilewright.errors import UserError
 from tilewright.train.checkpoint import newest, read
 from tilewright.train.engine import Engine
@@ -35,18 +33,12 @@ def shared(folder, **changes):
 
 def both(folder, ranks=2):
     """The part of each of two processes; what each of them was told to show goes to a file of its own."""
-    # By a spawn they are new processes: imported here, under this name, is what the parent runs too.
-    multiprocessing.start_processes(_rank, (str(folder), sys.path, ranks), ranks, start_method="spawn")
+    run_ranks(_rank, ranks, str(folder))
     return [json.loads((Path(folder) / f"said-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _rank(rank, folder, path, ranks):
-    sys.path[:] = path
-    torch.set_num_threads(1)
+def _rank(rank, folder):
     folder = Path(folder)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
     said = {"world": [World.current().rank, World.current().ranks, World.current().speaks]}
 
     def run(name, config, step=lambda figures, steps: None):
@@ -78,7 +70,6 @@ def _rank(rank, folder, path, ranks):
     # What one process has saved goes on in two.
     run("from one", shared(folder / "from-one", steps=STEPS + 3))
     (folder / f"said-{rank}.json").write_text(json.dumps(said))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
