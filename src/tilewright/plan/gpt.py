@@ -7,6 +7,7 @@ import difflib
 from dataclasses import dataclass
 
 from tilewright.errors import UserError
+from tilewright.plan.lever import Lever
 
 GPT_BLOCKS = ("standard", "optimized")
 CHOICES = {
@@ -21,7 +22,16 @@ CHOICES = {
     "position": ("learned", "rope"),
 }
 # What changes how a model runs, and not, beyond rounding, what it computes.
-LEVERS = ("gpt_block", "recompute", "recompute_budget", "loss", "attention", "mlp", "residual")
+LEVERS = {
+    "gpt_block": Lever(),
+    "recompute": Lever(values=("none", "selective", "full")),
+    "recompute_budget": Lever(values=()),  # a number for who knows which
+    "loss": Lever(),
+    # PyTorch's plain one keeps every score: for looking into, not for training.
+    "attention": Lever(values=("auto", "flash", "cudnn", "efficient"), devices={"cudnn": "cuda", "efficient": "cuda"}),
+    "mlp": Lever(values=("auto", "recompute")),  # the other two are what a block of one kind or the other has anyway
+    "residual": Lever(numerics={"bf16": "rounding"}),
+}
 # What a Llama has where a GPT-2 has something else; `preset("1b", **LLAMA)` is one.
 LLAMA = {"norm": "rms", "activation": "swiglu", "position": "rope", "bias": False}
 

@@ -1,19 +1,22 @@
 """Every field of a training run: its type, its default, what it may be, and what it does.
 
-A field declared with `lever` changes how fast a run is or how much memory it takes, and not what it learns beyond
-rounding; those are what `tilewright tune` searches. How a configuration is read from YAML and the command line is in
-`train/configuration.py`.
+A field declared with a `Lever` changes how fast a run is or how much memory it takes, and not what it learns; those are
+what `tilewright tune` searches, with what each value does to the numbers. How a configuration is read from YAML and the
+command line is in `train/configuration.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.errors import UserError
 from tilewright.plan.gpt import CHOICES as MODEL_CHOICES
+from tilewright.plan.gpt import LEVERS as MODEL_LEVERS
 from tilewright.plan.gpt import GPTConfig
+from tilewright.plan.lever import Lever
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "bf16_kahan", "bf16_stochastic")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_bf16", "lion", "adafactor", "sgd")
@@ -21,12 +24,12 @@ COMPILE = ("none", "default", "reduce-overhead", "max-autotune")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
-def one_of(default: str, choices: tuple[str, ...], help: str, *, lever: bool = False) -> Any:
+def one_of(default: str, choices: tuple[str, ...], help: str, *, lever: Lever | None = None) -> Any:
     """A field that takes one of a few words."""
     return field(default=default, metadata={"choices": choices, "help": help, "lever": lever})
 
 
-def told(default: Any, help: str, *, minimum: float | None = None, lever: bool = False) -> Any:
+def told(default: Any, help: str, *, minimum: float | None = None, lever: Lever | None = None) -> Any:
     """Any other field; numbers may have a least value."""
     return field(default=default, metadata={"help": help, "minimum": minimum, "lever": lever})
 
@@ -76,7 +79,12 @@ class Data:
 class Optimizer:
     """The optimizer and its numbers."""
 
-    name: str = one_of("adamw", OPTIMIZERS, "The rule, and the precision its state is kept in.", lever=True)
+    name: str = one_of(
+        "adamw", OPTIMIZERS, "The rule, and the precision its state is kept in.",
+        lever=Lever(numerics={
+            "adamw_8bit": "state", "adamw_bf16": "state", "lion": "rule", "adafactor": "rule", "sgd": "rule",
+        }),
+    )  # fmt: skip
     learning_rate: float = told(3e-4, "The highest of the schedule.", minimum=0)
     beta1: float = told(0.9, "Decay of the mean of gradients; SGD's momentum.", minimum=0)
     beta2: float = told(0.95, "Decay of the mean of squares.", minimum=0)
@@ -147,6 +155,19 @@ class Log:
         check(self, "log.")
 
 
+def _micro_batches(run: Train) -> tuple[int, ...]:
+    """The whole batch at once, and what halving it again and again gives."""
+    found = [run.global_batch]
+    while found[-1] > 1 and found[-1] % 2 == 0:
+        found.append(found[-1] // 2)
+    return tuple(found)
+
+
+def _thread_counts(run: Train) -> tuple[int, ...]:
+    cores = os.cpu_count() or 1
+    return tuple(dict.fromkeys((0, cores, max(1, cores // 2), 1)))
+
+
 @dataclass(frozen=True)
 class Train:
     """A whole training run."""
@@ -157,11 +178,26 @@ class Train:
     device: str = told("auto", "`auto`: a GPU if there is one; or `cuda`, `cpu`.")
     precision: str = one_of(
         "auto", PRECISIONS, "auto: bf16 on a GPU, fp32 else. bf16: autocast over float32 weights; "
-        "bf16_kahan, bf16_stochastic: bfloat16 weights, and how their updates are rounded.", lever=True,
+        "bf16_kahan, bf16_stochastic: bfloat16 weights, and how their updates are rounded.",
+        lever=Lever(
+            values=PRECISIONS[1:], devices={"tf32": "cuda"},
+            numerics={"tf32": "rounding", "bf16": "rounding", "bf16_kahan": "state", "bf16_stochastic": "state"},
+        ),
     )  # fmt: skip
-    compile: str = one_of("none", COMPILE, "torch.compile's mode.", lever=True)
-    cuda_graphs: bool = told(False, "Record forward and backward once, replay them each step.", lever=True)
-    micro_batch: int = told(0, "Sequences a device takes at once; 0: derived.", minimum=0, lever=True)
+    compile: str = one_of(
+        "none", COMPILE, "torch.compile's mode.",
+        lever=Lever(devices={"reduce-overhead": "cuda", "max-autotune": "cuda"}),
+    )  # fmt: skip
+    cuda_graphs: bool = told(
+        False, "Record forward and backward once, replay them each step.", lever=Lever(devices={True: "cuda"})
+    )
+    threads: int = told(
+        0, "Threads of an op on the CPU; 0: as PyTorch has it.", minimum=0,
+        lever=Lever(values=_thread_counts, devices={"": "cpu"}),
+    )  # fmt: skip
+    micro_batch: int = told(
+        0, "Sequences a device takes at once; 0: derived.", minimum=0, lever=Lever(values=_micro_batches)
+    )
     global_batch: int = told(0, "Sequences an optimizer step takes; 0: derived.", minimum=0)
     accumulation: int = told(0, "Micro batches a step; 0: derived.", minimum=0)
     deterministic: bool = told(False, "Only algorithms that give the same bits every time.")
@@ -176,6 +212,14 @@ class Train:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+def lever_of(section: type, name: str) -> Lever | None:
+    """The lever that a field is, if it is one."""
+    if issubclass(section, GPTConfig) and name in MODEL_LEVERS:
+        return MODEL_LEVERS[name]
+    found = next(item for item in dataclasses.fields(section) if item.name == name)
+    return found.metadata.get("lever")
 
 
 def choices_of(section: type, name: str) -> tuple[str, ...] | None:

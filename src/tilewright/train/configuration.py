@@ -14,11 +14,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import os
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -31,7 +32,8 @@ from omegaconf.errors import OmegaConfBaseException
 from tilewright.errors import UserError
 from tilewright.measure.results import write_text
 from tilewright.plan.gpt import PRESETS
-from tilewright.train.config import Train, choices_of
+from tilewright.plan.lever import Lever
+from tilewright.train.config import Train, choices_of, lever_of
 from tilewright.train.yaml_tree import Node, document, read_text, shown, word
 
 COMMAND_LINE = "command line"
@@ -124,6 +126,19 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     return (Path(paths[0]) if paths else None), [argument for argument in arguments if "=" in argument]
 
 
+def from_dict(tree: Mapping[str, Any]) -> Train:
+    """The run that `dataclasses.asdict` has taken apart; checked like a file.
+
+    >>> run = read(None, ["model.preset=125m", "data.paths=[a, b]"]).train
+    >>> from_dict(dataclasses.asdict(run)) == run
+    True
+    """
+    flat = {name: value for name, value in tree.items() if name not in sections()}
+    for section in sections():
+        flat |= {f"{section}.{name}": value for name, value in tree.get(section, {}).items()}
+    return read(None, [f"{name}={json.dumps(value)}" for name, value in flat.items()]).train
+
+
 def write_yaml(configuration: Configuration | Train, path: Path) -> None:
     """Write every field to a file that `read` gives back the same."""
     train = configuration.train if isinstance(configuration, Configuration) else configuration
@@ -140,6 +155,7 @@ class Field:
     help: str
     choices: tuple[str, ...] | None
     minimum: float | None
+    lever: Lever | None
 
 
 @functools.cache
@@ -172,6 +188,7 @@ def fields() -> dict[str, Field]:
                 told or item.metadata["help"],
                 ("", *PRESETS) if name == "model.preset" else choices_of(kind, item.name),
                 minimum if told else item.metadata.get("minimum"),
+                lever_of(kind, item.name),
             )
     return found
 

@@ -47,16 +47,26 @@ def precision_of(config: Train, device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
+def check_levers(config: Train, device: torch.device, accumulation: int) -> None:
+    """Refuse levers that do not go together, or not on this kind of device."""
+    records = config.compile in ("reduce-overhead", "max-autotune")
+    if config.cuda_graphs and device.type != "cuda":
+        raise UserError("cuda_graphs needs a GPU; leave it out on this machine.")
+    if config.cuda_graphs and records:
+        raise UserError(f"compile={config.compile} records CUDA graphs by itself; leave cuda_graphs out.")
+    if config.model.residual == "bf16" and precision_of(config, device) in ("fp32", "tf32"):
+        raise UserError("model.residual=bf16 needs products in bfloat16; choose precision=bf16, or leave it out.")
+    if accumulation > 1 and records:
+        raise UserError(
+            f"compile={config.compile} would overwrite the gradients that {accumulation} micro batches add up; choose "
+            "compile=default, or cuda_graphs=true, or one micro batch a step."
+        )
+
+
 class Engine:
     """Model and optimizer on a device. `policies` says what each block computes again in backward."""
 
     def __init__(self, config: Train, device: torch.device, world: World, policies: list[str]) -> None:
-        if config.cuda_graphs and device.type != "cuda":
-            raise UserError("cuda_graphs needs a GPU; leave it out on this machine.")
-        if config.cuda_graphs and config.compile in ("reduce-overhead", "max-autotune"):
-            raise UserError(f"compile={config.compile} records CUDA graphs by itself; leave cuda_graphs out.")
-        if config.model.residual == "bf16" and precision_of(config, device) in ("fp32", "tf32"):
-            raise UserError("model.residual=bf16 needs products in bfloat16; choose precision=bf16, or leave it out.")
         self.config, self.device, self.world = config, device, world
         self.precision = precision_of(config, device)
         _set_global_modes(config, self.precision)
@@ -164,6 +174,8 @@ class Engine:
 def _set_global_modes(config: Train, precision: str) -> None:
     if precision in ("fp32", "tf32"):
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    if config.threads:
+        torch.set_num_threads(config.threads)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -174,8 +186,10 @@ def restored_modes() -> Iterator[None]:
     """Put torch's global modes back as they were: a run is a guest in its process."""
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
+    threads = torch.get_num_threads()
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(deterministic)

@@ -38,7 +38,7 @@ from tilewright.train.checkpoint_files import short
 from tilewright.train.config import Train
 from tilewright.train.configuration import write_yaml
 from tilewright.train.data import Batches, open_batches
-from tilewright.train.engine import Engine, device_of, precision_of, restored_modes
+from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
 from tilewright.train.figures import Figures, Journal, Rates, memory
 from tilewright.train.guard import Watch
 from tilewright.train.profile import TAKES, profile_run
@@ -148,11 +148,7 @@ class _Run:
             closing.enter_context(torch.cuda.device(self.device))
         self.sizes = batch_sizes(config, self.world.ranks)
         self.records = config.cuda_graphs or config.compile in ("reduce-overhead", "max-autotune")
-        if self.sizes.accumulation > 1 and self.records and not config.cuda_graphs:
-            raise UserError(
-                f"compile={config.compile} would overwrite the gradients that {self.sizes.accumulation} micro batches "
-                "add up; choose compile=default, or cuda_graphs=true, or one micro batch a step."
-            )
+        check_levers(config, self.device, self.sizes.accumulation)
         self.precision = precision_of(config, self.device)
         self.plan = planned(config, self.precision, self.sizes.micro, self.sizes.accumulation, self.world.ranks)
         self.policies = policies(config, self.plan)
