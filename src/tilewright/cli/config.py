@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from tilewright.cli.report import Grid, Report
+from tilewright.cli.output import Grid, Report
 from tilewright.measure.results import write_json
 from tilewright.train.configuration import fields, read, schema, split_arguments
 

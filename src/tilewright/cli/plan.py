@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from tilewright import hardware
-from tilewright.cli.report import Bar, Grid, Report, count, gigabytes, positive
+from tilewright.cli.output import Bar, Grid, Report, count, gigabytes, positive
 from tilewright.errors import UserError
 from tilewright.plan import batches, decoder, memory
 from tilewright.plan.decoder import Decoder

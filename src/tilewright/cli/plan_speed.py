@@ -27,7 +27,7 @@ from tilewright.cli.plan import (
     notes_of,
     title_of,
 )  # fmt: skip
-from tilewright.cli.report import Grid, Report, count, gigabytes, positive
+from tilewright.cli.output import Grid, Report, count, gigabytes, positive
 from tilewright.errors import UserError
 from tilewright.plan import decoder, flops, memory, parallel, roofline, sizing
 

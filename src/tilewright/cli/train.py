@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tilewright.cli.report import gigabytes
+from tilewright.cli.output import gigabytes
 from tilewright.train.configuration import Configuration, read, split_arguments
 
 if TYPE_CHECKING:  # which loads torch
