@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilewright
-from tilewright.cli import bench, config, data, doctor, export, plan, train, tune
+from tilewright.cli import bench, config, data, doctor, export, plan, report, train, tune
 from tilewright.cli import plan_speed as plan_speed  # adds its commands to `plan`
 from tilewright.errors import UserError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     help="Makes PyTorch transformers run at what the GPU can give, and proves it.",
 )
 app.command("tune")(tune.tune)
+app.command("report")(report.report)
 app.command("train")(train.train)
 app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from tilewright import hardware
+from tilewright.cli.output import Grid, Report, count, gigabytes, positive
 from tilewright.cli.plan import (
     AS_JSON,
     CHANGES,
@@ -27,7 +28,6 @@ from tilewright.cli.plan import (
     notes_of,
     title_of,
 )  # fmt: skip
-from tilewright.cli.output import Grid, Report, count, gigabytes, positive
 from tilewright.errors import UserError
 from tilewright.plan import decoder, flops, memory, parallel, roofline, sizing
 

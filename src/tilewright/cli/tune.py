@@ -1,152 +1,227 @@
-"""`tilewright tune`: try every setting, measure it, show that it is the same model."""
+"""`tilewright tune`: run the experiments, choose the best, prove it, show it."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from tilewright import hardware
+from tilewright.cli.output import gigabytes
 from tilewright.errors import UserError
-from tilewright.measure.results import SCHEMA, write_json
-from tilewright.plan.gpt import GPTConfig, preset
-from tilewright.tune.space import settings
-from tilewright.tune.study import Study, run_study
-from tilewright.tune.trial import Trial
+from tilewright.measure.results import SCHEMA
+from tilewright.tune.api import DEFAULT_BUDGET, amount, seconds
+from tilewright.tune.space import label
 
-# What a machine without a GPU trains in a minute or two.
-CPU_MODEL = GPTConfig(width=128, layers=2, heads=4, vocabulary=512, sequence=128)
+if TYPE_CHECKING:
+    from tilewright.tune.answer import Answer
+    from tilewright.tune.record import Prediction, Record
+
+_ROWS = 12  # of the table
+_WIDE = 110  # columns of a terminal that has room for all of its columns
+_SHOWN = {"done": "green", "stopped early": "yellow"}
 
 
 def tune(
-    preset_name: str = typer.Option(
-        None, "--preset", help="Model: 125m ... 70b. Default: 125m on a GPU, a small one on a CPU."
+    arguments: list[str] = typer.Argument(
+        None, metavar="[CONFIG.yaml] [FIELD=VALUE]...", help="A run as `train` takes it: what you set stays as it is."
     ),
-    batch: int = typer.Option(None, min=1, help="Sequences a step. Default: 8."),
-    sequence: int = typer.Option(None, min=2, help="Tokens a sequence. Default: the model's."),
-    dropout: float = typer.Option(0.0, help="Dropout of the timed steps; the loss curves are compared without."),
-    steps: int = typer.Option(None, min=1, help="Timed steps. Default: 10."),
-    mode: str = typer.Option("all", help="Only `eager` or only `compile`, or `all`."),
-    peak_tflops: float = typer.Option(None, help="Dense peak of the accelerator, where the table does not know it."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
-    out: Path = typer.Option(None, help="Also write the JSON to this file, after every setting."),
+    budget: str = typer.Option(DEFAULT_BUDGET, help="Time for all of it: 90s, 20m, 2h."),
+    model: str = typer.Option("", metavar="PACKAGE.MODULE:FACTORY", help="Your own model: returns a module, a batch."),
+    search: list[str] = typer.Option([], metavar="LEVER", help="Try this lever although it is set; `all` for all."),
+    numerics: str = typer.Option("rounding", help="How far numbers may move: same, rounding, state or rule."),
+    precision_floor: str = typer.Option(None, help="No precision below this: fp32, tf32, bf16 ..."),
+    memory: str = typer.Option(None, help="The most a run may take, such as 80GB."),
+    study: str = typer.Option(None, help="Its name. Default: the time it began."),
+    resume: bool = typer.Option(False, "--resume", help="Go on with a study: the one named, or the newest."),
+    storage: str = typer.Option(None, metavar="URL", help="A database that several machines share a study through."),
+    fresh: bool = typer.Option(False, "--fresh", help="Measure again what was measured before."),
+    out: Path = typer.Option(Path("runs/tune"), help="Folder of studies."),
+    as_json: bool = typer.Option(False, "--json", help="Print the answer as JSON."),
 ) -> None:
-    """Train a GPT for a few steps under every setting and print what each gives.
+    """Find the fastest way to train a model on this machine, and prove that it is the same model.
+
+    Alone, it tunes an embedded default. Ctrl-C ends it with the best so far; --resume goes on. The study's folder gets
+    best.yaml, which `tilewright train` takes as it is, and report.html.
 
     Examples:
 
         tilewright tune
 
-        tilewright tune --preset 1b --batch 16 --dropout 0.1
+        tilewright tune model.preset=1b global_batch=16 --budget 8m
 
-        tilewright tune --preset 125m --json > result.json
+        tilewright tune run.yaml --memory 80GB --numerics same
+
+        tilewright tune --model my_package.model:build
     """
-    import torch
+    from tilewright.tune.api import tune as run
+    from tilewright.tune.report import write_report
+    from tilewright.tune.study import Shown
 
-    from tilewright.measure.machine import describe
-
-    space = settings(mode)
-    on_gpu = torch.cuda.is_available()
-    model = preset(preset_name) if preset_name else preset("125m") if on_gpu else CPU_MODEL
-    model = dataclasses.replace(model, dropout=dropout, sequence=sequence or model.sequence)
-    batch = batch or 8
-    trial = Trial(
-        model=model,
-        compile=False,
-        device="cuda" if on_gpu else "cpu",
-        precision="bf16" if on_gpu else "fp32",
-        batch=batch,
-        check_batch=min(batch, 2 if on_gpu else 8),
-        check_steps=10,
-        warmup_steps=3,
-        steps=steps or 10,
-    )
-    peak, peak_source = hardware.peak(
-        torch.cuda.get_device_name() if on_gpu else None, "bf16", peak_tflops, "--peak-tflops"
-    )
-    head = {
-        "schema": SCHEMA,
-        "command": "tune",
-        "machine": describe(),
-        "trial": dataclasses.asdict(trial),
-        "peak_flops": peak,
-        "peak_source": peak_source,
-        "flops_convention": "6N + 12Lhs a token",
-    }
-
-    def save(study: Study) -> None:
-        if out is not None:
-            write_json(out, {**head, **study.as_dict()})
-
-    from tilewright.cli.progress import Stages
-
-    with Stages() as stages:
-        study = run_study(space, trial, peak, stages, save)
+    seconds(budget)  # a mistake in a word shows before torch is loaded
+    if memory is not None:
+        amount(memory)
+    with _Progress(seconds(budget)) as progress:
+        answer = run(
+            *(arguments or []), budget=budget, model=model, study=study, storage=storage, resume=resume, search=search,
+            numerics=numerics, precision_floor=precision_floor, memory=memory, fresh=fresh, out=out,
+            shown=Shown(progress.begin, progress.trial, progress.event, progress.record, progress.say),
+        )  # fmt: skip
+    folder = out / answer.name
+    write_report(answer, folder / "report.html")
     if as_json:
-        print(json.dumps({**head, **study.as_dict()}))
+        print(json.dumps({"schema": SCHEMA, "command": "tune", **answer.as_dict()}, allow_nan=False))
     else:
-        _show(study, trial, peak_source)
-    if all(row.result.error for row in study.rows):
-        raise UserError(f"No setting ran: {study.rows[0].result.error}")
+        show(answer, folder)
+    if answer.interrupted:
+        raise typer.Exit(130)
+    if answer.best is None:
+        raise UserError(f"No run was measured to its end; {folder / 'report.html'} has what each of them said.")
 
 
-def _show(study: Study, trial: Trial, peak_source: str) -> None:
-    model = trial.model
-    console = Console()
-    table = Table(
-        title=f"GPT {model.width} x {model.layers}, {model.parameters / 1e6:.1f}M parameters, batch {trial.batch} x "
-        f"{model.sequence}, dropout {model.dropout:g}, {trial.precision} on {trial.device}",
-        title_justify="left",
-    )
-    table.add_column("gpt_block")
-    for heading in ("mode", "tokens/s", "ratio", "peak memory", "MFU", "loss difference"):
-        table.add_column(heading, justify="left" if heading == "mode" else "right")
-    for row in study.rows:
-        mode = "compile" if row.setting.compile else "eager"
-        if row.result.error:
-            table.add_row(row.setting.gpt_block, mode, "failed")
-            continue
-        table.add_row(
-            row.setting.gpt_block,
-            mode,
-            _number(row.result.tokens_per_second, ",.0f"),
-            _number(row.speedup, ".2f", "x"),
-            f"{row.result.peak_memory_bytes / 2**30:.2f} GiB",
-            _number(row.mfu, ".1%"),
-            _number(row.loss_difference, ".1e"),
+def show(answer: Answer, folder: Path) -> None:
+    """The answer for a terminal: a table of runs, what each lever gave, three sentences, where the files are."""
+    console = Console(soft_wrap=True)
+    console.print(_table(answer, console.width))
+    if len(answer.records) > _ROWS:
+        console.print(f"and {len(answer.records) - _ROWS} more, in the report.", highlight=False)
+    if answer.ablations:
+        table = Table("lever", "without it", title="What each lever of the best run gives", title_justify="left")
+        table.columns[1].justify = "right"
+        for each in answer.ablations:
+            rate, best = each.tokens_per_second, answer.best and answer.best.tokens_per_second
+            gives = f"{rate / best - 1:+.1%}" if rate and best else each.error or "n/a"
+            table.add_row(label({each.lever: each.value}), Text(gives))
+        console.print(table)
+    for sentence in answer.sentences:
+        console.print(sentence, highlight=False, markup=False, style="bold")
+    for note in (*_notes(answer), *_files(answer, folder)):
+        console.print(note, highlight=False, markup=False)
+
+
+def _notes(answer: Answer) -> list[str]:
+    notes = []
+    if answer.discarded:
+        words = ", ".join(f"{count} that {why}" for why, count in answer.discarded.items())
+        notes.append(f"Left out by the plan: {words}.")
+    references = [record for record in answer.records if record.purpose == "reference"]
+    if answer.drift is not None:
+        notes.append(f"The run as given ran {len(references)} times; the machine drifted by {answer.drift:.1%}.")
+    if not answer.machine.get("gpu"):
+        notes.append("On a CPU fused ops run as plain PyTorch: the answer holds for this machine, not for a GPU.")
+    return notes
+
+
+def _files(answer: Answer, folder: Path) -> list[str]:
+    files = [f"Report: {folder / 'report.html'}"]
+    if answer.recommended:
+        files.append(f"Train: tilewright train {folder / 'best.yaml'}")
+    return files
+
+
+def _table(answer: Answer, width: int) -> Table:
+    first = answer.reference.tokens_per_second if answer.reference else None
+    return _ranked(answer.records, answer.levers, first, answer.best, width)
+
+
+def _ranked(
+    records: list[Record], levers: dict[str, list[Any]], first: float | None, best: Record | None, width: int
+) -> Table:
+    """The fastest runs; a narrow terminal does without the two times of a step, which the report has."""
+    times = width >= _WIDE
+    table = Table("run")
+    for heading in ("tokens/s", "ratio", "memory", *(("predicted", "measured") if times else ()), "outcome"):
+        table.add_column(heading, justify="left" if heading == "outcome" else "right", no_wrap=True)
+    references = [record for record in records if record.purpose == "reference"]
+    shown = [record for record in records if record.purpose != "reference" or record is references[0]]
+    for record in sorted(shown, key=lambda record: -(record.tokens_per_second or 0.0))[:_ROWS]:
+        rate, found, predicted = record.tokens_per_second, record.measurement, record.prediction
+        cells: list[str | Text] = [
+            Text(label({name: value for name, value in record.point.items() if value != levers[name][0]})),
+            f"{rate:,.0f}" if rate else "",
+            f"{rate / first:.2f}x" if rate and first else "",
+            gigabytes(found.bytes) if found else "",
+        ]
+        if times:
+            cells.append(f"{predicted.seconds * 1e3:,.1f} ms" if predicted else "")
+            cells.append(f"{found.seconds * 1e3:,.1f} ms" if found else "")
+        outcome = Text(record.outcome + (", kept" if record.cached else ""), style=_SHOWN.get(record.outcome, "red"))
+        chosen = best is not None and record.point == best.point
+        table.add_row(*cells, outcome, style="bold" if chosen else None)
+    return table
+
+
+class _Progress:
+    """A table that grows, with the time that is left; in a log a line a trial. On standard error."""
+
+    def __init__(self, budget: float) -> None:
+        self.console = Console(stderr=True, soft_wrap=True)
+        self.budget, self.began = budget, time.monotonic()
+        self.records: list[Record] = []
+        self.best: Record | None = None
+        self.levers: dict[str, list[Any]] = {}
+        self.now, self.steps = "starting", 0
+        self.live = Live(get_renderable=self._picture, console=self.console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> _Progress:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.live.stop()
+
+    def begin(self, facts: dict[str, Any]) -> None:
+        self.levers = facts["levers"]
+        self.say(f"study {facts['name']}: {len(self.levers)} levers open, {facts['finished']} trials already finished")
+
+    def trial(self, what: str, point: dict[str, Any], prediction: Prediction | None) -> None:
+        name = self._label(point) if what != "reference" else "as given, for reference"
+        self.now, self.steps = f"{what}: {name}" if what == "proof" else name, 0
+
+    def event(self, event: dict[str, Any]) -> None:
+        if event.get("event") == "step":
+            self.steps += 1
+
+    def record(self, record: Record, best: Record | None) -> None:
+        self.records.append(record)
+        self.best = best
+        if not self.console.is_terminal:
+            rate = record.tokens_per_second
+            found = f"{rate:,.0f} tokens/s" if rate else record.error or ""
+            name = self._label(record.point)
+            self.console.print(
+                f"{self._clock()}  {name}: {record.outcome}, {found}", highlight=False, markup=False
+            )  # fmt: skip
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def _label(self, point: dict[str, Any]) -> str:
+        return label({name: value for name, value in point.items() if value != self.levers[name][0]})
+
+    def _clock(self) -> str:
+        elapsed = time.monotonic() - self.began
+        return f"{_minutes(elapsed)} gone, {_minutes(max(0.0, self.budget - elapsed))} left"
+
+    def _picture(self) -> Group:
+        first = next((r.tokens_per_second for r in self.records if r.purpose == "reference" and r.measurement), None)
+        table = _ranked(self.records, self.levers, first, self.best, self.console.width)
+        ratio = ""
+        if self.best is not None and self.best.tokens_per_second and first:
+            ratio = f"   best so far {self.best.tokens_per_second / first:.2f}x"
+        steps = f", step {self.steps}" if self.steps else ""
+        line = Text(
+            f"{self._clock()}   {len(self.records)} trials{ratio}   now: {self.now}{steps}", overflow="ellipsis"
         )
-    console.print(table)
-    for row in study.rows:
-        if row.result.error:
-            console.print(f"{row.setting} failed: {row.result.error}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"MFU by 6N + 12Lhs; peak {peak_source}.", highlight=False, soft_wrap=True, markup=False)
-    console.print(_difference_note(study, trial), highlight=False, soft_wrap=True, markup=False)
-    if study.drift is not None:
-        note = f"Drift: the speed of the first setting, run again at the end, had changed by {study.drift:+.1%}."
-        if abs(study.drift) > 0.05:
-            note += " The machine was not steady: do not rely on the ratios."
-        console.print(note, highlight=False, soft_wrap=True)
-    if trial.device == "cpu":
-        console.print(
-            "On a CPU `optimized` runs its plain PyTorch reference: the ratio says nothing about a GPU.",
-            highlight=False,
-            soft_wrap=True,
-        )
+        return Group(table, line) if self.records else Group(line)
 
 
-def _difference_note(study: Study, trial: Trial) -> str:
-    if study.reference.error:
-        return f"No loss difference: the float32 reference failed: {study.reference.error}"
-    return (
-        f"Loss difference: the largest over {trial.check_steps} steps to the float32 standard run, same weights and "
-        f"data, without dropout (loss {study.reference.losses[0]:.3f} to {study.reference.losses[-1]:.3f})."
-    )
-
-
-def _number(value: Any, form: str, unit: str = "") -> str:
-    return "n/a" if value is None else f"{value:{form}}{unit}"
+def _minutes(value: float) -> str:
+    return f"{int(value) // 60}:{int(value) % 60:02d}"

@@ -27,6 +27,7 @@ LOSSES = ("plain", "fused", "linear_fused")
 
 CONTEXT_BYTES = 620 * 2**20  # of CUDA and its libraries, as `bench memory` measured on an H200
 WORKSPACE_BYTES = 72 * 2**20  # of cuBLAS and the like, in every step measured there
+LOGITS_AT_ONCE = 512 * 2**20  # bytes of them that `linear_fused` has, unless an eighth of all is less
 _LOOSE = 0.02  # of what is allocated, lost between blocks
 # Bytes a logit of the plain loss at the peak of its forward and of its backward. Measured for amp, derived else.
 _PLAIN_LOSS = {"amp": (8, 10), "mixed": (4, 6), "bf16": (4, 6), "fp32": (8, 12)}
@@ -47,6 +48,9 @@ class Training:
     residual: str = "auto"  # dtype of the residual stream; "bf16" under autocast too
     attention: str = "flash"
     loss: str = "plain"
+    compiled: bool = False  # by torch.compile
+    mlp_recompute: bool = False  # the MLP's activation is computed again in backward
+    kahan: bool = False  # bfloat16 parameters carry what rounding cost them
     accumulation: int | None = None  # micro batches a step; None: 1, or as many as a pipeline needs
     data: int = 1  # data-parallel ranks
     zero: int = 0  # ZeRO stage; 3 is FSDP
@@ -145,7 +149,8 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
         inner = sparse * (decoder.active_experts * f + decoder.shared_ffn) + (1 - sparse) * (decoder.dense_ffn or f)
         norms += sparse * c * h * decoder.active_experts  # every expert has its own copy of the tokens it takes
     # Gated: gate, up, the activated gate and the product; else the activation's input and output.
-    mlp = (c * inner * (3 if cheap else 4)) if decoder.gated else (c * inner * (1 if cheap else 2))
+    again = cheap or training.mlp_recompute
+    mlp = (c * inner * (3 if again else 4)) if decoder.gated else (c * inner * (1 if again else 2))
     shared_rows = t if training.sequence_parallel else 1
     return norms / shared_rows + (attention + mlp) / t
 
@@ -181,12 +186,12 @@ def matmul_weights(decoder: Decoder) -> int:
 
 def optimizer_bytes(decoder: Decoder, training: Training) -> float:
     """Bytes a parameter of the optimizer's states."""
-    master = 4.0 if training.precision == "mixed" else 0.0
+    beside = 4.0 if training.precision == "mixed" else 2.0 if training.kahan else 0.0
     if training.optimizer == "adafactor":  # a row and a column for each matrix
         h = decoder.width
         matrices = decoder.layers * decoder.experts * 8 * (h + decoder.ffn) + 2 * (decoder.vocabulary + h)
-        return master + 4 * matrices / decoder.parameters
-    return master + {
+        return beside + 4 * matrices / decoder.parameters
+    return beside + {
         "adamw": 8.0, "adamw_bf16": 4.0, "adamw_bf16_kahan": 6.0, "adamw_8bit": 2.0 + 8 / 256, "sgd": 4.0,
         "lion": 2.0 if training.precision == "bf16" else 4.0,  # in the dtype of the parameters
     }[training.optimizer]  # fmt: skip
@@ -195,13 +200,14 @@ def optimizer_bytes(decoder: Decoder, training: Training) -> float:
 def _loss_parts(decoder: Decoder, training: Training, tokens: int) -> tuple[float, float]:
     """Bytes of the logits and the loss at the peak of its forward and of its backward."""
     logits = tokens * decoder.vocabulary / training.tensor
-    if training.loss == "plain":
+    if training.loss == "plain" and not training.compiled:
         forward, backward = _PLAIN_LOSS[training.precision]
         return forward * logits, backward * logits
-    held = training.compute_bytes * logits  # fused: the gradient overwrites the logits
+    # Fused: the gradient overwrites the logits. So it does where PyTorch's own loss is compiled.
+    held = training.compute_bytes * logits
     if training.loss == "linear_fused":  # a part of the logits, and the head's gradient, which forward has computed
         gradient = training.stored_bytes * decoder.vocabulary / training.tensor * decoder.width
-        return min(held / 8, 512 * 2**20) + gradient, gradient
+        return min(held / 8, LOGITS_AT_ONCE) + gradient, gradient
     return held, held
 
 
@@ -256,7 +262,9 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     full = training.recompute == "full"
     activations = held * kept_activations(decoder, training, layers, first=first, last=last)
     # One layer at work in backward, with gradients of its own beside what it kept.
-    working = 1.5 * tokens * layer_activation_bytes(decoder, dataclasses.replace(training, recompute="none"))
+    # What runs a second time as a whole keeps all while it does.
+    one = dataclasses.replace(training, recompute="none", mlp_recompute=training.mlp_recompute and not full)
+    working = 1.5 * tokens * layer_activation_bytes(decoder, one)
     loss_forward, loss_backward = _loss_parts(decoder, training, tokens) if last else (0.0, 0.0)
 
     early = gradients if (training.accumulation or training.pipeline) > 1 else 0.0
@@ -281,7 +289,8 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     ]
     allocated = sum(part.bytes for part in parts)
     # The float32 block of forward's log-softmax is cut to its size and serves nothing else later.
-    stranded = 4 * tokens * decoder.vocabulary / t if training.loss == "plain" and last and precision == "amp" else 0.0
+    upcast = training.loss == "plain" and not training.compiled and precision == "amp"
+    stranded = 4 * tokens * decoder.vocabulary / t if upcast and last else 0.0
     lost = stranded + _LOOSE * allocated
     parts += [
         Part("fragmentation", lost, "4 B a logit of the plain loss, and 2 % of the rest"),

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilewright.errors import UserError
 from tilewright.models import GPT
@@ -64,25 +64,35 @@ def check_levers(config: Train, device: torch.device, accumulation: int) -> None
 
 
 class Engine:
-    """Model and optimizer on a device. `policies` says what each block computes again in backward."""
+    """Model and optimizer on a device. `policies` says what each block computes again in backward.
 
-    def __init__(self, config: Train, device: torch.device, world: World, policies: list[str]) -> None:
+    Another model than the configuration's may be given, on the device already. Where its batches are not tokens, it
+    takes an engine whose `_loss` knows what they are; they need `clone` and `copy_`, as tensors have them.
+    """
+
+    def __init__(
+        self,
+        config: Train,
+        device: torch.device,
+        world: World,
+        policies: list[str],
+        model: nn.Module | None = None,
+    ) -> None:
         self.config, self.device, self.world = config, device, world
         self.precision = precision_of(config, device)
         _set_global_modes(config, self.precision)
         torch.manual_seed(config.seed)
-        with device:
-            self.model = GPT(GPTConfig(**{k: v for k, v in vars(config.model).items() if k != "preset"}))
-        self.model.set_recompute(policies)
+        self.model = _gpt(config, device, policies) if model is None else model
         dtype, _ = optimizers.PRECISIONS[self.precision]
         for parameter in self.model.parameters():  # and not buffers: a table of angles needs its bits
-            parameter.data = parameter.data.to(dtype)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
         self.optimizer = optimizers.build(self.model, config.optimizer, precision=self.precision, seed=config.seed)
         self.forward: Any = self.model
         if config.compile != "none":
             self.forward = torch.compile(self.model, mode=None if config.compile == "default" else config.compile)
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._static: Tensor | None = None
+        self._static: Any = None  # the batch that the graphs read
 
     def tensors(self) -> dict[str, Any]:
         """Everything that a checkpoint must hold, in place."""
@@ -100,7 +110,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(number)
 
-    def accumulate(self, tokens: Tensor, first: bool) -> Tensor:
+    def accumulate(self, tokens: Any, first: bool) -> Tensor:
         """Add the gradients of a micro batch to those there are, or set them; its mean loss."""
         if self.config.cuda_graphs:
             return self._replay(tokens, first)
@@ -112,11 +122,11 @@ class Engine:
             loss.backward()
         return loss.detach().clone()
 
-    def _loss(self, tokens: Tensor) -> Tensor:
+    def _loss(self, tokens: Any) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             return self.forward(tokens[:, :-1], tokens[:, 1:])
 
-    def _replay(self, tokens: Tensor, first: bool) -> Tensor:
+    def _replay(self, tokens: Any, first: bool) -> Tensor:
         """Of two recordings: one sets the gradients, as backward does where there are none, one adds to them."""
         if self._static is None:
             self._static = tokens.clone()
@@ -138,7 +148,6 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Run once off the record, on another stream as recording asks for, and leave no trace of it."""
-        assert self._static is not None
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.random.fork_rng([torch.cuda.current_device()]), torch.cuda.stream(stream):
@@ -169,6 +178,13 @@ class Engine:
             if not self._graphs:  # a recording writes to the gradients it has found
                 self.optimizer.zero_grad(set_to_none=True)
         return torch.stack((norm, skipped))
+
+
+def _gpt(config: Train, device: torch.device, policies: list[str]) -> GPT:
+    with device:
+        model = GPT(GPTConfig(**{k: v for k, v in vars(config.model).items() if k != "preset"}))
+    model.set_recompute(policies)
+    return model
 
 
 def _set_global_modes(config: Train, precision: str) -> None:

@@ -24,7 +24,7 @@ def profile_run(engine: Engine, advance: Callable[[], None], predicted: Anatomy,
     """Take TAKES steps of a run by `advance`, write `trace.json.gz` and `profile.json`, and return the latter."""
     for _ in range(WARM):
         advance()
-    memory = _memory_of_a_step(engine, advance)
+    memory = memory_of_a_step(engine, advance)
     rows = [] if engine.config.cuda_graphs else against_plan(memory, predicted)  # a replay allocates nothing
     time = profile_steps(advance, steps=STEPS, trace=folder / "trace.json.gz")
     found = {
@@ -39,7 +39,7 @@ def profile_run(engine: Engine, advance: Callable[[], None], predicted: Anatomy,
     return found
 
 
-def _memory_of_a_step(engine: Engine, advance: Callable[[], None]) -> dict[str, int]:
+def memory_of_a_step(engine: Engine, advance: Callable[[], None]) -> dict[str, int]:
     """By hooks, so that a step knows nothing of it; a replayed CUDA graph has no forward that could call one."""
     watch = MemoryWatch(engine.model, engine.optimizer)
     table: dict[str, int] = {}

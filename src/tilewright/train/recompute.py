@@ -15,14 +15,12 @@ _PRECISIONS = {"fp32": "fp32", "tf32": "fp32", "bf16": "amp", "bf16_kahan": "bf1
 
 def planned(config: Train, precision: str, micro_batch: int, accumulation: int, ranks: int) -> Training:
     """The run as `tilewright plan` knows it."""
-    optimizer = config.optimizer.name
-    if optimizer == "adamw_bf16" and precision == "bf16_kahan":
-        optimizer = "adamw_bf16_kahan"
     recompute = "none" if config.model.recompute == "budget" else config.model.recompute
     return Training(
-        micro_batch=micro_batch, precision=_PRECISIONS[precision], optimizer=optimizer, recompute=recompute,
+        micro_batch=micro_batch, precision=_PRECISIONS[precision], optimizer=config.optimizer.name, recompute=recompute,
         residual=config.model.residual, loss=config.model.loss, accumulation=accumulation, data=ranks,
-        attention="softmax" if config.model.attention == "math" else "flash",
+        attention="softmax" if config.model.attention == "math" else "flash", compiled=config.compile != "none",
+        mlp_recompute=config.model.mlp == "recompute", kahan=precision == "bf16_kahan",
     )  # fmt: skip
 
 

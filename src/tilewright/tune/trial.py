@@ -1,123 +1,163 @@
-"""One training run under one setting, in a process of its own.
+"""One piece of a study's work in a process of its own: measure a run, probe the machine, prove the winner.
 
 A kernel that fails can poison the whole CUDA context of its process, and peak memory is a property of a process: so
-the study starts `python -m tilewright.tune.trial` for each trial, writes the `Trial` as JSON to its standard input and
-reads one JSON object a line from its standard output: `{"event": "step", ...}` while it runs, `{"event": "result",
-...}` at the end.
+each trial is a fresh `python -m tilewright.tune.trial`. It reads one line of JSON, the job, from standard input, and
+writes one JSON object a line to standard output:
+
+    {"event": "alive", "what": "compiling"}                                     something that takes a while begins
+    {"event": "step", "step": 3, "seconds": 0.1, "loss": 5.2}
+    {"event": "result", "outcome": "done", "error": null, "value": {...}}       the last one
+
+It ends when its standard input does: whoever started it is gone then.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import faulthandler
+import functools
 import json
-import math
 import os
 import resource
+import signal
 import statistics
 import sys
+import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from tilewright.measure.corpus import corpus
-from tilewright.plan.gpt import GPTConfig
+from tilewright.errors import UserError
+from tilewright.tune.record import Measurement, spread
 
+if TYPE_CHECKING:  # torch takes seconds to import: a process without a parent is to be gone before
+    from tilewright.train.config import Train
+    from tilewright.train.figures import Figures
 
-@dataclass(frozen=True)
-class Trial:
-    """Everything a run depends on; two equal trials do the same work."""
-
-    model: GPTConfig
-    compile: bool
-    device: str
-    precision: str  # "bf16": autocast; "fp32"
-    batch: int
-    check_batch: int  # a smaller one for the loss curve, which also runs in float32
-    check_steps: int  # 0: no loss curve
-    warmup_steps: int
-    steps: int  # timed; 0: the loss curve alone
-    learning_rate: float = 3e-4
-    seed: int = 0
-
-    @property
-    def total_steps(self) -> int:
-        return self.check_steps + (self.warmup_steps + self.steps if self.steps else 0)
+Job = dict[str, Any]
+Say = Callable[[dict[str, Any]], None]
+LOSSES = 20  # of the first steps, for a comparison of curves
+_MEMORY_RAN_OUT = ("out of memory", "allocate memory", "alloc_failed")  # as CUDA, the host and cuBLAS say it
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a trial gave, or why it gave nothing."""
-
-    losses: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    tokens_per_step: int = 0
-    first_step_seconds: float = 0.0
-    peak_memory_bytes: int = 0
-    error: str | None = None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self.tokens_per_step / statistics.median(self.step_seconds) if self.step_seconds else None
+class NotFinite(Exception):
+    """A loss or a gradient is no number."""
 
 
-def run(trial: Trial, report: Callable[[dict[str, Any]], None]) -> Result:
-    """Train twice from the same weights: without dropout for the loss curve, then for speed as configured."""
-    import torch
+class _Enough(Exception):
+    """Ends a run from within: everything is known that it was for."""
 
-    from tilewright.models import GPT
 
-    device = torch.device(trial.device)
-    config = trial.model
-    text = torch.frombuffer(bytearray(corpus(1 << 21)), dtype=torch.uint8)
+def main() -> None:
+    """Do the job that standard input has, and write events to what was standard output."""
+    source, events = _take_pipes()
+    parent = os.getppid()
+    line = b""
+    while not line.endswith(b"\n") and (piece := os.read(source, 1 << 16)):
+        line += piece
+    _end_with_parent(source, parent)
 
-    def batches(size: int, steps: int) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(trial.seed)
-        starts = torch.randint(len(text) - config.sequence - 1, (steps, size), generator=generator)
-        offsets = torch.arange(config.sequence + 1)
-        return [text[row[:, None] + offsets].long().to(device) for row in starts]
+    def say(event: dict[str, Any]) -> None:
+        events.write(json.dumps(event) + "\n")
+        events.flush()
 
-    def train(dropout: float, data: list[torch.Tensor]) -> tuple[list[float], list[float]]:
-        torch.manual_seed(trial.seed)
-        with device:
-            model = GPT(dataclasses.replace(config, dropout=dropout))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=trial.learning_rate, fused=True)
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=trial.precision == "bf16")
-        forward = torch.compile(model) if trial.compile else model
-        losses, seconds = [], []
-        for step, tokens in enumerate(data, 1):
-            # The rate grows from nothing: a curve that jumps about would magnify rounding and show little else.
-            for group in optimizer.param_groups:
-                group["lr"] = trial.learning_rate * step / len(data)
-            began = time.perf_counter()
-            with autocast:
-                loss = forward(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(float(loss.detach()))  # waits for the device
-            if not math.isfinite(losses[-1]):
-                raise FloatingPointError(f"the loss is {losses[-1]} after {len(losses)} steps.")
-            seconds.append(time.perf_counter() - began)
-            report({"event": "step", "loss": losses[-1], "seconds": seconds[-1]})
-        return losses, seconds
+    say(attempt(line.decode(errors="replace"), say))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # at once: to shut down a compiler's workers takes seconds, and nobody needs them any more
 
-    losses, check_seconds = train(0.0, batches(trial.check_batch, trial.check_steps))
-    first = check_seconds[0] if check_seconds else 0.0
-    timed: list[float] = []
-    if trial.steps:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        torch.compiler.reset()
-        _, seconds = train(config.dropout, batches(trial.batch, trial.warmup_steps + trial.steps))
-        first, timed = seconds[0], seconds[trial.warmup_steps :]
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = peak_host_bytes()
-    return Result(losses, timed, trial.batch * config.sequence, first, peak)
+
+def _take_pipes() -> tuple[int, TextIO]:
+    """Standard input and output for this protocol alone.
+
+    Nothing that a library, a driver or a child process prints may pass for an event, nor may it wait for input: they
+    get standard error and an empty file.
+    """
+    source, events = os.dup(0), os.fdopen(os.dup(1), "w")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # said before a crash, not lost in it
+    faulthandler.enable()  # where a crash was
+    return source, events
+
+
+def _end_with_parent(source: int, parent: int) -> None:
+    """End this process, and what it has started, when its standard input ends; on Linux also if it hangs by then."""
+
+    def watch() -> None:
+        while os.read(source, 1 << 16):
+            pass
+        _end()
+
+    threading.Thread(target=watch, daemon=True).start()
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before that
+            _end()
+
+
+def _end() -> NoReturn:
+    if os.getpgrp() == os.getpid():  # its processes are in a group of their own
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def attempt(line: str, say: Say) -> dict[str, Any]:
+    """Do a job, whatever comes of it: the event of its result. What went wrong in full goes to standard error."""
+    kinds = {"measure": measure, "probe": _probe, "prove": _prove}
+    try:
+        job = json.loads(line)
+        outcome, value = kinds[job["kind"]](job, say)
+        error = None
+    except Exception as caught:
+        traceback.print_exc()
+        outcome, error = outcome_of(caught)
+        value = None
+    return {"event": "result", "outcome": outcome, "error": error, "value": value}
+
+
+def outcome_of(error: BaseException) -> tuple[str, str]:
+    """What an exception makes of a trial, and the sentence for it.
+
+    >>> outcome_of(UserError("threads is -1; it must be at least 0."))
+    ('refused', 'threads is -1; it must be at least 0.')
+    >>> outcome_of(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    ('out of memory', 'CUDA out of memory. Tried to allocate 2.00 GiB.')
+    """
+    reason: BaseException | None = error
+    while reason is not None:  # a sentence for the user has the error itself behind it
+        if isinstance(reason, MemoryError) or any(words in str(reason).lower() for words in _MEMORY_RAN_OUT):
+            return "out of memory", _first_line(reason)
+        reason = reason.__cause__
+    if isinstance(error, NotFinite):
+        return "not finite", str(error)
+    return ("refused", str(error)) if isinstance(error, UserError) else ("error", explain(error))
+
+
+def explain(error: BaseException) -> str:
+    """One sentence for what went wrong, and what to do where that is known.
+
+    >>> explain(RuntimeError("backend='inductor' raised:\\nValueError: 3 is odd\\n\\nSet TORCHDYNAMO_VERBOSE=1"))
+    "RuntimeError: backend='inductor' raised: ValueError: 3 is odd"
+    """
+    kind = type(error).__name__
+    if "InvalidCxxCompiler" in kind + str(error) or "No working C++ compiler" in str(error):
+        return "torch.compile found no C++ compiler: install g++ or set CXX."
+    if "Cannot find a working triton" in str(error) or "TritonMissing" in kind:
+        return "torch.compile found no Triton: pip install 'triton>=3.6'."
+    return f"{kind}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what an error says; with the next one where that only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:300]
 
 
 def peak_host_bytes() -> int:
@@ -129,36 +169,144 @@ def peak_host_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
-def main() -> None:
-    """Read a trial from standard input, run it, write events to what was standard output."""
-    # Nothing that a library, a driver or a child process prints may pass for an event: they get standard error.
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    raw = json.load(sys.stdin)
-    trial = Trial(**{**raw, "model": GPTConfig(**raw["model"])})
+def measure(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
+    """Train by the real loop until its speed is known; the outcome, and a `Measurement`."""
+    say({"event": "alive", "what": "starting"})
+    from tilewright.train.configuration import from_dict
+    from tilewright.train.loop import Shown, batch_sizes, train
+    from tilewright.train.profile import TAKES
 
-    def report(event: dict[str, Any]) -> None:
-        events.write(json.dumps(event) + "\n")
-        events.flush()
+    meter = Meter(job, TAKES if job["profile"] else 0, say)
+    with tempfile.TemporaryDirectory(prefix="tilewright-trial-", ignore_cleanup_errors=True) as folder:
+        config = _short_run(from_dict(job["configuration"]), folder, meter.most, job["profile"])
+        _cap_memory(config, job["memory_cap"])
+        run: Callable[[Train, Shown], object] = train
+        if job["own_model"]:
+            from tilewright.tune import own_model
 
-    try:
-        result = run(trial, report)
-    except Exception as error:
-        result = Result(error=explain(error))
-    report({"event": "result", **dataclasses.asdict(result)})
+            say({"event": "alive", "what": f"calling {job['own_model']}"})
+            own = own_model.load(job["own_model"], job["path"], seed=config.seed)
+            tokens, run = own.batch.tokens, functools.partial(own_model.train, own)
+        else:
+            tokens = batch_sizes(config, 1).global_ * config.model.sequence
+        shown = Shown(
+            begin=lambda facts: say({"event": "alive", "what": "the first step, which compiles"}),
+            step=meter.step,
+            say=lambda text: say({"event": "alive", "what": text}),
+            profile=meter.profile,
+        )
+        try:
+            run(config, shown)
+        except _Enough as enough:
+            return str(enough), dataclasses.asdict(meter.measurement(tokens))
+    raise RuntimeError(f"the run was asked to end after {meter.steps} steps, before its speed was known.")
 
 
-def explain(error: Exception) -> str:
-    """One sentence for what went wrong, and what to do where that is known."""
-    text = str(error).strip() or type(error).__name__
-    kind = type(error).__name__
-    if "out of memory" in text.lower():
-        return "out of memory: choose a smaller --batch or --preset."
-    if "InvalidCxxCompiler" in kind or "InvalidCxxCompiler" in text or "No working C++ compiler" in text:
-        return "torch.compile found no C++ compiler: install g++ or set CXX."
-    if "Cannot find a working triton" in text or "TritonMissing" in kind:
-        return "torch.compile found no Triton: pip install 'triton>=3.6'."
-    return f"{kind}: {text.splitlines()[0]}"[:300]
+def _short_run(config: Train, folder: str, steps: int, profile: bool) -> Train:
+    """The run as it is, but for what it leaves behind, and how it ends.
+
+    The learning rate stays once it has risen: its fall is measured by the length of a run, and the losses of two
+    trials, or of a trial and the run itself, would not be comparable. A step whose loss is no number is noticed by the
+    meter before the guard sees it, which would save a checkpoint.
+    """
+    return dataclasses.replace(
+        config, out=folder, steps=steps, profile=profile,
+        schedule=dataclasses.replace(config.schedule, name="constant"),
+        checkpoint=dataclasses.replace(config.checkpoint, every=0, final=False, resume="never"),
+        guard=dataclasses.replace(config.guard, nan="stop", spike=0.0),
+        log=dataclasses.replace(config.log, every=1, tensorboard=False),
+    )  # fmt: skip
+
+
+def _cap_memory(config: Train, most: int) -> None:
+    import torch
+
+    from tilewright.train.engine import device_of
+
+    device = device_of(config)
+    if most and device.type == "cuda":
+        with torch.cuda.device(device):
+            total = torch.cuda.get_device_properties().total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
+
+
+class Meter:
+    """Listens to the steps of a run, and ends it by `_Enough` as soon as its speed is known.
+
+    Those that a profile takes, and the `warm` ones after them, do not count. What is known then is in `measurement`.
+    """
+
+    def __init__(self, job: Job, profiled: int, say: Say) -> None:
+        self._job, self._say = job, say
+        self._skipped = profiled + job["warm"]
+        self.most = self._skipped + job["most"] + 1  # the loop tells of a step when it is in the next
+        self._counted: list[Figures] = []
+        self._losses: list[float] = []
+        self._first = self._began = 0.0
+        self._profile: dict[str, Any] = {}
+        self.steps = 0
+
+    def step(self, figures: Figures, steps: int) -> None:
+        """Take note of a step, and decide whether there must be more."""
+        self.steps = figures.step
+        if figures.loss is None or figures.gradient_norm is None:
+            what = "loss" if figures.loss is None else "gradient's norm"
+            raise NotFinite(f"the {what} of step {figures.step} is not a finite number.")
+        self._say({"event": "step", "step": figures.step, "seconds": figures.seconds, "loss": figures.loss})
+        if figures.step == 1:
+            self._first = figures.seconds
+        if figures.step <= LOSSES:
+            self._losses.append(figures.loss)
+        if figures.step <= self._skipped:
+            self._began = time.monotonic()
+            return
+        self._counted.append(figures)
+        self._decide()
+
+    def _decide(self) -> None:
+        job, seconds = self._job, [figures.seconds for figures in self._counted]
+        if len(seconds) >= job["fewest"]:
+            if 0 < job["stop_above"] < statistics.median(seconds) * (1 - spread(seconds)):
+                raise _Enough("stopped early")
+            if spread(seconds) <= job["spread"]:
+                raise _Enough("done")
+        if len(seconds) >= job["most"] or time.monotonic() - self._began >= job["seconds"]:
+            raise _Enough("done")
+
+    def profile(self, found: dict[str, Any]) -> None:
+        self._profile = found
+        self._say({"event": "alive", "what": "profiled"})
+
+    def measurement(self, tokens_per_step: int) -> Measurement:
+        """What the steps that counted say."""
+        allocated = [one.memory_allocated for one in self._counted if one.memory_allocated is not None]
+        used = [(one.mfu, one.hfu) for one in self._counted if one.mfu is not None and one.hfu is not None]
+        return Measurement(
+            tokens_per_step=tokens_per_step,
+            step_seconds=[one.seconds for one in self._counted],
+            first_step_seconds=self._first,
+            data_wait=statistics.median(one.data_wait for one in self._counted),
+            losses=self._losses,
+            bytes=max(allocated, default=0) or peak_host_bytes(),
+            memory=self._profile.get("memory_measured", {}),
+            profile=self._profile.get("time"),
+            mfu=statistics.median(mfu for mfu, _ in used) if used else None,
+            hfu=statistics.median(hfu for _, hfu in used) if used else None,
+        )
+
+
+def _probe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
+    say({"event": "alive", "what": "starting"})
+    from tilewright.tune.probe import probe
+
+    return "done", probe(job, say)
+
+
+def _prove(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
+    say({"event": "alive", "what": "starting"})
+    from tilewright.tune.prove import prove
+
+    return "done", dataclasses.asdict(prove(job, say))
 
 
 if __name__ == "__main__":

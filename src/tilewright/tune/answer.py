@@ -1,0 +1,181 @@
+"""What a study says in the end: the best run, what each lever gave, the proof, and three plain sentences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.tune.record import Record
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """The best run with one lever put back as it was given: what that lever is worth beside the others."""
+
+    lever: str
+    value: Any  # in the best run
+    before: Any  # as given
+    tokens_per_second: float | None  # without it; None where that did not run
+    bytes: int | None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How far a layer of the best run is from float32, and how far the standard block is in the same precision.
+
+    Errors are root mean squares over that of the float32 values, at most a million.
+    """
+
+    name: str
+    output: float
+    output_standard: float
+    gradient: float
+    gradient_standard: float
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The best run beside the standard float32 model: a batch through both layer by layer, and a short training."""
+
+    verdict: str  # of VERDICTS
+    why: str  # one sentence
+    layers: list[Layer] = field(default_factory=list)
+    losses: dict[str, list[float]] = field(default_factory=dict)  # "float32", "standard", "best"; as far as they go
+
+
+UNSTEADY = 0.1  # a reference that drifts further than this is no yardstick
+VERDICTS = ("bit-identical", "same within rounding", "different by design", "wrong", "not proven")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything that a table, a page or a program wants to know of a study."""
+
+    name: str
+    machine: dict[str, Any]  # measure.machine.describe(), of the trials' own machine
+    ceilings: dict[str, Any]  # as the probe measured them: bytes and FLOPs a second, seconds a launch
+    start: dict[str, Any]  # the configuration as given, every field
+    levers: dict[str, list[Any]]  # what each open lever could be, as given first
+    records: list[Record]  # of all trials, in the order they began
+    reference: Record | None  # the run as given, the first time it ran
+    best: Record | None
+    ablations: list[Ablation] = field(default_factory=list)
+    proof: Proof | None = None
+    discarded: dict[str, int] = field(default_factory=dict)  # why the plan left points out, and how many
+    budget: float = 0.0  # seconds
+    elapsed: float = 0.0
+    interrupted: bool = False
+    sentences: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> Answer:
+        """The inverse of `as_dict`."""
+        names = {item.name for item in dataclasses.fields(cls)}
+        found = {name: value for name, value in tree.items() if name in names}
+        found["records"] = [Record.from_dict(each) for each in tree["records"]]
+        for name in ("reference", "best"):
+            found[name] = Record.from_dict(tree[name]) if tree.get(name) else None
+        found["ablations"] = [Ablation(**each) for each in tree.get("ablations", [])]
+        if tree.get("proof"):
+            layers = [Layer(**each) for each in tree["proof"]["layers"]]
+            found["proof"] = Proof(**{**tree["proof"], "layers": layers})
+        return cls(**found)
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The levers of the best run that are not as given."""
+        if self.best is None:
+            return {}
+        return {name: value for name, value in self.best.point.items() if value != self.levers[name][0]}
+
+    @property
+    def recommended(self) -> bool:
+        """Whether there is a best run and nothing was found against it."""
+        return self.best is not None and (self.proof is None or self.proof.verdict in VERDICTS[:3])
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed of the best run over that of the run as given."""
+        ran = self.best is not None and self.reference is not None
+        return _over(self.best.tokens_per_second, self.reference.tokens_per_second) if ran else None  # type: ignore[union-attr]
+
+    @property
+    def drift(self) -> float | None:
+        """How far the speed of the run as given has been from its first, at most; None where it ran once."""
+        ran = [record.drift for record in self.records if record.purpose == "reference" and record.measurement]
+        return max(abs(each - 1.0) for each in ran) if len(ran) > 1 else None
+
+
+def sentences(answer: Answer) -> list[str]:
+    """What to change, what it gives, what it costs: three sentences in plain words."""
+    if answer.best is None or answer.best.measurement is None:
+        failed = [record.error for record in answer.records if record.error]
+        return [
+            "No run was measured to its end, so there is nothing to recommend.",
+            f"The first that failed said: {failed[0]}" if failed else "None was tried in the time there was.",
+            "Give more time with --budget, or a smaller model or batch, and go on with --resume.",
+        ]
+    return [_what(answer), _gives(answer), _costs(answer)]
+
+
+def _what(answer: Answer) -> str:
+    if answer.proof is not None and not answer.recommended:
+        why = answer.proof.why.rstrip(".")
+        return f"Change nothing yet: the fastest run was not shown to be the same model ({why})."
+    if not answer.changes:
+        return "Change nothing: of all that was tried, the run as given is the fastest."
+    return f"Set {listed(f'{name} to {_word(value)}' for name, value in answer.changes.items())}, as best.yaml does."
+
+
+def _gives(answer: Answer) -> str:
+    assert answer.best is not None
+    speed = f"{answer.best.tokens_per_second:,.0f} tokens a second"
+    if answer.reference is None or answer.ratio is None:
+        return f"It trains {speed}; the run as given did not run."
+    drift = answer.drift or 0.0
+    how = "measured on this machine"
+    if drift > UNSTEADY:
+        how = f"but do not rely on it: the machine was not steady, and the same run differed by {drift:.0%}"
+    return (
+        f"That trains {answer.ratio:.2f} times as fast: {speed} instead of "
+        f"{answer.reference.tokens_per_second:,.0f}, {how}."
+    )
+
+
+def _costs(answer: Answer) -> str:
+    best, reference = answer.best, answer.reference
+    assert best is not None and best.measurement is not None
+    memory = f"{best.measurement.bytes / 2**30:.2f} GiB of memory"
+    begin = f"its first step takes {best.measurement.first_step_seconds:.0f} s"
+    if reference is not None and reference.measurement is not None:
+        memory += f" instead of {reference.measurement.bytes / 2**30:.2f}"
+        begin += f" instead of {reference.measurement.first_step_seconds:.0f}"
+    if answer.proof is None:
+        numbers = "whether the numbers are the same was not looked at"
+    else:
+        numbers = f"beside the standard float32 model it is {answer.proof.verdict}: {answer.proof.why.rstrip('.')}"
+    return f"It takes {memory}, {begin}, and {numbers}."
+
+
+def listed(words: Any) -> str:
+    """Words as a sentence has them.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    found: Sequence[str] = list(words)
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _over(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None

@@ -1,0 +1,165 @@
+"""`tilewright.tune(...)`: what the command line does, as a function."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import re
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tilewright.errors import UserError
+from tilewright.train.configuration import Configuration, read, split_arguments
+from tilewright.tune.answer import Answer
+
+DEFAULT_BUDGET = "4m"
+# What `tune` takes on a GPU where nothing is given: what `train` takes keeps no GPU busy.
+ON_A_GPU = ("model.preset=125m", "global_batch=32")
+
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def tune(
+    *arguments: str,
+    budget: str | float = DEFAULT_BUDGET,
+    model: str = "",
+    study: str | None = None,
+    storage: str | None = None,
+    resume: bool = False,
+    search: Collection[str] = (),
+    numerics: str = "rounding",
+    precision_floor: str | None = None,
+    memory: str | float | None = None,
+    fresh: bool = False,
+    out: str | Path = "runs/tune",
+    shown: Any = None,
+) -> Answer:
+    """Find the fastest way to train a model on this machine, and show that it is the same model.
+
+    Args:
+        arguments: a configuration file, and `name=value` for fields that differ from it. What is set stays so; levers
+            that are left out are searched. With none at all an embedded default is tuned.
+        budget: time for all of it: seconds, or text such as "20m".
+        model: "package.module:factory" of a model of your own, called to give a module and a batch.
+        study: its name, and that of its folder; by default the time it began.
+        storage: URL of a database that several machines share; by default a SQLite file in the study's folder.
+        resume: go on with a study, the newest of `out` where none is named.
+        search: levers to try although they are set; "all" for every one.
+        numerics: how far the numbers may move: same, rounding, state or rule.
+        precision_floor: no precision below this one.
+        memory: the most that a run may take: bytes, or text such as "80GB".
+        fresh: measure again what was measured before.
+        out: the folder of studies.
+        shown: a `tune.study.Shown`, told what happens.
+
+    Example::
+
+        answer = tilewright.tune("model.preset=1b", "global_batch=16", budget="8m")
+        print(answer.sentences)
+    """
+    from tilewright.tune.own_model import check_name
+    from tilewright.tune.space import open_space
+    from tilewright.tune.study import Settings, Shown, probe, run
+
+    if model:
+        check_name(model)
+    limit, cap = seconds(budget), None if memory is None else amount(memory)
+    name = _name(study, Path(out), resume)
+    configuration, device = _configuration(arguments, model)
+    path = (str(Path.cwd()), *(entry for entry in sys.path if entry)) if model else ()
+    told = shown or Shown()
+    told.say("measuring what this machine can do")
+    began, machine = time.monotonic(), probe(device, own_model=model, path=path)
+    if model:
+        configuration = _with_batch(configuration, machine["own_model"])
+    space = open_space(
+        configuration, device=device, numerics=numerics, precision_floor=precision_floor, search=search,
+        of_any_model=bool(model),
+    )  # fmt: skip
+    folder = Path(out) / name
+    settings = Settings(
+        space=space, machine=machine, folder=folder, name=name,
+        storage=storage or f"sqlite:///{folder.resolve()}/study.db",
+        budget=max(1.0, limit - (time.monotonic() - began)), resume=resume or storage is not None, memory_cap=cap,
+        own_model=model, path=path, fresh=fresh,
+    )  # fmt: skip
+    return run(settings, told)
+
+
+def seconds(text: str | float) -> float:
+    """A time: seconds, or a number with s, m or h.
+
+    >>> seconds("20m"), seconds("1.5h"), seconds(30)
+    (1200.0, 5400.0, 30.0)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smh]?)", str(text).strip().lower())
+    if match is None or not 0 < (found := float(match[1]) * _SECONDS[match[2]]) < 1e9:
+        raise UserError(f"The budget is {str(text)[:40]!r}; give a time above 0, such as 90s, 20m or 2h.")
+    return found
+
+
+def amount(text: str | float) -> float:
+    """A size in bytes, or a number with kB, MB, GB or KiB, MiB, GiB.
+
+    >>> amount("80GB"), amount("1.5 GiB")
+    (80000000000.0, 1610612736.0)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", str(text).strip().lower())
+    if match is None or match[2] not in _BYTES or not 0 < (found := float(match[1]) * _BYTES[match[2]]) < 1e18:
+        raise UserError(f"The memory cap is {str(text)[:40]!r}; give a size above 0, such as 80GB or 64GiB.")
+    return found
+
+
+def _name(study: str | None, out: Path, resume: bool) -> str:
+    if study is not None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", study):
+            raise UserError(f"A study cannot be named {study[:100]!r}; use letters, digits, dots and dashes.")
+        return study
+    if resume:
+        return newest(out)
+    return datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+
+
+def newest(out: Path) -> str:
+    """The name of the study that was begun or continued last."""
+    found = [path for path in out.glob("*/trials.jsonl") if path.is_file()]
+    if not found:
+        raise UserError(f"There is no study in {out} to go on with; run without --resume, or name its folder by --out.")
+    return max(found, key=lambda path: path.stat().st_mtime).parent.name
+
+
+def _configuration(arguments: Sequence[str], model: str) -> tuple[Configuration, str]:
+    import torch
+
+    file, overrides = split_arguments(list(arguments))
+    given = read(file, overrides)
+    device = given.train.device.partition(":")[0]
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if model:
+        if any(origin != "default" for name, origin in given.origins.items() if name.startswith(("model.", "data."))):
+            raise UserError("A model of your own has its own shape and batch; leave model.* and data.* out.")
+        return given, device
+    if file is None and not overrides and device == "cuda":
+        return _as_if_by_default(read(None, ON_A_GPU)), device
+    return given, device
+
+
+def _with_batch(configuration: Configuration, facts: Mapping[str, Any]) -> Configuration:
+    """A run whose batch is the one that a model of somebody's own came with."""
+    rows, given, origins = facts["global_batch"], configuration.train, dict(configuration.origins)
+    if origins["global_batch"] != "default" or origins["accumulation"] != "default":
+        raise UserError("A model of your own comes with its batch; leave global_batch and accumulation out.")
+    if not facts["splits"]:
+        origins["micro_batch"] = "the batch, which has no rows to split"
+    train = dataclasses.replace(given, global_batch=rows, micro_batch=given.micro_batch or rows)
+    return Configuration(train, origins)
+
+
+def _as_if_by_default(configuration: Configuration) -> Configuration:
+    """What nobody has chosen fixes nothing."""
+    return Configuration(configuration.train, dict.fromkeys(configuration.origins, "default"))

@@ -1,0 +1,117 @@
+"""Results that were measured before: a trial that is the same in all that matters need not run again.
+
+What matters is the whole configuration less the fields that say where and how long a run goes, the hardware, and the
+versions. The files are in a folder of the user's own, `$TILEWRIGHT_CACHE`, else `tilewright` in `$XDG_CACHE_HOME` or
+`~/.cache`, and can be deleted at any time. A file that is not what it should be is no result; it is never an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tilewright
+from tilewright.errors import UserError
+from tilewright.measure.results import write_json
+from tilewright.tune.journal import parse
+from tilewright.tune.record import Record
+
+SCHEMA = 1
+UNIMPORTANT = ("out", "steps", "checkpoint", "log")
+GPU = ("name", "capability", "driver", "multiprocessors", "memory_bytes", "power_limit_watts")
+VERSIONS = ("torch", "triton", "python", "tilewright", "commit")
+
+
+def key(configuration: Mapping[str, Any], machine: Mapping[str, Any], versions: Mapping[str, Any] | None = None) -> str:
+    """The name of a result: the same for the same run on the same hardware and versions.
+
+    Args:
+        configuration: a `Train` as a dictionary, or several in one, with whatever else a result depends on.
+        machine: as a probe gives it: "machine" is of `measure.machine.describe`, "host" has the processor.
+        versions: of the packages; by default those of `machine`.
+
+    >>> key({"steps": 1, "compile": "none"}, {}) == key({"steps": 2, "compile": "none"}, {})
+    True
+    >>> key({"compile": "none"}, {}) == key({"compile": "default"}, {})
+    False
+    """
+    described = machine.get("machine") or {}
+    found, gpu, host = versions or described, described.get("gpu") or {}, machine.get("host") or {}
+    what = {
+        "schema": SCHEMA,
+        "configuration": _important(configuration),
+        "device": machine.get("device"),
+        "gpu": {name: gpu.get(name) for name in GPU},
+        "host": {name: host.get(name) for name in ("cpu", "cores")},
+        "versions": {name: found.get(name) for name in VERSIONS},
+    }
+    if str(found.get("commit")).endswith("+"):  # somebody is at work on the sources
+        sources = Path(tilewright.__file__).parent.rglob("*.py")
+        what["changed"] = max(path.stat().st_mtime_ns for path in sources)
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def get(key: str) -> Record | None:
+    """What is kept under a key, marked as such, or None."""
+    folder = _folder()
+    if folder is None:
+        return None
+    try:
+        found = json.loads((folder / f"{key}.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or found.get("key") != key:
+        return None
+    record = parse(found.get("record"))
+    if record is None or record.outcome != "done":
+        return None
+    return dataclasses.replace(record, cached=True)
+
+
+def put(key: str, record: Record) -> None:
+    """Keep a result, if it is one."""
+    if record.outcome != "done" or record.cached or (folder := _folder()) is None:
+        return
+    try:
+        write_json(folder / f"{key}.json", {"key": key, "record": record.as_dict()})
+    except (OSError, UserError, ValueError) as error:
+        warnings.warn(f"A result could not be kept in {folder}: {error}", stacklevel=2)
+
+
+def _important(tree: Any) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    return {name: _important(value) for name, value in tree.items() if name not in UNIMPORTANT}
+
+
+def _folder() -> Path | None:
+    """The folder of results, made where it is not there; None where it could be somebody else's doing."""
+    try:
+        root = _root()
+        for folder in (root, root / "trials"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+            if status.st_uid != os.getuid() or status.st_mode & 0o022:
+                warnings.warn(
+                    f"Others can write to {folder}, so results are not cached; chmod go-w it if it is yours, or set "
+                    "TILEWRIGHT_CACHE to another folder.",
+                    stacklevel=3,
+                )
+                return None
+    except (OSError, RuntimeError) as error:
+        warnings.warn(f"Results are not cached: {error}; set TILEWRIGHT_CACHE to a folder.", stacklevel=3)
+        return None
+    return root / "trials"
+
+
+def _root() -> Path:
+    if named := os.environ.get("TILEWRIGHT_CACHE"):
+        return Path(named)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    return (base if base.is_absolute() else Path.home() / ".cache") / "tilewright"

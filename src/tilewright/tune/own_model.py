@@ -1,0 +1,336 @@
+"""A user's own model, as it is: `package.module:factory`, where `factory()` returns a module and a batch.
+
+The batch is a tensor, a list of tensors, or tensors by the names of the module's arguments, and the module gives its
+loss: by itself, as `.loss` or as `["loss"]`. It is trained on that one batch again and again, under the levers that
+need to know nothing of a model: precision, compile mode, CUDA graphs, threads, optimizer and micro batch. The batch's
+first dimension is the global batch; micro batches are slices of it that count alike. Floating-point tensors of the
+batch have the dtype that the precision gives the weights.
+
+A step's tokens are the elements of the batch's first tensor of whole numbers, such as token ids; of a batch that has
+none, its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import math
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tilewright.errors import UserError
+from tilewright.measure.profile import profile_steps
+from tilewright.train.checkpoint_files import short
+from tilewright.train.config import Train
+from tilewright.train.engine import Engine, check_levers, device_of, restored_modes
+from tilewright.train.figures import Figures, memory
+from tilewright.train.loop import Shown, batch_sizes
+from tilewright.train.optimizers import PRECISIONS
+from tilewright.train.profile import STEPS, WARM, memory_of_a_step
+from tilewright.train.schedule import learning_rate
+from tilewright.train.world import World
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors that a module takes: by position, or by name where there are names.
+
+    >>> batch = Batch([torch.ones(4, 3), torch.arange(4)])
+    >>> batch.rows, batch.tokens, batch.splits, len(batch.split(2))
+    (4, 4, True, 2)
+    """
+
+    tensors: list[Tensor]
+    names: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """The first dimension."""
+        return next((tensor.shape[0] for tensor in self.tensors if tensor.dim()), 1)
+
+    @property
+    def splits(self) -> bool:
+        """Whether all tensors have the same rows, so that a micro batch is a slice of each."""
+        return all(tensor.dim() and tensor.shape[0] == self.rows for tensor in self.tensors)
+
+    @property
+    def tokens(self) -> int:
+        whole = (tensor for tensor in self.tensors if _is_whole(tensor))
+        return next((tensor.numel() for tensor in whole), self.rows)
+
+    def through(self, module: Callable[..., Any]) -> Any:
+        """What the module makes of it."""
+        return module(**dict(zip(self.names, self.tensors, strict=True))) if self.names else module(*self.tensors)
+
+    def split(self, rows: int) -> list[Batch]:
+        """Slices of so many rows."""
+        if rows == self.rows:
+            return [self]
+        if not self.splits:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.tensors)
+            raise UserError(
+                f"The batch's tensors are {shapes} and cannot be cut into micro batches, which takes the same first "
+                f"dimension in all of them; set micro_batch={self.rows}."
+            )
+        pieces = zip(*(tensor.split(rows) for tensor in self.tensors), strict=True)
+        return [Batch(list(piece), self.names) for piece in pieces]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
+        """On a device, its floating-point tensors in a dtype."""
+        return self._each(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None))
+
+    # What an engine asks of a batch that it replays.
+
+    def clone(self) -> Batch:
+        return self._each(torch.clone)
+
+    def copy_(self, other: Batch) -> None:
+        for own, new in zip(self.tensors, other.tensors, strict=True):
+            own.copy_(new)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch([change(tensor) for tensor in self.tensors], self.names)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a factory has returned, checked."""
+
+    module: nn.Module
+    batch: Batch
+
+    def facts(self) -> dict[str, Any]:
+        """What a search has to know: the global batch, and whether micro batches can be cut from it."""
+        return {
+            "global_batch": self.batch.rows, "splits": self.batch.splits, "tokens_per_step": self.batch.tokens,
+            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+        }  # fmt: skip
+
+
+def load(text: str, path: Sequence[str] = (), *, seed: int = 0) -> Own:
+    """The module and batch of `package.module:factory`, which is looked for in the folders of `path` first.
+
+    Whatever the factory draws, it draws the same for the same seed: so two trials train the same weights on the same
+    batch.
+    """
+    factory = _find(text, path)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        made = factory()
+    except (Exception, SystemExit) as error:
+        raise UserError(f"The factory {text} raised {_one_line(error)}; put that right in its code.") from error
+    if not isinstance(made, (tuple, list)) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        _refuse(text, f"returned {_kind(made)}; let it return a torch.nn.Module and a batch, in this order.")
+    module, batch = made[0], _batch(text, made[1])
+    parameters = list(module.parameters())
+    if not parameters:
+        _refuse(text, "returned a model without parameters; there is nothing to train.")
+    homes = sorted({str(parameter.device) for parameter in parameters})
+    if len(homes) > 1:
+        _refuse(text, f"returned a model on {' and '.join(homes)}; put all of it on one device.")
+    away = next((str(tensor.device) for tensor in batch.tensors if str(tensor.device) != homes[0]), None)
+    if away is not None:
+        _refuse(text, f"returned a model on {homes[0]} and a batch on {away}; put both on the same device.")
+    return Own(module, batch)
+
+
+def check_name(text: str) -> tuple[str, str]:
+    """The module and the name in it that a text means; nothing is imported.
+
+    >>> check_name("my_project.model:small")
+    ('my_project.model', 'small')
+    """
+    where, _, name = text.partition(":")
+    if not re.fullmatch(r"\w+(\.\w+)*", where) or not name.isidentifier():
+        raise UserError(f"The model is {text!r}; write package.module:factory, such as my_project.model:small.")
+    return where, name
+
+
+def _find(text: str, path: Sequence[str]) -> Callable[[], Any]:
+    where, name = check_name(text)
+    sys.path[:0] = [folder for folder in path if folder not in sys.path]
+    try:
+        module = importlib.import_module(where)
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"The model is {text!r} and {where} cannot be imported ({_one_line(error)}); check its name, install it, "
+            "or run where it is."
+        ) from error
+    factory = getattr(module, name, None)
+    if factory is None:
+        known = [each for each, value in vars(module).items() if callable(value)]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else "give the name of a function of it."
+        raise UserError(f"The model is {text!r} and {where} has no {name!r}; {hint}")
+    if not callable(factory):
+        raise UserError(f"The model is {text!r} and {name} is no function; give one that returns a module and a batch.")
+    return factory
+
+
+def _batch(text: str, given: Any) -> Batch:
+    named = isinstance(given, Mapping)
+    values = [given] if isinstance(given, Tensor) else given.values() if named else given
+    if not isinstance(given, (Tensor, Mapping, tuple, list)) or not all(isinstance(value, Tensor) for value in values):
+        _refuse(text, f"returned {_kind(given)} as batch; let it be a tensor, a list or a dictionary of tensors.")
+    tensors = list(values)
+    if not tensors or any(tensor.numel() == 0 for tensor in tensors):
+        _refuse(text, "returned an empty batch; give it at least one row.")
+    return Batch(tensors, tuple(given) if named else ())
+
+
+def _refuse(text: str, why: str) -> NoReturn:
+    raise UserError(f"The factory {text} {why}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(type(each).__name__ for each in value[:5])}{', ...' if len(value) > 5 else ''})"
+    if isinstance(value, Mapping):
+        return f"a dictionary of {', '.join(sorted({type(each).__name__ for each in value.values()}))}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {short(error)}"
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a module returned, as a scalar.
+
+    >>> loss_of({"loss": torch.ones(1, requires_grad=True)}).shape
+    torch.Size([])
+    """
+    loss = output
+    if not isinstance(output, Tensor):
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise UserError(
+            f"The model returned {_kind(output)}, which is no loss and has none; let it return the loss, or something "
+            "with .loss or ['loss']."
+        )
+    if loss.numel() != 1:
+        raise UserError(f"The model returned a loss of shape {tuple(loss.shape)}; let it return one number, the mean.")
+    if not loss.requires_grad:
+        raise UserError("The model's loss has no gradient; compute it from the parameters, and not under no_grad.")
+    return loss.reshape(())
+
+
+class OwnEngine(Engine):
+    """An engine for a module that comes with its batch."""
+
+    def _loss(self, tokens: Batch) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            return loss_of(tokens.through(self.forward))
+
+
+def train(own: Own, config: Train, shown: Shown) -> None:
+    """Train as `tilewright.train.loop.train` does: the same levers, the same figures, read a step behind."""
+    device = device_of(config)
+    with restored_modes(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        run = _Run(own, config, shown, device)
+        shown.begin(own.facts())
+        if config.profile:
+            run.profile()
+        while run.step < config.steps:
+            run.advance()
+        run.settle()
+
+
+@dataclass
+class _Pending:
+    """A step that the device may still be at work on."""
+
+    step: int
+    rate: float
+    began: float
+    ended: float  # of its work on the host
+    ready: torch.cuda.Event | None
+    found: Tensor  # loss, norm, skipped; on the host as soon as `ready` has happened
+    memory: dict[str, Any]
+
+    def seconds(self, before: _Pending | None) -> float:
+        """From the end of the step before to its own, on the device where there is one."""
+        if self.ready is None:
+            return self.ended - (self.began if before is None else before.ended)
+        if before is None or before.ready is None:
+            return time.perf_counter() - self.began
+        return before.ready.elapsed_time(self.ready) / 1e3
+
+
+class _Run:
+    def __init__(self, own: Own, config: Train, shown: Shown, device: torch.device) -> None:
+        self.shown, self.device = shown, device
+        rows = own.batch.rows
+        micro = config.micro_batch or rows
+        self.config = dataclasses.replace(config, global_batch=rows, micro_batch=micro, accumulation=0)
+        self.accumulation = batch_sizes(self.config, 1).accumulation
+        check_levers(self.config, device, self.accumulation)
+        self.engine = OwnEngine(self.config, device, World(), [], own.module.to(device))
+        self.batch = own.batch.to(device, PRECISIONS[self.engine.precision][0])
+        self.micro_batches = self.batch.split(micro)
+        self.limit = torch.tensor(math.inf, device=device)
+        self.records = config.cuda_graphs or config.compile in ("reduce-overhead", "max-autotune")
+        self.peak = self.step = 0
+        self.pending: _Pending | None = None
+        self.before: _Pending | None = None  # the last step that was read
+
+    def advance(self) -> None:
+        """Put a step's work on the device, then read the step before."""
+        self.step += 1
+        began = time.perf_counter()
+        self.engine.seed(self.step)
+        losses = [self.engine.accumulate(micro, first=index == 0) for index, micro in enumerate(self.micro_batches)]
+        loss = torch.stack(losses).float().mean()
+        rate = learning_rate(self.step, self.config.steps, self.config.optimizer.learning_rate, self.config.schedule)
+        found = torch.cat((loss[None], self.engine.update(loss, self.limit, rate, self.accumulation)))
+        ready = None
+        if self.device.type == "cuda":
+            found = torch.empty(found.shape, pin_memory=True).copy_(found, non_blocking=True)
+            ready = torch.cuda.Event(enable_timing=True)
+            ready.record()
+        ended, held = time.perf_counter(), memory(self.device)
+        if self.records and held["memory_allocated"] is not None:  # a replay allocates nothing: its recording did
+            held["memory_allocated"] = self.peak = max(self.peak, held["memory_allocated"])
+        self.settle()
+        self.pending = _Pending(self.step, rate, began, ended, ready, found, held)
+
+    def settle(self) -> None:
+        """Tell what the step that is pending has found."""
+        if self.pending is None:
+            return
+        step, self.pending = self.pending, None
+        if step.ready is not None:
+            step.ready.synchronize()
+        loss, norm, skipped = step.found.tolist()
+        seconds, self.before = step.seconds(self.before), step
+        figures = Figures(
+            step=step.step, loss=loss if math.isfinite(loss) else None,
+            gradient_norm=norm if math.isfinite(norm) else None, skipped=bool(skipped), learning_rate=step.rate,
+            samples=step.step * self.batch.rows, seconds=seconds, tokens_per_second=self.batch.tokens / seconds,
+            tflops=0.0, mfu=None, hfu=None, convention="none", data_wait=0.0, **step.memory,
+        )  # fmt: skip
+        self.shown.step(figures, self.config.steps)
+
+    def profile(self) -> None:
+        for _ in range(WARM):
+            self.advance()
+        held = memory_of_a_step(self.engine, self.advance)
+        spent = profile_steps(self.advance, steps=STEPS, trace=None)
+        self.shown.profile({"time": spent.as_dict(), "memory_measured": held})

@@ -1,0 +1,143 @@
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewright.plan import memory
+from tilewright.plan.decoder import from_gpt, load
+from tilewright.plan.gpt import LLAMA, preset
+from tilewright.plan.memory import Training
+from tilewright.plan.roofline import step_ops
+from tilewright.plan.step import CATEGORIES, SHARES, How, Rates, launches, step
+
+H200 = Rates({"bf16": 787e12, "tf32": 400e12, "fp32": 50e12}, 4.27e12, 13e-6, 2e-6)
+XEON = Rates({"bf16": 1e12, "fp32": 1e11}, 1.2e10, 4e-6, 3e-6)
+SHAPES = [("125m", {}), ("350m", {"dropout": 0.1}), ("1b", LLAMA)]
+
+
+@st.composite
+def runs(draw, devices=("cuda", "cpu")):
+    """A model and how it is trained, with its levers anyhow."""
+    device = draw(st.sampled_from(devices))
+    name, fields = draw(st.sampled_from(SHAPES))
+    config = preset(name, **fields, gpt_block=draw(st.sampled_from(("standard", "optimized"))))
+    precision = draw(st.sampled_from(("amp", "bf16", "fp32")))
+    training = Training(
+        micro_batch=draw(st.sampled_from((1, 2, 8, 32))), precision=precision, accumulation=draw(st.integers(1, 4)),
+        optimizer=draw(st.sampled_from(("adamw", "adamw_8bit", "adafactor", "lion", "sgd"))),
+        recompute=draw(st.sampled_from(("none", "selective", "full"))), compiled=draw(st.booleans()),
+        loss=draw(st.sampled_from(memory.LOSSES)), mlp_recompute=draw(st.booleans()),
+        residual=draw(st.sampled_from(("auto", "bf16"))) if precision == "amp" else "auto",
+    )  # fmt: skip
+    how = How(
+        products="fp32" if precision == "fp32" else "bf16", device=device,
+        recorded=draw(st.booleans()) and device == "cuda",
+        attention=draw(st.sampled_from(("auto", "flash", "cudnn", "efficient"))),
+    )  # fmt: skip
+    return from_gpt(config), training, how
+
+
+def timed(decoder, training, how, rates=None):
+    return step(decoder, training, how, rates or (H200 if how.device == "cuda" else XEON))
+
+
+@given(run=runs())
+def test_parts_add_up_and_none_is_below_zero_and_the_floor_below_all(run):
+    found = timed(*run)
+    assert set(found.parts) == {*CATEGORIES, "idle"}
+    assert min(found.parts.values()) >= 0
+    assert found.seconds == pytest.approx(sum(found.parts.values()), rel=1e-12)
+    assert 0 < found.floor <= found.seconds
+
+
+@given(run=runs(devices=("cuda",)), times=st.sampled_from((2, 4)))
+def test_many_micro_batches_are_never_quicker_than_one_of_all(run, times):
+    decoder, training, how = run
+    several = dataclasses.replace(training, accumulation=times)
+    whole = dataclasses.replace(training, accumulation=1, micro_batch=times * training.micro_batch)
+    assert timed(decoder, several, how).seconds >= timed(decoder, whole, how).seconds
+
+
+@given(run=runs())
+def test_recompute_trades_time_for_memory(run):
+    decoder, training, how = run
+    kinds = [dataclasses.replace(training, recompute=how_much) for how_much in ("none", "full")]
+    none, full = (timed(decoder, kind, how) for kind in kinds)
+    assert full.seconds > none.seconds and full.floor > none.floor
+    assert memory.train(decoder, kinds[1]).allocated < memory.train(decoder, kinds[0]).allocated
+
+
+@given(run=runs(), faster=st.floats(1.0, 100.0))
+def test_a_better_machine_takes_no_longer(run, faster):
+    base = H200 if run[2].device == "cuda" else XEON
+    better = [
+        dataclasses.replace(base, flops={name: faster * rate for name, rate in base.flops.items()}),
+        dataclasses.replace(base, bytes_per_second=faster * base.bytes_per_second),
+        dataclasses.replace(base, launch_seconds=base.launch_seconds / faster),
+        dataclasses.replace(base, kernel_seconds=base.kernel_seconds / faster),
+    ]
+    before = timed(*run).seconds
+    assert all(timed(*run, rates).seconds <= before * (1 + 1e-12) for rates in better)
+
+
+def test_a_small_batch_waits_for_its_host_and_a_recorded_one_does_not():
+    model, training = load("125m", ["gpt_block=optimized"]), Training(micro_batch=1, loss="fused")
+    eager, recorded = (timed(model, training, How(recorded=recorded)) for recorded in (False, True))
+    assert eager.parts["idle"] > eager.seconds / 2 and recorded.parts["idle"] == 0
+    large = dataclasses.replace(training, micro_batch=32)
+    assert timed(model, large, How()).parts["idle"] == 0  # the host is ahead
+    # A CPU has nobody to run ahead of.
+    on_cpu = timed(model, training, How(device="cpu"))
+    assert on_cpu.parts["idle"] == pytest.approx(XEON.launch_seconds * launches(model, training, How(device="cpu")))
+
+
+@pytest.mark.parametrize(
+    ("change", "slower"),
+    [({"loss": "plain"}, "pointwise"), ({"optimizer": "adamw_8bit"}, "optimizer"), ({"residual": "auto"}, "fused")],
+)
+def test_a_lever_moves_its_own_part(change, slower):
+    model = load("350m", ["gpt_block=optimized"])
+    best = Training(micro_batch=16, loss="fused", residual="bf16")
+    before, after = (timed(model, each, How()).parts for each in (best, dataclasses.replace(best, **change)))
+    assert after[slower] > before[slower]
+    others = {name for name in CATEGORIES if after[name] > before[name] * 1.05} - {slower}
+    assert not others
+
+
+def test_fewer_bytes_between_products_is_what_fusion_gives():
+    training = Training(micro_batch=16)
+    eager = timed(load("1b"), training, How())
+    compiled = timed(load("1b"), dataclasses.replace(training, compiled=True), How())
+    fused = timed(load("1b", ["gpt_block=optimized"]), dataclasses.replace(training, loss="fused"), How())
+    assert eager.seconds > compiled.seconds > fused.seconds
+    assert eager.parts["product"] == compiled.parts["product"] == fused.parts["product"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_products_are_the_rooflines(recompute):
+    model, training = load("1b"), Training(micro_batch=16, loss="fused", recompute=recompute)
+    flops = sum(op.calls * op.cost.flops for op in step_ops(model, training) if "product" in op.name)
+    found = timed(model, training, How()).parts["product"]
+    assert found == pytest.approx(flops / H200.flops["bf16"] / SHARES["product"], rel=1e-9)
+
+
+def test_no_share_is_more_than_the_whole():
+    assert all(0 < share <= 1 for share in SHARES.values())
+
+
+@settings(deadline=None)
+@given(micro_batch=st.integers(1, 64))
+def test_slower_attention_takes_longer(micro_batch):
+    model, training = load("1b"), Training(micro_batch=micro_batch)
+    names = ("cudnn", "flash", "efficient")
+    seconds = [timed(model, training, How(attention=name)).parts["attention"] for name in names]
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert timed(model, training, How()).parts["attention"] == seconds[0]
+
+
+def test_it_needs_no_torch():
+    code = "import sys, tilewright.plan.step; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

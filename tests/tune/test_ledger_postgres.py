@@ -1,0 +1,192 @@
+"""Several workers on one study in the real PostgreSQL: half the time, no trial twice, none lost, whatever goes down."""
+
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from light import HEAD, point, record, start
+from postgres import server  # noqa: F401
+
+from tilewright.errors import UserError
+from tilewright.tune.ledger import Ledger, StorageLost
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture
+def book(server, tmp_path, request):  # noqa: F811
+    """Open the study of this test; those that it leaves open are closed after it."""
+    opened = []
+
+    def open_(folder="here", **more):
+        opened.append(Ledger.open(server.url, request.node.name, HEAD, tmp_path / folder, resume=True, **more))
+        return opened[-1]
+
+    yield open_
+    for ledger in opened:
+        ledger.close()
+
+
+@pytest.fixture
+def worker(server, tmp_path, request):  # noqa: F811
+    """Start a worker in a process of its own, with its own folder as on another machine, and wait till it is up."""
+    started = []
+
+    def start_(**more):
+        process = start(server.url, request.node.name, tmp_path / f"worker {len(started)}", **more)
+        started.append(process)
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        return process
+
+    yield start_
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def go(*processes):
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def said(process, code=0):
+    """What a worker said to its end, the trials it took and those it finished."""
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    if code == 0:
+        assert errors == ""
+    return [[int(line.split()[1]) for line in out.splitlines() if line.startswith(w)] for w in ("took", "done")]
+
+
+def each_once(ledger, count):
+    points = Counter(record.point["micro_batch"] for record in ledger.records())
+    assert points == dict.fromkeys(range(count), 1)
+    ledger.recover()
+    assert ledger.running() == [] and ledger.take() is None
+
+
+def test_two_workers_take_at_most_six_tenths_of_the_time_of_one(book, worker):
+    ledger, seconds = book(), {}
+    for workers in (1, 2):
+        ledger.propose([(point(n), "search") for n in range(12 * workers - 12, 12 * workers)])
+        processes = [worker(seconds=0.6) for _ in range(workers)]
+        began = time.time()
+        go(*processes)
+        took = [number for process in processes for number in said(process)[0]]
+        assert len(took) == len(set(took)) == 12
+        seconds[workers] = max(record.ended for record in ledger.records()) - began
+    assert seconds[2] <= 0.6 * seconds[1]
+    each_once(ledger, 24)
+
+
+def test_nothing_is_lost_or_doubled_when_a_worker_is_killed(book, worker):
+    ledger = book()
+    ledger.propose([(point(n), "search") for n in range(12)])
+    killed, other = worker(seconds=0.3), worker(seconds=0.3)
+    go(killed, other)
+    assert killed.stdout.readline().startswith("took")
+    time.sleep(0.1)
+    killed.send_signal(signal.SIGKILL)
+    said(killed, code=-signal.SIGKILL)
+    took, done = said(other)
+    assert took == done
+    assert ledger.recover() == 1
+    assert said(worker())[1] == [12]
+    each_once(ledger, 12)
+
+
+def test_a_restart_in_the_middle_is_waited_for(server, book, worker):  # noqa: F811
+    ledger = book()
+    ledger.propose([(point(n), "search") for n in range(16)])
+    workers = [worker(seconds=0.2), worker(seconds=0.2)]
+    go(*workers)
+    for _ in range(2):
+        time.sleep(0.5)
+        server.stop()
+        time.sleep(0.5)
+        server.start()
+    both = [said(process) for process in workers]
+    done = [number for _, finished in both for number in finished]
+    assert all(took == finished for took, finished in both) and len(set(done)) == len(done)
+    # A trial whose taking was committed and never confirmed is nobody's: it waits again.
+    ledger.recover()
+    while claim := ledger.take():
+        ledger.finish(claim, record(claim))
+    each_once(ledger, 16)
+
+
+def test_a_storage_that_stays_away_is_a_sentence_and_what_was_done_is_merged(server, book, worker):  # noqa: F811
+    ledger = book(patience=1.0)
+    ledger.propose([(point(n), "search") for n in range(6)])
+    claim, other = ledger.take(), worker(seconds=0.5, patience=1.0)
+    go(other)
+    assert other.stdout.readline().startswith("took")
+    server.stop()
+    try:
+        with pytest.raises(
+            StorageLost, match=r"out of reach for 1 s .*saved in .*trials.jsonl, and is merged .*--resume"
+        ):
+            ledger.finish(claim, record(claim))
+        out, errors = other.communicate(timeout=60)
+        assert other.returncode == 2 and out == "" and "Traceback" not in errors
+        assert len(errors.splitlines()) == 1 and "--resume" in errors
+        with pytest.raises(UserError, match="Cannot open the storage .*; start its server or choose another --storage"):
+            book()
+    finally:
+        server.start()
+    assert len(book("elsewhere").records()) == 0
+    again = book("worker 0")
+    assert len(again.records()) == 1
+    again = book()
+    assert len(again.records()) == 2
+    again.recover()
+    while claim := again.take():
+        again.finish(claim, record(claim))
+    each_once(again, 6)
+
+
+def test_workers_that_begin_at_once_make_one_study(server, tmp_path, request):  # noqa: F811
+    import psycopg
+
+    with psycopg.connect(server.url, autocommit=True) as connection:
+        connection.execute("CREATE DATABASE fresh")  # without tables
+    workers = start(server.url.replace("/postgres", "/fresh"), request.node.name, tmp_path / "here", mode=6)
+    took, done = said(workers)
+    assert sorted(took) == sorted(done) and len(done) == 13
+
+
+def test_threads_queue_and_take_each_point_once(book):
+    ledgers, taken = [book() for _ in range(4)], []
+
+    def run(ledger):
+        ledger.propose([(point(n), "search") for n in range(10)])
+        while claim := ledger.take():
+            taken.append(claim.point["micro_batch"])
+            ledger.finish(claim, record(claim))
+
+    threads = [threading.Thread(target=run, args=(ledger,)) for ledger in ledgers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(10))
+    each_once(ledgers[0], 10)
+
+
+def test_clocks_of_machines_need_not_agree(book, monkeypatch):
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 5000.0)
+    ahead = book("ahead")
+    monkeypatch.undo()
+    ledger = book()
+    ledger.propose([(point(0), "search")])
+    ledger.take()
+    monkeypatch.setattr(time, "time", lambda: real() + 5000.0)
+    assert ahead.recover() == 0

@@ -1,0 +1,187 @@
+"""A user's own model trains as it is, under every lever it can have; every mistake is one sentence."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.errors import UserError
+from tilewright.train.config import OPTIMIZERS, Optimizer, Schedule, Train
+from tilewright.train.loop import Shown
+from tilewright.tune.own_model import Batch, check_name, load, loss_of, train
+
+TESTS = str(Path(__file__).parents[1])
+RUN = Train(
+    steps=6, device="cpu", precision="fp32", schedule=Schedule(name="constant", warmup=0),
+    optimizer=Optimizer(learning_rate=1e-2),
+)  # fmt: skip
+RATES = {"lion": 1e-3, "sgd": 1e-1, "adafactor": 1e-1}
+
+
+def figures(name, *, shown=None, **changes):
+    found = []
+    own = load(f"tune.factories:{name}", [TESTS])
+    train(own, dataclasses.replace(RUN, **changes), Shown(step=lambda one, steps: found.append(one), **(shown or {})))
+    return found
+
+
+def losses(name, **changes):
+    return [one.loss for one in figures(name, **changes)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "tokens"),
+    [("tensor", 8, 8), ("pair", 8, 8), ("named", 8, 8), ("with_attribute", 4, 36), ("half", 8, 8)],
+)
+def test_every_kind_of_batch_and_loss_is_trained(name, rows, tokens):
+    facts = load(f"tune.factories:{name}", [TESTS]).facts()
+    assert (facts["global_batch"], facts["tokens_per_step"], facts["splits"]) == (rows, tokens, True)
+    found = figures(name)
+    assert [one.step for one in found] == [1, 2, 3, 4, 5, 6] and found[-1].samples == 6 * rows
+    assert found[-1].loss < found[0].loss
+    assert found[0].tokens_per_second == pytest.approx(tokens / found[0].seconds)
+
+
+def test_by_position_and_by_name_are_the_same_run():
+    assert losses("pair") == losses("named") == losses("pair")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "bf16_kahan", "bf16_stochastic"])
+@pytest.mark.parametrize("name", ["pair", "with_attribute", "half"])
+def test_every_precision_learns_about_the_same(name, precision):
+    found, plain = losses(name, precision=precision), losses(name)
+    assert found == pytest.approx(plain, rel=0.02)
+    assert (found == plain) == (precision in ("fp32", "tf32"))  # it was in fewer bits, where it should be
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_lowers_the_loss(name):
+    found = losses("pair", optimizer=Optimizer(name=name, learning_rate=RATES.get(name, 1e-2)))
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+def test_micro_batches_learn_what_the_whole_batch_does(micro_batch):
+    assert losses("pair", micro_batch=micro_batch) == pytest.approx(losses("pair"), rel=1e-4)
+
+
+def test_compiled_it_learns_the_same():
+    assert losses("named", compile="default") == pytest.approx(losses("named"), rel=1e-4)
+
+
+def test_threads_are_set_for_the_run_alone():
+    seen, before = [], torch.get_num_threads()
+    figures("pair", threads=before + 1, shown={"begin": lambda facts: seen.append(torch.get_num_threads())})
+    assert seen == [before + 1] and torch.get_num_threads() == before
+
+
+def test_a_profile_is_of_its_own_steps_and_says_where_they_went():
+    profiles = []
+    profiled = losses("pair", steps=12, profile=True, shown={"profile": profiles.append}, micro_batch=4)
+    assert profiled == losses("pair", steps=12, micro_batch=4)
+    time, memory = profiles[0]["time"], profiles[0]["memory_measured"]
+    assert {"forward", "backward", "optimizer"} <= {phase["name"] for phase in time["phases"]}
+    bytes_of_weights = sum(p.nbytes for p in load("tune.factories:pair", [TESTS]).module.parameters())
+    assert memory["weights"] == memory["gradients"] == bytes_of_weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cuda_graphs": True}, "cuda_graphs needs a GPU"),
+        ({"micro_batch": 3}, "global batch 8 is not micro batch 3"),
+        ({"compile": "max-autotune", "micro_batch": 4}, "one micro batch a step"),
+    ],
+)
+def test_levers_that_do_not_go_together_are_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        figures("pair", **changes)
+
+
+def test_a_batch_that_cannot_be_cut_is_trained_whole():
+    facts = load("tune.factories:has_rows_that_differ", [TESTS]).facts()
+    assert facts["global_batch"] == 8 and not facts["splits"]
+    with pytest.raises(UserError, match=r"\(8, 6\), \(8,\), \(3,\).*set micro_batch=8\."):
+        figures("has_rows_that_differ", micro_batch=4)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.booleans())
+def test_slices_are_the_batch(rows, micro, named):
+    batch = Batch([torch.rand(rows, 3), torch.arange(rows)], ("a", "b") if named else ())
+    pieces = batch.split(micro)
+    for index, whole in enumerate(batch.tensors):
+        assert torch.equal(torch.cat([piece.tensors[index] for piece in pieces]), whole)
+    assert all(piece.names == batch.names and piece.rows <= micro for piece in pieces)
+    copy = batch.clone()
+    copy.copy_(Batch([torch.zeros(rows, 3), torch.zeros(rows, dtype=torch.long)], batch.names))
+    assert not any(tensor.any() for tensor in copy.tensors) and batch.tensors[0].any()
+
+
+MISTAKES = {
+    "tune.factories": "write package.module:factory",
+    "tune.factories:": "write package.module:factory",
+    ":pair": "write package.module:factory",
+    "tune/factories.py:pair": "write package.module:factory",
+    "../factories:pair": "write package.module:factory",
+    "no_such_package.model:make": "cannot be imported.*No module named 'no_such_package'",
+    "tune.factories:paire": "has no 'paire'; did you mean pair?",
+    "tune.factories:zzzzzzzz": "has no 'zzzzzzzz'; give the name of a function",
+    "tune.factories:nothing_to_call": "nothing_to_call is no function",
+    "tune.factories:raises": "raised RuntimeError: no such file; put",
+    "tune.factories:leaves": "raised SystemExit: 3",
+    "tune.factories:returns_nothing": "returned None; let it return a torch.nn.Module and a batch",
+    "tune.factories:returns_one": "returned an object of type Classifier; let it return",
+    "tune.factories:returns_them_the_wrong_way_round": r"returned \(tuple, Classifier\); let it return",
+    "tune.factories:returns_a_number_as_batch": "returned an object of type int as batch; let it be a tensor",
+    "tune.factories:returns_names_of_numbers": "returned a dictionary of Tensor, int as batch",
+    "tune.factories:has_no_parameters": "a model without parameters",
+    "tune.factories:has_no_batch": "an empty batch",
+    "tune.factories:has_no_rows": "an empty batch",
+    "tune.factories:has_its_batch_elsewhere": "a model on cpu and a batch on meta; put both on the same device",
+    "tune.factories:is_in_two_places": "a model on cpu and meta; put all of it on one device",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_every_mistake_is_one_sentence(text):
+    with pytest.raises(UserError, match=MISTAKES[text]) as refused:
+        load(text, [TESTS])
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("returns_logits", r"a loss of shape \(8,\)"),
+        ("returns_no_loss", "returned a dictionary of Tensor, which is no loss"),
+        ("returns_a_loss_without_gradient", "has no gradient"),
+    ],
+)
+def test_what_is_no_loss_is_one_sentence(name, words):
+    with pytest.raises(UserError, match=words):
+        figures(name)
+
+
+def test_a_module_that_raises_while_it_is_imported_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "broken_on_import.py").write_text("1 / 0\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(UserError, match="cannot be imported .ZeroDivisionError: division by zero."):
+        load("broken_on_import:make", [str(tmp_path)])
+
+
+def test_a_loss_may_have_a_dimension_of_one():
+    assert loss_of(torch.ones(1, 1, requires_grad=True)).shape == ()
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_name_or_a_sentence(text):
+    try:
+        where, name = check_name(text)
+    except UserError as error:
+        assert "package.module:factory" in str(error)
+    else:
+        assert f"{where}:{name}" == text

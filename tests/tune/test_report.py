@@ -1,0 +1,405 @@
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as some
+
+from tilewright.train.configuration import from_dict
+from tilewright.tune import report_anatomy as anatomy
+from tilewright.tune import report_plots as plots
+from tilewright.tune.answer import Ablation, Answer, Layer, Proof
+from tilewright.tune.record import OUTCOMES
+from tilewright.tune.report import page, write_report
+from tune.example_answer import CANARY, example
+
+PLOTS = {
+    "waterfall", "tradeoff", "roofline", "memory", "time", "timeline", "forecast", "outputs", "gradients", "losses",
+    "drift",
+}  # fmt: skip
+EMPTY = Answer("nothing", {}, {}, {}, {}, [], None, None)
+
+
+class Parsed(HTMLParser):
+    """The tags of a page, its text outside of scripts, and what its scripts hold."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self.scripts, self._in = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self._in.append(tag)
+
+    def handle_endtag(self, tag):
+        while self._in and self._in.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        (self.scripts if self._in[-1:] == ["script"] else self.text).append(data)
+
+
+def replaced(answer, **changes):
+    """The answer with another best run, wherever that stands."""
+    best = dataclasses.replace(answer.best, **changes)
+    records = [best if record == answer.best else record for record in answer.records]
+    return dataclasses.replace(answer, best=best, records=records)
+
+
+def test_the_example_has_every_outcome_and_its_best_is_the_fastest():
+    for device in ("cuda", "cpu"):
+        answer = example(device)
+        assert {record.outcome for record in answer.records} == set(OUTCOMES)
+        done = [record for record in answer.records if record.outcome == "done"]
+        assert answer.best == max(done, key=lambda record: record.tokens_per_second)
+
+
+# Numbers
+
+
+numbers = some.integers(0, 12).map(float)
+
+
+@given(some.lists(some.tuples(numbers, numbers), max_size=20))
+def test_the_front_has_what_nothing_beats_and_beats_all_else(points):
+    def beats(a, b):
+        return a[0] <= b[0] and a[1] >= b[1] and a != b
+
+    front = [points[i] for i in plots.pareto(points)]
+    assert not any(beats(other, point) for point in front for other in points)
+    assert all(point in front or any(beats(other, point) for other in front) for point in points)
+    assert front == sorted(set(front))
+
+
+@given(some.lists(some.none() | some.floats(1.0, 1e7), max_size=6))
+def test_the_waterfall_adds_up_from_the_run_as_given_to_the_best(speeds):
+    answer = example()
+    given_, best = answer.reference.tokens_per_second, answer.best.tokens_per_second
+    levers = [Ablation(f"lever{i}", True, False, speed, None) for i, speed in enumerate(speeds)]
+    bars = plots.waterfall_bars(dataclasses.replace(answer, ablations=levers))
+    assert bars[0] == ("as given", 0.0, given_) and bars[-1] == ("best", 0.0, best)
+    assert bars[-2][2] == best
+    assert all(after[1] == before[2] for before, after in itertools.pairwise(bars[:-1]))
+    gains = {name: to - start for name, start, to in bars[1:-2]}
+    for lever in levers:
+        if lever.tokens_per_second is not None:
+            assert gains[lever.lever] == pytest.approx(best - lever.tokens_per_second, abs=1e-3)
+    assert len(gains) == sum(speed is not None for speed in speeds)
+
+
+def test_the_bars_drawn_are_the_waterfall():
+    answer = example()
+    figure = plots.waterfall(answer)
+    (trace,) = figure.data
+    ends = [base + length for base, length in zip(trace["base"], trace["x"], strict=True)]
+    assert ends == pytest.approx([to for _, _, to in plots.waterfall_bars(answer)])
+    assert min(trace["x"]) < 0
+
+
+@given(some.floats(1e-9, 1e9), some.floats(1.01, 1e9))
+def test_a_logarithmic_axis_has_a_few_round_numbers_within_it(low, times):
+    scale = plots.logarithmic(low, low * times)
+    ticks = scale.get("tickvals", [])
+    assert len(ticks) != 1 and len(ticks) <= 12
+    assert all(low <= tick <= low * times for tick in ticks)
+    assert len(ticks) > 1 or times < 10
+
+
+def test_measured_memory_is_shared_out_without_rest():
+    found = example("cuda").best
+    parts = anatomy.memory_parts(found)
+    assert sum(parts.values()) == pytest.approx(found.measurement.memory["total"])
+    found = example("cpu").best
+    assert sum(anatomy.memory_parts(found).values()) == pytest.approx(found.measurement.bytes)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_predicted_memory_has_the_parts_that_were_measured(device):
+    answer = example(device)
+    bars = anatomy.memory(answer)
+    assert bars.names == ["predicted", "measured"]
+    assert all(value is not None for _, _, values in bars.parts for value in values)
+    predicted = sum(values[0] for _, _, values in bars.parts)
+    assert predicted == pytest.approx(sum(answer.best.prediction.memory.values()))
+
+
+def test_a_point_of_the_roofline_is_the_plans_work_over_the_profiles_seconds():
+    answer = example("cuda")
+    _, work = anatomy.plan_work(answer)
+    seconds = {each["name"]: each["seconds"] for each in answer.best.measurement.profile["categories"]}
+    points = {point.kind: point for point in anatomy.roofline_points(answer)}
+    # Every weight of a product, and three products of two FLOPs for it and each token, the head's with them.
+    model, tokens = answer.start["model"], 32 * 2048
+    weights = 12 * model["layers"] * model["width"] ** 2 + model["vocabulary"] * model["width"]
+    assert work["product"][0] == pytest.approx(6 * weights * tokens)
+    assert points["product"].flops_per_second == pytest.approx(6 * weights * tokens / seconds["product"])
+    assert points["product"].limit == 787e12 and points["optimizer"].limit < 51e12
+    assert points["pointwise and fused"].flops_per_second == pytest.approx(
+        work["pointwise and fused"][0] / (seconds["pointwise"] + seconds["fused"])
+    )
+
+
+def test_a_step_of_four_micro_batches_has_the_products_of_one_and_one_update():
+    answer = example("cuda")
+    _, whole = anatomy.plan_work(answer)
+    _, parts = anatomy.plan_work(replaced(answer, point={**answer.best.point, "micro_batch": 8}))
+    assert parts["product"][0] == whole["product"][0] and parts["optimizer"] == whole["optimizer"]
+
+
+# The page
+
+
+def test_nothing_of_a_study_becomes_code_or_is_fetched():
+    parsed = Parsed(page(example()))
+    assert [tag for tag, _ in parsed.tags if tag in ("img", "iframe", "link", "object", "embed", "a", "form")] == []
+    names = {name for _, attributes in parsed.tags for name in attributes}
+    assert not {name for name in names if name.startswith("on") or name in ("src", "href", "srcset", "action")}
+    scripts = [attributes for tag, attributes in parsed.tags if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "figures"}, {}, {}]
+    assert "<" not in parsed.scripts[0] and "&lt;/script&gt;" in parsed.scripts[0]  # plotly has tags of its own
+    assert not any(CANARY in script for script in parsed.scripts[1:])
+    text = "".join(parsed.text)
+    assert text.count(f"<script>{CANARY}</script>") > 50  # as text it is there, whole
+    assert "\x1b" not in text and "\u202e" not in text and "\x00" not in text
+    policy = next(each["content"] for tag, each in parsed.tags if each.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none';") and "http" not in policy and "unsafe-eval" not in policy
+    assert "unsafe-inline" not in policy.partition("script-src")[2].partition(";")[0]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_an_answer_that_was_stored_gives_the_same_page(device, tmp_path):
+    answer = example(device)
+    text = page(answer)
+    assert page(Answer.from_dict(json.loads(json.dumps(answer.as_dict())))) == text
+    write_report(answer, tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == text
+
+
+def test_the_page_has_what_it_promises_in_order():
+    answer = example(hostile=False)
+    whole = page(answer)
+    titles = [
+        "What each lever gives", "Throughput against memory", "Kernels and their limit", "Memory",
+        "Where the time went", "Timeline", "Predicted and measured", "Proof", "Drift of the machine", "Trials",
+        "Hardware and versions", "Configuration",
+    ]  # fmt: skip
+    places = [whole.find(part) for part in (*answer.sentences, "NVIDIA H200", *(f"<h2>{each}</h2>" for each in titles))]
+    assert -1 not in places and places == sorted(places)
+    text = "".join(Parsed(whole).text)
+    for kernel in answer.best.measurement.profile["kernels"]:
+        assert plots.clean(kernel["name"], 90) in text
+    for record in answer.records:
+        assert record.log.replace("\x1b[31m", "").replace("\x1b[0m", "").strip()[-2000:] in text
+
+
+def test_the_configuration_shown_is_the_best_run():
+    answer = example()
+    text = page(answer)
+    shown = yaml.safe_load(Parsed(text.partition("id=yaml>")[2].partition("</pre>")[0]).text[0])
+    assert shown == anatomy.configuration(answer)
+    run = from_dict(shown)
+    assert (run.compile, run.model.gpt_block, run.optimizer.name) == ("default", "optimized", "adamw_8bit")
+
+
+@pytest.mark.parametrize("verdict", ["wrong", "not proven"])
+def test_what_failed_its_proof_is_not_recommended(verdict):
+    answer = dataclasses.replace(example(hostile=False), proof=Proof(verdict, "layer 3 is off"))
+    text = page(answer)
+    assert "not recommended" in text and "class='verdict bad'" in text
+    assert "not recommended" not in page(example(hostile=False))
+
+
+def own_model(answer):
+    records = [dataclasses.replace(record, prediction=None) for record in answer.records]
+    best, reference = (records[answer.records.index(record)] for record in (answer.best, answer.reference))
+    return dataclasses.replace(answer, start={"precision": "bf16"}, best=best, reference=reference, records=records)
+
+
+def of_measurement(answer, **changes):
+    return replaced(answer, measurement=dataclasses.replace(answer.best.measurement, **changes))
+
+
+MISSING = {
+    "no trial": (lambda answer: EMPTY, "No trial has run yet", set()),
+    "no best": (
+        lambda answer: dataclasses.replace(answer, best=None, ablations=[], proof=None), "no run to recommend",
+        {"tradeoff", "forecast", "drift"},
+    ),
+    "no proof": (
+        lambda answer: dataclasses.replace(answer, proof=None), "not proven yet",
+        PLOTS - {"outputs", "gradients", "losses"},
+    ),
+    "an empty proof": (
+        lambda answer: dataclasses.replace(answer, proof=Proof("wrong", "nothing ran")), "were not compared",
+        PLOTS - {"outputs", "gradients", "losses"},
+    ),
+    "bit-identical": (
+        lambda answer: dataclasses.replace(answer, proof=Proof("bit-identical", "", [Layer("a", 0.0, 0.0, 0.0, 0.0)])),
+        "to the last bit", PLOTS - {"outputs", "gradients", "losses"},
+    ),
+    "no number": (
+        lambda answer: dataclasses.replace(answer, proof=Proof(
+            "wrong", "", [Layer("a", math.nan, math.inf, 0.1, math.nan)], {"best": [math.nan, math.nan]}
+        )), "none of the errors is a number", PLOTS - {"outputs", "losses"},
+    ),
+    "no profile": (
+        lambda answer: of_measurement(answer, profile=None), "There is no profile",
+        PLOTS - {"roofline", "time", "timeline"},
+    ),
+    "no steps": (
+        lambda answer: of_measurement(answer, step_seconds=[]), "could not be measured", PLOTS - {"waterfall"}
+    ),
+    "own model": (own_model, "has no plan", PLOTS - {"roofline", "forecast"}),
+    "no ceilings": (
+        lambda answer: dataclasses.replace(answer, ceilings={}), "ceilings of this machine", PLOTS - {"roofline"}
+    ),
+    "no reference": (
+        lambda answer: dataclasses.replace(answer, reference=None), "could not be measured", PLOTS - {"waterfall"}
+    ),
+    "as given": (
+        lambda answer: dataclasses.replace(answer, best=answer.reference), "no lever is moved",
+        PLOTS - {"waterfall", "roofline", "time", "timeline"},
+    ),
+    "no differences": (lambda answer: replaced(answer, differences=[]), "Where the time went", PLOTS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_what_is_missing_is_a_sentence(case):
+    change, sentence, expected = MISSING[case]
+    parsed = Parsed(page(change(example(hostile=False))))
+    assert sentence in "".join(parsed.text)
+    assert set(json.loads(parsed.scripts[0])) == expected
+    assert {each["id"] for _, each in parsed.tags if each.get("class") == "plot"} == expected
+
+
+# A real browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="Playwright is not installed: pip install playwright"
+    )
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("There is no Chromium on this machine: apt-get install chromium")
+    with playwright.sync_playwright() as running:
+        started = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@contextlib.contextmanager
+def opened(browser, answer, folder, width):
+    """The report in a window of this width; nothing may have gone wrong or out by the end."""
+    write_report(answer, folder / "report.html")
+    wrong = []
+    tab = browser.new_page(viewport={"width": width, "height": 800})
+
+    def ask(route):
+        if route.request.url.startswith(("file:", "data:", "blob:")):
+            return route.continue_()
+        wrong.append(route.request.url)
+        return route.abort()
+
+    tab.route("**/*", ask)
+    tab.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("requestfailed", lambda request: wrong.append(request.url))
+    tab.goto((folder / "report.html").as_uri())
+    yield tab
+    tab.wait_for_timeout(100)
+    assert tab.evaluate("window.canary") is None
+    assert wrong == []
+    tab.close()
+
+
+DRAWN = """() => Object.fromEntries([...document.querySelectorAll(".plot")].map(place => [place.id, {
+  traces: place.data.length,
+  values: Math.min(...place.data.map(trace => trace.x.filter(value => value !== null).length)),
+  marks: place.querySelectorAll(".point, .js-line").length,
+  width: place.querySelector(".main-svg").getBoundingClientRect().width,
+}]))"""
+# Pairs of texts that lie on one another, and texts that their plot cuts off.
+COLLISIONS = """() => [...document.querySelectorAll(".plot")].flatMap(place => {
+  const area = place.getBoundingClientRect();
+  const texts = [...place.querySelectorAll("text")].filter(text => text.textContent.trim());
+  const boxes = texts.map(text => [text.textContent, text.getBoundingClientRect()]).filter(([, box]) => box.width);
+  const cut = boxes.filter(([, box]) => box.left < area.left - 1 || box.right > area.right + 1 ||
+    box.top < area.top - 1 || box.bottom > area.bottom + 1).map(([text]) => [place.id, "cut", text]);
+  return cut.concat(boxes.flatMap(([first, a], i) => boxes.slice(i + 1).filter(([, b]) =>
+    a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1
+  ).map(([second]) => [place.id, first, second])));
+})"""
+
+
+def fits(tab):
+    return tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_it_opens_in_a_browser_with_every_plot_drawn(browser, tmp_path, device, width):
+    with opened(browser, example(device), tmp_path, width) as tab:
+        drawn = tab.evaluate(DRAWN)
+        assert set(drawn) == PLOTS
+        for name, found in drawn.items():
+            assert found["traces"] and found["values"] and found["marks"], name
+            assert found["width"] <= width, name
+        assert fits(tab)
+        assert tab.evaluate(COLLISIONS) == []
+        assert tab.locator("a, .modebar-btn").count() == 0  # no link, and no button to somebody's cloud
+        tab.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+        assert fits(tab)
+
+
+@pytest.mark.parametrize("case", ["no trial", "own model"])
+def test_what_is_missing_breaks_nothing_in_a_browser(browser, tmp_path, case):
+    change, _, expected = MISSING[case]
+    with opened(browser, change(example()), tmp_path, 390) as tab:
+        assert set(tab.evaluate(DRAWN)) == expected
+        assert fits(tab)
+
+
+def test_a_reader_can_sort_copy_and_point(browser, tmp_path):
+    answer = example()
+    with opened(browser, answer, tmp_path, 1440) as tab:
+        speeds = "[...document.querySelectorAll('.trials tbody tr')].map(row => row.cells[3].dataset.value)"
+        before = tab.evaluate(speeds)
+        for reverse in (False, True):  # trials without a speed stay last
+            tab.click(".trials th:nth-child(4) button")
+            after = tab.evaluate(speeds)
+            numbers = [float(value) for value in after if value is not None]
+            assert sorted(map(str, after)) == sorted(map(str, before))
+            assert numbers == sorted(numbers, reverse=reverse) and numbers == [float(v) for v in after[: len(numbers)]]
+        tab.click("#copy")
+        assert yaml.safe_load(tab.evaluate("getSelection().toString()")) == anatomy.configuration(answer)
+        assert tab.text_content("#copy") in ("Copied", "Selected")
+        for name in ("memory", "outputs"):
+            place = tab.locator(f"#{name}")
+            place.scroll_into_view_if_needed()
+            box = place.locator(".point").first.bounding_box()
+            tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+            place.locator(".hoverlayer .hovertext").first.wait_for(timeout=5000)
+        assert "</script>" in tab.text_content("#outputs .hoverlayer")  # a layer's name, as text
+
+
+def test_printed_it_has_no_buttons_and_plots_fit_the_paper(browser, tmp_path):
+    with opened(browser, example(), tmp_path, 1440) as tab:
+        before = {name: found["width"] for name, found in tab.evaluate(DRAWN).items()}
+        tab.emulate_media(media="print")
+        tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert not tab.is_visible("#copy") and not tab.is_visible("details") and tab.is_visible("#yaml")
+        assert max(found["width"] for found in tab.evaluate(DRAWN).values()) <= 180 / 25.4 * 96
+        tab.emulate_media(media="screen")
+        tab.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert {name: found["width"] for name, found in tab.evaluate(DRAWN).items()} == before
+        assert tab.pdf(format="A4").startswith(b"%PDF")
