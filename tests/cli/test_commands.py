@@ -21,7 +21,7 @@ def tilewright(*arguments, **environment):
 def test_help_names_every_command_and_does_not_load_torch():
     done = tilewright("--help")
     assert done.returncode == 0
-    for command in ("tune", "bench", "doctor"):
+    for command in ("tune", "report", "train", "plan", "bench", "doctor"):
         assert command in done.stdout
     code = "import sys\nimport tilewright.cli.main\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -30,12 +30,6 @@ def test_help_names_every_command_and_does_not_load_torch():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("tune", "--preset", "1B"), "did you mean '1b'"),
-        (("tune", "--dropout", "1.5"), "dropout is 1.5; it must lie in [0, 1)"),
-        (("tune", "--mode", "egaer"), "mode is 'egaer'; choose all, eager, compile"),
-        (("tune", "--peak-tflops", "-3"), "give the accelerator's dense peak"),
-        (("tune", "--preset", "[/x]"), "There is no preset '[/x]'"),
-        (("tune", "--out", "/proc/nowhere/x.json"), "Cannot write /proc/nowhere/x.json"),
         (("bench", "dropout_norm"), "did you mean 'dropout_add_norm'"),
         (("bench", "dropout_add_norm"), "needs a CUDA GPU"),
     ],
@@ -61,21 +55,6 @@ def test_doctor_names_the_fix_for_a_missing_compiler():
     done = tilewright("doctor", "--json", PATH="", CXX="")
     found = {f["what"]: f for f in json.loads(done.stdout)["findings"]}
     assert "install g++" in found["compilers"]["advice"]
-
-
-def test_tune_prints_one_table_and_valid_json(tmp_path):
-    arguments = ("tune", "--batch", "2", "--sequence", "16", "--steps", "2", "--dropout", "0.1")
-    file = tmp_path / "result.json"
-    done = tilewright(*arguments, "--json", "--out", str(file))
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert json.loads(file.read_text()) == result
-    assert [(r["setting"]["gpt_block"], r["setting"]["compile"]) for r in result["rows"]] == [
-        ("standard", False), ("standard", True), ("optimized", False), ("optimized", True)
-    ]  # fmt: skip
-    for row in result["rows"]:
-        assert row["result"]["error"] is None and row["mfu"] is None and row["loss_difference"] < 1e-4
-    assert "optimized, compile: started" in done.stderr  # progress, as plain lines where there is no terminal
 
 
 def test_an_unknown_accelerator_has_no_mfu_and_the_flag_is_named():

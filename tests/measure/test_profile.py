@@ -48,6 +48,7 @@ NAMES = {
     "add_partials": "fused",
     "tilewright::cross_entropy": "fused",
     "triton_poi_fused_gelu_view_9": "pointwise",
+    "## Call CompiledFxGraph frnciz7vv7vtjuom65zd5fsqey5fue2dlkclxoazgwexpzfvutpk ##": "pointwise",
     "triton_red_fused_native_layer_norm_backward_12": "pointwise",
     "triton_per_fused__softmax_3": "pointwise",
     "triton_poi_fused__scaled_dot_product_flash_attention_clone_mm_3": "pointwise",

@@ -59,7 +59,8 @@ _RULES = tuple(
     for name, pattern in (
         ("attention", r"^triton_tem_.*attention|^triton_flex_attention"),
         ("product", r"^triton_tem_|^triton_mm"),
-        ("pointwise", r"^triton_[a-z]+_fused|cpp_fused_"),
+        # On a CPU a compiled graph is one piece of work: what it does not spend in ops is in its own loops.
+        ("pointwise", r"^triton_[a-z]+_fused|cpp_fused_|^## Call CompiledFxGraph"),
         ("fused", rf"^({'|'.join(FUSED)})$|^tilewright::"),
         ("communication", r"nccl|c10d::|gloo:|^record_param_comms$"),
         ("copy", r"^Mem(cpy|set)|^aten::(copy_|_to_copy|to|clone|contiguous|fill_|zero_|zeros|zeros_like)$"),

@@ -63,27 +63,28 @@ def tune(
     """
     from tilewright.tune.own_model import check_name
     from tilewright.tune.space import open_space
+    from tilewright.tune.storage import checked, in_folder
     from tilewright.tune.study import Settings, Shown, probe, run
 
     if model:
         check_name(model)
     limit, cap = seconds(budget), None if memory is None else amount(memory)
     name = _name(study, Path(out), resume)
+    folder = Path(out) / name
+    place = storage or in_folder(folder)
+    checked(place)
     configuration, device = _configuration(arguments, model)
+    limits: dict[str, Any] = {"numerics": numerics, "precision_floor": precision_floor, "search": search}
+    space = open_space(configuration, device=device, of_any_model=bool(model), **limits)
     path = (str(Path.cwd()), *(entry for entry in sys.path if entry)) if model else ()
     told = shown or Shown()
     told.say("measuring what this machine can do")
     began, machine = time.monotonic(), probe(device, own_model=model, path=path)
     if model:
         configuration = _with_batch(configuration, machine["own_model"])
-    space = open_space(
-        configuration, device=device, numerics=numerics, precision_floor=precision_floor, search=search,
-        of_any_model=bool(model),
-    )  # fmt: skip
-    folder = Path(out) / name
+        space = open_space(configuration, device=device, of_any_model=True, **limits)
     settings = Settings(
-        space=space, machine=machine, folder=folder, name=name,
-        storage=storage or f"sqlite:///{folder.resolve()}/study.db",
+        space=space, machine=machine, folder=folder, name=name, storage=place,
         budget=max(1.0, limit - (time.monotonic() - began)), resume=resume or storage is not None, memory_cap=cap,
         own_model=model, path=path, fresh=fresh,
     )  # fmt: skip

@@ -58,7 +58,7 @@ class Storage:
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # what goes wrong here is said in our own words
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.name, self.patience, self.saved = name, patience, saved
-        self._url = _checked(url)
+        self._url = checked(url)
         missing = UserError(f"There is no study {name} in {self._url}; give its folder, or --storage.")
         if exists and self._url.drivername == "sqlite" and not Path(self._url.database or "").is_file():
             raise missing
@@ -212,7 +212,12 @@ class Storage:
         raise AssertionError  # counting does not end
 
 
-def _checked(text: str) -> URL:
+def in_folder(folder: Path) -> str:
+    """The storage of a study that nobody shares: a file in its folder."""
+    return URL.create("sqlite", database=str(folder.resolve() / "study.db")).render_as_string()
+
+
+def checked(text: str) -> URL:
     """The URL of a storage of a kind that a study can be kept in."""
     kinds = "give sqlite:///FILE or postgresql://USER@HOST/DATABASE."
     try:

@@ -36,6 +36,7 @@ from tilewright.tune.process import TRIAL, Limits, run_child
 from tilewright.tune.record import Measurement, Prediction, Record
 from tilewright.tune.search import Search, fastest
 from tilewright.tune.space import Point, Space, key
+from tilewright.tune.storage import in_folder
 
 SEARCH, REFINE = 0.7, 0.85  # of the budget are over when searching, and refining, end
 REFERENCE_EVERY = 5  # trials between two runs of the reference
@@ -169,12 +170,12 @@ class _Study:
         while (best := self._best()) is not None:
             without = {name: {**best.point, name: self.space.origin[name]} for name in self.space.changes(best.point)}
             without = {name: point for name, point in without.items() if self.space.refusal(point) is None}
-            # What is in the ledger already is not queued again.
-            self.ledger.propose([(point, "ablation") for point in without.values()])
+            # What is in the ledger already is not queued again; the run as given is there as the reference.
+            self.ledger.propose([(p, "ablation") for p in without.values() if p != self.space.origin])
             while self.left > (1 - REFINE) * self.settings.budget and (claim := self.ledger.take()):
                 self._run(claim)
-            records = {key(record.point): record for record in self._records()}
-            found = [records[key(point)] for point in without.values() if key(point) in records]
+            wanted = {key(point) for point in without.values()}
+            found = [record for record in self._records() if key(record.point) in wanted]
             simpler = fastest([record for record in found if _as_fast(record, best)], self._cap, self.wrong)
             if simpler is None:
                 return
@@ -297,7 +298,7 @@ def answered(space: Space, records: Sequence[Record], best: Record | None, **fac
 
 def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
     """The answer of a study, as it was given or, where more has been measured since, as it is now."""
-    facts, found = Ledger.read(storage or f"sqlite:///{folder.resolve()}/study.db", name)
+    facts, found = Ledger.read(storage or in_folder(folder), name)
     if not facts:
         raise UserError(f"The study {name} ended before its first trial; there is nothing to report.")
     records = corrected(found)
@@ -313,7 +314,7 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
 def _ablations(space: Space, records: Sequence[Record], best: Record | None) -> list[Ablation]:
     if best is None:
         return []
-    by_key = {key(record.point): record for record in records if record.outcome != "lost"}
+    by_key = {key(record.point): record for record in reversed(records) if record.outcome != "lost"}
     found = []
     for name, value in space.changes(best.point).items():
         before = space.origin[name]

@@ -1,0 +1,145 @@
+"""`tilewright tune` and `tilewright report` as a user runs them, with real trials of a tiny model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from tilewright.cli.main import app
+from tilewright.errors import UserError
+from tilewright.train.configuration import fields, read
+from tilewright.tune.answer import Answer
+
+TINY = ("model.width=32", "model.layers=1", "model.sequence=32", "global_batch=2", "micro_batch=2")
+# All levers but two are set, and so left as they are.
+FIXED = (
+    "compile=none", "threads=1", "precision=fp32", "optimizer.name=adamw", "model.attention=auto", "model.mlp=auto",
+    "model.residual=auto", "model.recompute=none", "model.recompute_budget=0",
+)  # fmt: skip
+OWN = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    def forward(self, x, y):
+        print("a line that is no event")
+        return (self.layers(x) - y).square().mean()
+
+def build():
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    return Model(), (x, x.sum(1, keepdim=True))
+
+def broken():
+    raise RuntimeError("no weights in /nowhere")
+
+def empty():
+    return torch.nn.Tanh(), torch.randn(4, 8)
+"""
+
+
+@pytest.fixture
+def tilewright(tmp_path):
+    """The command line, in a folder of its own."""
+    (tmp_path / "mine.py").write_text(OWN)
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = f"{Path(__file__).parents[2] / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    plain |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    plain["TILEWRIGHT_CACHE"] = str(tmp_path / "cache")
+
+    def run(*arguments):
+        command = [sys.executable, "-c", "from tilewright.cli.main import main; main()", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=plain, cwd=tmp_path)
+
+    return run
+
+
+def test_from_a_run_to_a_report_and_a_configuration_that_trains(tilewright, tmp_path):
+    done = tilewright("tune", *TINY, *FIXED, "--budget", "60s", "--study", "small", "--json")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    answer = Answer.from_dict(json.loads(done.stdout))
+    assert set(answer.levers) == {"model.gpt_block", "model.loss"} and len(answer.sentences) == 3
+    assert {record.outcome for record in answer.records} <= {"done", "stopped early"}
+    assert answer.reference.measurement.losses[0] == pytest.approx(5.55, abs=0.5)  # ln 256
+    assert answer.proof.verdict in ("bit-identical", "same within rounding")
+    assert "tokens/s" in done.stderr  # progress, as plain lines where there is no terminal
+    folder = tmp_path / "runs/tune/small"
+    assert {"best.yaml", "report.html", "answer.json", "study.db", "trials.jsonl"} <= {p.name for p in folder.iterdir()}
+    assert read(folder / "best.yaml", []).train.model.width == 32
+    trained = tilewright("train", str(folder / "best.yaml"), "steps=2", "--json")
+    assert trained.returncode == 0, trained.stderr
+
+    page = folder / "report.html"
+    page.unlink()
+    again = tilewright("report", "small")
+    assert again.returncode == 0 and page.stat().st_size > 10**6, again.stderr
+    assert answer.sentences[1] in again.stdout and "Report: runs/tune/small/report.html" in again.stdout
+
+    resumed = tilewright("tune", *TINY, *FIXED, "--budget", "20s", "--resume")
+    assert resumed.returncode == 0 and f"{len(answer.records)} trials already finished" in resumed.stderr
+    refused = tilewright("tune", *TINY, *FIXED, "--study", "small")
+    assert refused.returncode == 2 and "continue it with --resume" in refused.stderr
+
+
+def test_a_model_of_somebody_elses(tilewright, tmp_path):
+    fixed = ("compile=none", "threads=1", "precision=fp32", "micro_batch=4")
+    done = tilewright("tune", "--model", "mine:build", *fixed, "--numerics", "state", "--budget", "60s", "--json")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    answer = Answer.from_dict(json.loads(done.stdout))
+    assert set(answer.levers) == {"optimizer.name"} and answer.reference.prediction is None
+    assert {r.point["optimizer.name"] for r in answer.records} >= {"adamw", "adamw_8bit", "adamw_bf16"}
+    assert answer.proof is not None and answer.proof.verdict != "wrong"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--budget", "0"), "The budget is '0'; give a time above 0, such as 90s, 20m or 2h."),
+        (("--budget", "soon"), "give a time above 0"),
+        (("--memory", "lots"), "give a size above 0, such as 80GB or 64GiB"),
+        (("model.gpt_blok=optimized",), "did you mean model.gpt_block?"),
+        (("missing.yaml",), "missing.yaml"),
+        (("--numerics", "sloppy"), "choose same, rounding, state, rule"),
+        (("--precision-floor", "fp99"), "choose fp32, tf32"),
+        (("--search", "model.width"), "'model.width' is no lever; choose all, or"),
+        (("--study", "../x"), "A study cannot be named '../x'"),
+        (("--resume",), "There is no study in runs/tune to go on with"),
+        (("--model", "mine"), "mine"),
+        (("--model", "mine:build", "model.width=32"), "leave model.* and data.* out"),
+        (("--storage", "postgresql://127.0.0.1:1/x", *TINY), "127.0.0.1:1"),
+        (("--storage", "nonsense", *TINY), "no URL"),
+        (("--model", "nowhere:build"), "nowhere"),
+        (("--model", "mine:biuld"), "did you mean build"),
+        (("--model", "mine:broken"), "no weights in /nowhere"),
+        (("--model", "mine:empty"), "parameters"),
+        (("--out", "/proc/nowhere", *TINY, *FIXED), "/proc/nowhere"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_one_sentence(tmp_path, monkeypatch, arguments, sentence):
+    """What the command line prints behind `error:`; that it does, and with exit code 2, is shown above and below."""
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    command = typer.main.get_command(app)
+    with pytest.raises(UserError) as refused:
+        command.main(["tune", *arguments], standalone_mode=False)
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_configuration_that_fixes_every_lever_says_how_to_open_them(tilewright, tmp_path):
+    lines = [name for name, field in fields().items() if field.lever is not None]
+    values = dict(item.split("=") for item in (*TINY, *FIXED))
+    values |= {"model.gpt_block": "standard", "model.loss": "plain", "cuda_graphs": "false"}
+    done = tilewright("tune", *(f"{name}={values[name]}" for name in lines), "global_batch=2")
+    assert done.returncode == 2 and "fixes every lever" in done.stderr and "--search all" in done.stderr
+
+
+def test_a_report_of_nothing_is_a_sentence(tilewright):
+    done = tilewright("report", "nightly")
+    assert done.returncode == 2 and "There is no study in runs/tune/nightly" in done.stderr
