@@ -6,7 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
-from tilewright.measure.profile import CATEGORIES, Gap, Kernel, Spent, StepProfile
+from tilewright.measure.profile import CATEGORIES, Gap, Kernel, Piece, Spent, StepProfile
 from tilewright.train.config import Model, Train
 from tilewright.tune.answer import Ablation, Answer, Layer, Proof
 from tilewright.tune.record import OUTCOMES, Difference, Measurement, Prediction, Record
@@ -185,9 +185,10 @@ class _Example:
             Spent(name, share * seconds, 1.0, share)
             for name, share in (("backward", 0.6), ("forward", 0.3), ("optimizer", 0.05))
         ]
+        pieces = [Piece(seconds / 40, ("idle", *CATEGORIES)[i % 7]) for i in range(40)]
         gaps = [Gap(seconds * 0.01 / (i + 1), names[i], names[4 - i]) for i in range(5)]
         return StepProfile("cuda" if self.gpu else "cpu", 3, seconds, 0.95 * seconds, 0.05 * seconds, 412.0, 9.0, gaps,
-                           spent, phases, kernels)  # fmt: skip
+                           spent, phases, kernels, pieces)  # fmt: skip
 
     def differences(self, prediction: Prediction, measurement: Measurement) -> list[Difference]:
         product = prediction.parts["product"], 0.5 * measurement.seconds

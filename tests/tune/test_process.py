@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -177,6 +178,13 @@ def test_two_hundred_faults_among_good_trials():
 
 
 @LINUX
+def test_what_a_killed_child_wrote_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = "import json, sys, time; open(json.loads(sys.stdin.readline())['folder'] + '/x', 'w'); time.sleep(60)"
+    ended = run_child({}, Limits(1.5, 60.0), command=(sys.executable, "-S", "-E", "-c", script))
+    assert ended.outcome == "timed out" and list(tmp_path.iterdir()) == []
+
+
 def test_nothing_is_left_of_fifty_runs():
     def inventory():
         mine = [b"Z", str(os.getpid()).encode()]
@@ -248,7 +256,7 @@ def test_a_log_keeps_its_end_and_memory_stays_small():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ended = run_child({"kind": "measure", "do": "flood of stderr"}, Limits(2.0, 40), command=COMMAND)
     assert LONGEST_LOG // 2 < len(ended.log) <= LONGEST_LOG + 100
-    assert ended.log[-500:].count("the sky is falling\n") > 20 and ended.error.startswith("It was not done after 2 s: ")
+    assert ended.log[-500:].count("the sky is falling\n") > 20 and ended.error == "It was not done after 2 s."
     run_child({"kind": "measure", "do": "flood of stdout"}, Limits(2.0, 40), command=COMMAND)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB on Linux
 

@@ -161,6 +161,27 @@ def test_a_winner_that_turns_out_wrong_is_struck_and_the_next_one_proved(tmp_pat
     json.loads((tmp_path / "study/answer.json").read_text(), parse_constant=pytest.fail)
 
 
+@pytest.mark.parametrize(("by", "dropout", "struck"), [(1e-5, 0.0, False), (0.02, 0.0, True), (0.02, 0.1, False)])
+def test_a_winner_whose_losses_are_off_at_its_own_batch_is_struck(tmp_path, monkeypatch, by, dropout, struck):
+    """A proof is small: a kernel that is wrong only where tensors are large passes it. With dropout nobody can tell."""
+    real = study.run_child
+
+    def off_where_optimized(job, *arguments, **options):
+        ended = real(job, *arguments, **options)
+        if job["kind"] == "measure" and ended.value and job["configuration"]["model"]["gpt_block"] == "optimized":
+            losses = [loss * (1 + by) for loss in ended.value["losses"]]
+            return dataclasses.replace(ended, value={**ended.value, "losses": losses})
+        return ended
+
+    monkeypatch.setattr(study, "run_child", off_where_optimized)
+    given, said = settings(tmp_path / "study"), []
+    start = dataclasses.replace(given.space.start, model=dataclasses.replace(given.space.start.model, dropout=dropout))
+    space = dataclasses.replace(given.space, start=start)
+    answer = run(dataclasses.replace(given, space=space), Shown(say=said.append))
+    assert (answer.changes.get("model.gpt_block") == "optimized") is not struck
+    assert any("at its own batch the loss of step 1 is" in text for text in said) is struck
+
+
 def test_a_proof_that_cannot_run_recommends_nothing(tmp_path, monkeypatch):
     real = study.run_child
 
@@ -169,6 +190,8 @@ def test_a_proof_that_cannot_run_recommends_nothing(tmp_path, monkeypatch):
         return dataclasses.replace(ended, value=None, error="out of memory") if job["kind"] == "prove" else ended
 
     monkeypatch.setattr(study, "run_child", no_proof)
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study/best.yaml").write_text("of an earlier answer")
     answer = run(settings(tmp_path / "study"))
     assert not answer.recommended and not (tmp_path / "study/best.yaml").exists()
     assert answer.proof.verdict == "not proven" and answer.sentences[0].startswith("Change nothing yet")

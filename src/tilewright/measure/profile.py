@@ -21,7 +21,9 @@ own memory snapshots are pickles and are not written.
 from __future__ import annotations
 
 import bisect
+import errno
 import gzip
+import itertools
 import json
 import os
 import re
@@ -113,6 +115,14 @@ class Gap:
     after: str
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A part of a step in which one kind of work, or none, took most of the time."""
+
+    seconds: float
+    category: str  # or "idle"
+
+
 Row = tuple[str, str, float, float, float]  # table, name, seconds, calls, share
 
 
@@ -131,6 +141,7 @@ class StepProfile:
     categories: list[Spent]
     phases: list[Spent]
     kernels: list[Kernel]
+    timeline: list[Piece]  # of the last step
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -164,7 +175,7 @@ def profile_steps(step: Callable[[], object], *, steps: int = 3, trace: Path | N
     with _scratch_beside(trace) as folder:  # before the work, so that a place that cannot be written to shows at once
         plain = Path(folder) / "trace.json"
         when = schedule(wait=0, warmup=1, active=1, repeat=1)
-        with profile(schedule=when, acc_events=True) as profiler:
+        with profile(schedule=when) as profiler:
             step()
             _synchronize()
             profiler.step()
@@ -173,6 +184,8 @@ def profile_steps(step: Callable[[], object], *, steps: int = 3, trace: Path | N
                     step()
                 _synchronize()
         profiler.export_chrome_trace(str(plain))
+        if not plain.exists() or not plain.stat().st_size:  # the profiler does not say so
+            raise OSError(errno.ENOSPC, "No space left for a trace", folder)
         text = plain.read_bytes()
         if trace is not None:
             packed = plain.with_suffix(".json.gz")
@@ -232,6 +245,7 @@ def read_trace(events: Sequence[dict[str, Any]], steps: int) -> StepProfile:
         categories=_by(lambda item: category(item.name), work, steps),
         phases=_by(lambda item: item.phase, work, steps),
         kernels=kernels[:_KERNELS] + _summed(kernels[_KERNELS:]),
+        timeline=timeline(work, end - (end - begin) // steps, end),
     )
 
 
@@ -317,6 +331,28 @@ def idle_gaps(work: Iterable[Work], begin: int, end: int) -> list[tuple[int, str
     if reached < end:
         gaps.append((end - reached, last, "the window's end"))
     return gaps
+
+
+def timeline(work: Iterable[Work], begin: int, end: int, slots: int = 400) -> list[Piece]:
+    """A window in the order of time: what took most of each of its equal slots, neighbours of a kind joined.
+
+    >>> found = timeline([Work("aten::mm", 0, 50, 50, "", 0), Work("aten::add", 75, 100, 25, "", 1)], 0, 100, 4)
+    >>> [(piece.seconds, piece.category) for piece in found]
+    [(5e-08, 'product'), (2.5e-08, 'idle'), (2.5e-08, 'pointwise')]
+    """
+    width = (end - begin) / slots
+    spent: list[dict[str, float]] = [{} for _ in range(slots)]
+    for item in work:
+        start, stop = max(item.start, begin), min(item.end, end)
+        if stop <= start:
+            continue
+        kind, share = category(item.name), item.own / (item.end - item.start)  # an op's own time is all over it
+        for slot in range(int((start - begin) / width), min(slots, int((stop - begin) / width) + 1)):
+            left = begin + slot * width
+            took = max(0.0, min(stop, left + width) - max(start, left)) * share
+            spent[slot][kind] = spent[slot].get(kind, 0.0) + took
+    kinds = [max({"idle": width - sum(each.values()), **each}.items(), key=lambda pair: pair[1])[0] for each in spent]
+    return [Piece(len(list(run)) * width / 1e9, kind) for kind, run in itertools.groupby(kinds)]
 
 
 def _by(key: Callable[[Work], str], work: Sequence[Work], steps: int) -> list[Spent]:

@@ -72,6 +72,7 @@ class Shown:
     say: Callable[[str], None] = lambda text: None
     profile: Callable[[dict[str, Any]], None] = lambda found: None
     end: Callable[[Outcome], None] = lambda outcome: None
+    trace: bool = True  # whether a profile is to leave its trace
 
 
 @dataclass
@@ -267,7 +268,8 @@ class _Run:
             self.shown.say(f"A profile takes {TAKES} steps, and fewer are left; raise steps for one.")
         elif self.world.speaks:
             predicted = plan_memory(self.decoder, self.plan)
-            self.shown.profile(profile_run(self.engine, self._advance, predicted, self.folder / "profile"))
+            folder = self.folder / "profile"
+            self.shown.profile(profile_run(self.engine, self._advance, predicted, folder, self.shown.trace))
         else:
             for _ in range(TAKES):
                 self._advance()
@@ -311,7 +313,9 @@ class _Run:
             ready = torch.cuda.Event(enable_timing=True)
             ready.record()
         ended, held = time.perf_counter(), memory(self.device)
-        if self.records and held["memory_allocated"] is not None:  # a replay allocates nothing: its recording did
+        # A replay allocates nothing: its recording did. What a compiler tries out in the first step is not the run's.
+        recorded = self.records and (config.cuda_graphs or self.step > 1)
+        if recorded and held["memory_allocated"] is not None:
             held["memory_allocated"] = self.peak = max(self.peak, held["memory_allocated"])
         return _Pending(self.step, self.samples, began, rate, waited, found, ready, ended, held, taken)
 

@@ -20,20 +20,23 @@ STEPS = 3  # under the profiler
 TAKES = WARM + 1 + 1 + STEPS  # one for memory, one in which the profiler itself warms up
 
 
-def profile_run(engine: Engine, advance: Callable[[], None], predicted: Anatomy, folder: Path) -> dict[str, Any]:
-    """Take TAKES steps of a run by `advance`, write `trace.json.gz` and `profile.json`, and return the latter."""
+def profile_run(
+    engine: Engine, advance: Callable[[], None], predicted: Anatomy, folder: Path, trace: bool
+) -> dict[str, Any]:
+    """Take TAKES steps of a run by `advance`; write `profile.json`, which it returns, and `trace.json.gz` if wanted."""
     for _ in range(WARM):
         advance()
     memory = memory_of_a_step(engine, advance)
     rows = [] if engine.config.cuda_graphs else against_plan(memory, predicted)  # a replay allocates nothing
-    time = profile_steps(advance, steps=STEPS, trace=folder / "trace.json.gz")
+    path = folder / "trace.json.gz" if trace else None
+    time = profile_steps(advance, steps=STEPS, trace=path)
     found = {
         "schema": SCHEMA, "command": "train profile", "machine": describe(), "time": time.as_dict(),
         "memory": [
             dict(zip(("part", "predicted", "measured", "difference"), row, strict=True))
             for row in rows
         ],
-        "memory_measured": memory, "trace": str(folder / "trace.json.gz"),
+        "memory_measured": memory, "trace": str(path) if path else None,
     }  # fmt: skip
     write_json(folder / "profile.json", found)
     return found

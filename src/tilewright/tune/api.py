@@ -79,7 +79,8 @@ def tune(
     path = (str(Path.cwd()), *(entry for entry in sys.path if entry)) if model else ()
     told = shown or Shown()
     told.say("measuring what this machine can do")
-    began, machine = time.monotonic(), probe(device, own_model=model, path=path)
+    began, asked = time.monotonic(), configuration.train.device
+    machine = probe(device if asked == "auto" else asked, own_model=model, path=path)
     if model:
         configuration = _with_batch(configuration, machine["own_model"])
         space = open_space(configuration, device=device, of_any_model=True, **limits)

@@ -306,7 +306,9 @@ class _Run:
             ready = torch.cuda.Event(enable_timing=True)
             ready.record()
         ended, held = time.perf_counter(), memory(self.device)
-        if self.records and held["memory_allocated"] is not None:  # a replay allocates nothing: its recording did
+        # A replay allocates nothing: its recording did. What a compiler tries out in the first step is not the run's.
+        recorded = self.records and (self.config.cuda_graphs or self.step > 1)
+        if recorded and held["memory_allocated"] is not None:
             held["memory_allocated"] = self.peak = max(self.peak, held["memory_allocated"])
         self.settle()
         self.pending = _Pending(self.step, rate, began, ended, ready, found, held)

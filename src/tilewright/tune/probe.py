@@ -35,7 +35,7 @@ _LINKS = 200  # of a chain of small ops
 def probe(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """What this machine can do, measured in about `seconds`; with a user's own model also what its batch is like."""
     device = device_of(Train(device=job["device"]))
-    found: dict[str, Any] = {"machine": describe(), "host": _host(), "device": job["device"]}
+    found: dict[str, Any] = {"machine": describe(), "host": _host(), "device": device.type}
     if job.get("own_model"):
         say({"event": "alive", "what": f"calling {job['own_model']}"})
         found["own_model"] = load(job["own_model"], job["path"]).facts()

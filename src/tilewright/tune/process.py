@@ -20,6 +20,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -82,6 +83,14 @@ def run_child(
     >>> ended.outcome, ended.error
     ('crashed', 'Its process ended with exit code 1: ValueError: no such lever')
     """
+    # A folder for what the child writes, made and removed here: a child that is killed removes nothing.
+    with tempfile.TemporaryDirectory(prefix="tilewright-trial-", ignore_cleanup_errors=True) as folder:
+        return _run_child({**job, "folder": folder}, limits, hear, command)
+
+
+def _run_child(
+    job: dict[str, Any], limits: Limits, hear: Callable[[dict[str, Any]], None], command: Sequence[str]
+) -> Ended:
     said, token = json.dumps(job).encode() + b"\n", uuid.uuid4().hex
     _adopt_orphans()
     try:
@@ -229,6 +238,7 @@ def _told(child: _Child, ended_as: str | None, limits: Limits, kind: Any) -> End
     strays, errors = _text(child.strays), _text(child.errors)
     value, last = None, _last_line(errors) or _last_line(strays)
     said = f": {last}" if last else "."
+    raised = f": {last}" if RAISED.match(last) else "."
     if child.result is not None:
         outcome, error, value = _judged(child.result, kind)
         if ended_as is not None:
@@ -236,9 +246,9 @@ def _told(child: _Child, ended_as: str | None, limits: Limits, kind: Any) -> End
         elif code:
             notes.append(f"after its result it {_exit(code)}")
     elif ended_as == "timed out":
-        outcome, error = ended_as, f"It was not done after {limits.seconds:g} s{said}"
+        outcome, error = ended_as, f"It was not done after {limits.seconds:g} s{raised}"
     elif ended_as == "hung":
-        outcome, error = ended_as, f"It gave no sign of life for {limits.silence:g} s{said}"
+        outcome, error = ended_as, f"It gave no sign of life for {limits.silence:g} s{raised}"
     elif starved := [
         line for line in (strays + errors).splitlines() if any(word in line.lower() for word in NO_MEMORY)
     ]:

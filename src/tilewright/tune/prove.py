@@ -69,12 +69,17 @@ def prove(job: Mapping[str, Any], say: Say) -> Proof:
     best = from_dict(job["best"])
     best = dataclasses.replace(best, seed=job["seed"], model=dataclasses.replace(best.model, dropout=0.0))
     own = job.get("own_model")
-    subject = _own(best, job["steps"], own, job.get("path", ())) if own else _gpt(best, job["steps"])
-    weights: dict[str, Tensor] = {}  # of the first run; the others begin with them
-    reference = _watch("float32", subject, float32(best), weights, None, say)
-    plain = _watch("standard", subject, standard(best), weights, reference, say)
-    found = _watch("best", subject, best, weights, reference, say)
-    reduced, precision = _reduced(weights, subject.tokens), precision_of(best, device_of(best))
+    device = device_of(best)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        subject = _own(best, job["steps"], own, job.get("path", ())) if own else _gpt(best, job["steps"])
+        weights: dict[str, Tensor] = {}  # of the first run; the others begin with them
+        reference = _watch("float32", subject, float32(best), weights, None, say)
+        if reference.random:
+            why = "the model draws random numbers that could not be switched off, so no two runs of it are the same."
+            return Proof("not proven", why, losses={"float32": reference.losses})
+        plain = _watch("standard", subject, standard(best), weights, reference, say)
+        found = _watch("best", subject, best, weights, reference, say)
+    reduced, precision = _reduced(weights, subject.tokens), precision_of(best, device)
     return judge(reference, plain, found, reduced=reduced, precision=precision, design=_by_design(best))
 
 
@@ -99,7 +104,9 @@ def standard(best: Train) -> Train:
     >>> plain.precision, plain.model.residual, plain.compile, plain.model.loss
     ('bf16', 'bf16', 'none', 'plain')
     """
-    return _with(best, {name: value for name, value in _as_they_come().items() if _moves(best, name) == "same"})
+    # Precision stays whatever it is: as it comes it is one thing on a CPU and another on a GPU.
+    plain = {n: v for n, v in _as_they_come().items() if n != "precision" and _moves(best, n) == "same"}
+    return _with(best, plain)
 
 
 def _as_they_come() -> dict[str, Any]:
@@ -185,7 +192,7 @@ def _own(best: Train, steps: int, text: str, path: Sequence[str]) -> _Subject:
 def _without_dropout(module: nn.Module) -> None:
     for each in module.modules():
         for name, value in list(vars(each).items()):
-            drops = "dropout" in name or (name == "p" and "Dropout" in type(each).__name__)
+            drops = "drop" in name or (name == "p" and "Drop" in type(each).__name__)
             if drops and isinstance(value, float):
                 setattr(each, name, 0.0)
 
@@ -210,6 +217,8 @@ def _look(
 
     def keep(key: Key, tensor: Tensor) -> None:
         if reference is None:
+            if key in seen.tensors:  # the same batch once more
+                seen.random |= not torch.equal(seen.tensors[key], tensor.detach().to("cpu", torch.float32))
             seen.tensors[key] = tensor.detach().to("cpu", torch.float32, copy=True)
         else:
             seen.distances[key] = distance(tensor.detach(), reference.tensors.get(key))
@@ -221,8 +230,10 @@ def _look(
         engine.model.load_state_dict(weights)
         layers = _layers(engine.model)
         autocast = torch.autocast(engine.device.type, torch.bfloat16, enabled=engine.precision == "bf16")
-        with torch.no_grad(), autocast, _heard(layers, keep):
-            subject.forward(engine, subject.steps[0])
+        for seed in (1, 2) if reference is None else (1,):
+            engine.seed(seed)
+            with torch.no_grad(), autocast, _heard(layers, keep):
+                subject.forward(engine, subject.steps[0])
         for step, batch in enumerate(subject.steps, 1):
             say({"event": "alive", "what": f"proving: {name}, step {step} of {steps}"})
             engine.seed(step)

@@ -289,7 +289,10 @@ def _time(answer: Answer, figures: dict[str, Any]) -> str:
 
 
 def _timeline(answer: Answer, figures: dict[str, Any]) -> str:
-    note = "One step of the best run from its begin to its end, kinds of work side by side, and where nothing ran."
+    note = (
+        "One step of the best run as it went: for each of 400 parts what took most of it. Below, the sums of kinds of "
+        "work and of phases, which are in no order, and the longest gaps in which nothing ran."
+    )
     gaps = (anatomy.step_profile(answer) or {}).get("longest_gaps", [])
     rows = [[_number(gap["seconds"], milliseconds), _name(gap["before"]), _name(gap["after"])]
             for gap in gaps]  # fmt: skip
@@ -314,7 +317,9 @@ def _proof(answer: Answer, figures: dict[str, Any]) -> str:
     said = f"<p class='verdict{bad}'>{_escape(answer.proof.verdict)}</p><p>{_escape(answer.proof.why)}</p>"
     note = (
         "The best run and the standard block in the same precision, both against the standard float32 model on the "
-        "same batch; errors are root mean squares over that of the float32 values. Where a line has a gap it is 0."
+        "same batch; errors are root mean squares over that of the float32 values. Where a line has a gap it is 0. "
+        "Outputs are those of the run's modules, eager: nobody can look inside a compiled or recorded graph. Gradients "
+        "and losses are the run's own."
     )
     drawn = [
         f"<div><h3>{title}</h3>{_plot(name, title, figure, figures)}</div>"

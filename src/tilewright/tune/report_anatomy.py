@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +148,7 @@ def time_parts(answer: Answer) -> Bars | str:
 
 
 def timeline(answer: Answer) -> Drawn:
-    """One step of the best run: by kind of work, and by phase, with the time in which nothing ran."""
+    """One step of the best run: in the order of time, by kind of work, and by phase, with what nothing ran in."""
     profile = step_profile(answer)
     if profile is None:
         return NO_PROFILE
@@ -156,12 +157,32 @@ def timeline(answer: Answer) -> Drawn:
         "by phase": {f"{each['name']} phase": each["seconds"] for each in profile.get("phases", [])},
     }
     bars = {name: {**parts, "idle": profile["idle_seconds"]} for name, parts in bars.items() if parts}
+    if profile.get("timeline"):
+        bars = {"in the order of time": {}, **bars}
     phases = {part: _SHADES[i % len(_SHADES)] for i, part in enumerate(bars.get("by phase", {}))}
-    stack = _stack(bars, 1e3, "ms of one step", {**phases, **CATEGORIES, "idle": IDLE})
+    colours = {**phases, **CATEGORIES, "idle": IDLE}
+    stack = _stack(bars, 1e3, "ms of one step", colours)
+    stack.figure.data.extend(_placed(profile.get("timeline", []), colours))
     return dataclasses.replace(stack.figure, legend=[
         ("■", colour, f"{part} {milliseconds(next(value for value in values if value is not None))}")
         for part, colour, values in stack.parts
     ])  # fmt: skip
+
+
+def _placed(pieces: list[dict[str, Any]], colours: Mapping[str, str]) -> list[dict[str, Any]]:
+    """A bar whose parts stand where they were; plotly stacks none that says where it begins."""
+    begins = [0.0, *itertools.accumulate(piece["seconds"] * 1e3 for piece in pieces)]
+    traces = []
+    for kind in dict.fromkeys(piece["category"] for piece in pieces):
+        mine = [(start, piece["seconds"] * 1e3) for start, piece in zip(begins, pieces, strict=False)
+                if piece["category"] == kind]  # fmt: skip
+        traces.append({
+            "type": "bar", "orientation": "h", "y": [0] * len(mine), "base": [start for start, _ in mine],
+            "x": [length for _, length in mine], "width": 0.5, "marker": {"color": colours.get(kind, IDLE)},
+            "text": [shown(kind)] * len(mine), "textposition": "none",
+            "hovertemplate": "%{text}: %{x:,.3~g} ms<extra></extra>",
+        })  # fmt: skip
+    return traces
 
 
 # Roofline
@@ -251,7 +272,8 @@ def roofline(answer: Answer) -> Drawn:
         legend.append((dash, GREY, f"{name}, {_digits(rate / unit)} {word}"))
     for point in points:
         share = point.flops_per_second / point.limit
-        reached = f"{_digits(point.flops_per_second / unit)} {word}, {share:.0%} of the limit"
+        much = f"{share:.0%} of the limit" if share <= 1.05 else "more than the plan's bytes allow, so not comparable"
+        reached = f"{_digits(point.flops_per_second / unit)} {word}, {much}"
         marker = {"size": 13, "color": point.colour, "line": {"color": "white", "width": 1}}
         at = [point.intensity], [point.flops_per_second / unit]
         traces.append(dots(*at, [f"{point.kind}: {reached}"], marker=marker))

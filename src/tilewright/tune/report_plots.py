@@ -152,7 +152,9 @@ def waterfall_bars(answer: Answer) -> list[tuple[str, float, float]]:
     for ablation, gain in sorted(gains, key=lambda item: -item[1]):
         bars.append((label({ablation.lever: ablation.value}), reached, reached + gain))
         reached += gain
-    return [*bars, ("together", reached, best), ("best", 0.0, best)]
+    untried = [label({each.lever: each.value}) for each in answer.ablations if each.tokens_per_second is None]
+    rest = f"together, with {', '.join(untried)}" if untried else "together"
+    return [*bars, (rest, reached, best), ("best", 0.0, best)]
 
 
 def waterfall(answer: Answer) -> Drawn:

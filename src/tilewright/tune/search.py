@@ -177,6 +177,7 @@ class Search:
         for name, value in self.space.changes(point).items():
             there = [record for record in records if record.point[name] == value]
             failed = [record for record in there if record.outcome in ("error", "crashed", "hung", "refused")]
+            failed = [record for record in failed if "No space left" not in (record.error or "")]  # not its fault
             if len(failed) >= _FAILURES and len(failed) == len(there):
                 self.discarded[key(point)] = "fails here"
                 return True

@@ -29,7 +29,7 @@ from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.train.configuration import from_dict, write_yaml
 from tilewright.tune import cache
-from tilewright.tune.answer import Ablation, Answer, Layer, Proof, sentences
+from tilewright.tune.answer import VERDICTS, Ablation, Answer, Layer, Proof, sentences
 from tilewright.tune.ledger import Claim, Ledger
 from tilewright.tune.predict import misfit, predict
 from tilewright.tune.process import TRIAL, Limits, run_child
@@ -172,7 +172,9 @@ class _Study:
             without = {name: point for name, point in without.items() if self.space.refusal(point) is None}
             # What is in the ledger already is not queued again; the run as given is there as the reference.
             self.ledger.propose([(p, "ablation") for p in without.values() if p != self.space.origin])
-            while self.left > (1 - REFINE) * self.settings.budget and (claim := self.ledger.take()):
+            # What a proof takes is left, as long as that is not most of all there is.
+            proof = min(0.4 * self.settings.budget, 40.0 + 2 * _first_step(best))
+            while self.left > max((1 - REFINE) * self.settings.budget, proof) and (claim := self.ledger.take()):
                 self._run(claim)
             wanted = {key(point) for point in without.values()}
             found = [record for record in self._records() if key(record.point) in wanted]
@@ -191,14 +193,38 @@ class _Study:
                 "seed": self.space.start.seed, "own_model": self.settings.own_model, "path": list(self.settings.path),
             }  # fmt: skip
             self.shown.trial("proof", best.point, None)
-            limit = max(60.0, self.left)
+            limit = max(120.0, self.left) + 3 * _first_step(best)
             ended = run_child(job, Limits(limit, limit), self.shown.event, self.settings.command)
-            self.proof = _proof(ended.value, ended.error)
+            proof = _proof(ended.value, ended.error)
+            self.proof = self._at_its_own_size(best, proof)
             if self.proof.verdict != "wrong":
                 return
             self.shown.say(f"{self.space.label(best.point)} is wrong and not recommended: {self.proof.why}")
             self.wrong.add(key(best.point))
+            # Others that show the same need no proof of their own.
+            self.wrong |= {key(r.point) for r in self._records() if self._at_its_own_size(r, proof) is not proof}
             self.preferred = None
+        self.proof = Proof("not proven", "the runs that were faster were wrong, and this one was not looked at.")
+
+    def _at_its_own_size(self, best: Record, proof: Proof) -> Proof:
+        """A proof is of a small batch; the losses of a run and of the reference on the same large ones must agree too.
+
+        Their losses may differ by what the proof found rounding to do, and by a thousandth, which is what rounding in
+        float32 has grown to after a few steps. With dropout they cannot be compared.
+        """
+        reference = next((r for r in self._records() if r.purpose == "reference" and r.outcome == "done"), None)
+        known = proof.verdict in VERDICTS[:3] and self.space.start.model.dropout == 0
+        if not known or reference is None or not reference.measurement or not best.measurement:
+            return proof
+        pairs = list(zip(reference.measurement.losses, best.measurement.losses, strict=False))
+        steps = 1 if proof.verdict == "different by design" else 8  # before the first update all rules are the same
+        rounding = [abs(a - b) for a, b in zip(proof.losses["standard"], proof.losses["float32"], strict=False)]
+        share = 1e-3 + 2 * (proof.layers[-1].output_standard if proof.layers else 0.0)
+        for step, (given, found) in enumerate(pairs[:steps], 1):
+            if abs(found - given) > 2 * max(rounding, default=0.0) + share * abs(given):
+                why = f"at its own batch the loss of step {step} is {found:.4g}, and {given:.4g} in the run as given."
+                return dataclasses.replace(proof, verdict="wrong", why=why)
+        return proof
 
     def _answer(self, facts: dict[str, Any], interrupted: bool) -> Answer:
         folder, best = self.settings.folder, self._best()
@@ -211,6 +237,8 @@ class _Study:
         write_json(folder / "answer.json", {"schema": SCHEMA, "command": "tune", **answer.as_dict()})
         if answer.recommended and best is not None:
             write_yaml(self.space.at(best.point), folder / "best.yaml")
+        else:
+            (folder / "best.yaml").unlink(missing_ok=True)  # of an earlier answer
         return answer
 
     # One trial
@@ -372,6 +400,11 @@ def _as_fast(record: Record, best: Record) -> bool:
         return False
     noise = max(NOISE, record.measurement.spread, best.measurement.spread)
     return (record.tokens_per_second or 0.0) >= (1 - noise) * (best.tokens_per_second or 0.0)
+
+
+def _first_step(record: Record) -> float:
+    """Seconds that a run takes to begin: mostly to compile."""
+    return record.measurement.first_step_seconds if record.measurement else 0.0
 
 
 def _proof(value: dict[str, Any] | None, error: str | None) -> Proof:

@@ -54,6 +54,8 @@ class _Enough(Exception):
 
 def main() -> None:
     """Do the job that standard input has, and write events to what was standard output."""
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))  # to write a large one takes minutes, in which nothing ends it
     source, events = _take_pipes()
     parent = os.getppid()
     line = b""
@@ -132,6 +134,8 @@ def outcome_of(error: BaseException) -> tuple[str, str]:
     """
     reason: BaseException | None = error
     while reason is not None:  # a sentence for the user has the error itself behind it
+        if isinstance(reason, OSError):  # of the machine, not of what was tried
+            return "error", f"{type(reason).__name__}: {_first_line(reason)}"
         if isinstance(reason, MemoryError) or any(words in str(reason).lower() for words in _MEMORY_RAN_OUT):
             return "out of memory", _first_line(reason)
         reason = reason.__cause__
@@ -177,7 +181,7 @@ def measure(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     from tilewright.train.profile import TAKES
 
     meter = Meter(job, TAKES if job["profile"] else 0, say)
-    with tempfile.TemporaryDirectory(prefix="tilewright-trial-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(dir=job.get("folder"), ignore_cleanup_errors=True) as folder:
         config = _short_run(from_dict(job["configuration"]), folder, meter.most, job["profile"])
         _cap_memory(config, job["memory_cap"])
         run: Callable[[Train, Shown], object] = train
@@ -194,6 +198,7 @@ def measure(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
             step=meter.step,
             say=lambda text: say({"event": "alive", "what": text}),
             profile=meter.profile,
+            trace=False,
         )
         try:
             run(config, shown)

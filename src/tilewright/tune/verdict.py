@@ -52,6 +52,7 @@ class Seen:
     distances: dict[Key, Distance] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     loss_dtype: torch.dtype = torch.float32
+    random: bool = False  # another seed gave something else
 
     def at(self, key: Key) -> Distance:
         return self.distances.get(key, _MISSING)
@@ -74,7 +75,7 @@ def distance(tensor: Tensor, reference: Tensor | None) -> Distance:
     (2.0, 1.0, 4)
     """
     raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    bits = hashlib.blake2b(raw.numpy().data).digest()
+    bits = hashlib.sha256(raw.numpy().data).digest()  # of which processors have instructions
     if reference is None or reference.shape != tensor.shape:  # float32 has nothing of the kind
         return _MISSING._replace(bits=bits)
     truth, root = reference.to(tensor.device).double(), max(1, tensor.numel()) ** 0.5
