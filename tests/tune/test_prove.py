@@ -49,7 +49,7 @@ def proved(steps=3, seed=0, own_model="", path=(), **changes):
     proof = prove.prove(json.loads(json.dumps(job)), heard.append)
     assert len(heard) in (steps, 3 * steps) and all(event["event"] == "alive" for event in heard)
     assert proof.verdict in VERDICTS and proof.why.endswith(".")
-    assert [len(losses) for losses in proof.losses.values()] == [steps] * 3
+    assert len(heard) == steps or [len(losses) for losses in proof.losses.values()] == [steps] * 3
     return proof
 
 
