@@ -74,6 +74,28 @@ def test_the_best_run_is_found_explained_by_its_levers_and_written(tmp_path):
             assert explained == pytest.approx(record.measurement.seconds - record.prediction.seconds, rel=1e-6)
 
 
+def test_runs_that_were_asked_for_come_first(tmp_path):
+    given = settings(tmp_path / "study")
+    asked = [given.space.parse(text) for text in ("model.loss=fused, micro_batch=1", "model.attention=flash")]
+    answer = run(dataclasses.replace(given, first=tuple(asked)))
+    assert [record.point for record in answer.records if record.purpose == "search"][:2] == asked
+    assert answer.changes == BEST
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("model.width=64", "model.width is not open to the search; choose from compile, "),
+        ("compile=max-autotune", "compile cannot be max-autotune here; choose from none, default, or"),
+        ("model.los=fused", "did you mean model.loss?"),
+        ("fused", "is no override"),
+    ],
+)
+def test_a_run_that_cannot_be_asked_for_is_one_sentence(tmp_path, text, sentence):
+    with pytest.raises(UserError, match=sentence.replace("?", "[?]")):
+        settings(tmp_path / "study").space.parse(text)
+
+
 def test_a_lever_that_gives_nothing_is_put_back(tmp_path):
     """Within the noise nothing is gained by it, so nothing is to be changed for it."""
     rule = {**RULE, "levers": {**RULE["levers"], "model.attention": {"flash": [0.9995, 1.0]}}}

@@ -37,6 +37,7 @@ def tune(
     search: list[str] = typer.Option([], metavar="LEVER", help="Try this lever although it is set; `all` for all."),
     numerics: str = typer.Option("rounding", help="How far numbers may move: same, rounding, state or rule."),
     precision_floor: str = typer.Option(None, help="No precision below this: fp32, tf32, bf16 ..."),
+    first: list[str] = typer.Option([], "--try", metavar="FIELD=VALUE,...", help="A run to try before any other."),
     memory: str = typer.Option(None, help="The most a run may take, such as 80GB."),
     study: str = typer.Option(None, help="Its name. Default: the time it began."),
     resume: bool = typer.Option(False, "--resume", help="Go on with a study: the one named, or the newest."),
@@ -70,7 +71,7 @@ def tune(
     with _Progress(seconds(budget)) as progress:
         answer = run(
             *(arguments or []), budget=budget, model=model, study=study, storage=storage, resume=resume, search=search,
-            numerics=numerics, precision_floor=precision_floor, memory=memory, fresh=fresh, out=out,
+            numerics=numerics, precision_floor=precision_floor, first=first, memory=memory, fresh=fresh, out=out,
             shown=Shown(progress.begin, progress.trial, progress.event, progress.record, progress.say),
         )  # fmt: skip
     folder = out / answer.name

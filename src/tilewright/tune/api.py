@@ -34,6 +34,7 @@ def tune(
     numerics: str = "rounding",
     precision_floor: str | None = None,
     memory: str | float | None = None,
+    first: Sequence[str] = (),
     fresh: bool = False,
     out: str | Path = "runs/tune",
     shown: Any = None,
@@ -52,6 +53,7 @@ def tune(
         numerics: how far the numbers may move: same, rounding, state or rule.
         precision_floor: no precision below this one.
         memory: the most that a run may take: bytes, or text such as "80GB".
+        first: runs to try before any other: `name=value` of levers, several with commas between.
         fresh: measure again what was measured before.
         out: the folder of studies.
         shown: a `tune.study.Shown`, told what happens.
@@ -76,6 +78,7 @@ def tune(
     configuration, device = _configuration(arguments, model)
     limits: dict[str, Any] = {"numerics": numerics, "precision_floor": precision_floor, "search": search}
     space = open_space(configuration, device=device, of_any_model=bool(model), **limits)
+    points = tuple(space.parse(text) for text in first)
     path = (str(Path.cwd()), *(entry for entry in sys.path if entry)) if model else ()
     told = shown or Shown()
     told.say("measuring what this machine can do")
@@ -84,10 +87,11 @@ def tune(
     if model:
         configuration = _with_batch(configuration, machine["own_model"])
         space = open_space(configuration, device=device, of_any_model=True, **limits)
+        points = tuple(space.parse(text) for text in first)
     settings = Settings(
         space=space, machine=machine, folder=folder, name=name, storage=place,
         budget=max(1.0, limit - (time.monotonic() - began)), resume=resume or storage is not None, memory_cap=cap,
-        own_model=model, path=path, fresh=fresh,
+        own_model=model, path=path, fresh=fresh, first=points,
     )  # fmt: skip
     return run(settings, told)
 

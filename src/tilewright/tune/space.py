@@ -15,7 +15,7 @@ from typing import Any
 from tilewright.errors import UserError
 from tilewright.plan.lever import NUMERICS
 from tilewright.train.config import PRECISIONS, Train
-from tilewright.train.configuration import Configuration, fields
+from tilewright.train.configuration import Configuration, fields, read
 
 Point = dict[str, Any]
 
@@ -65,6 +65,23 @@ class Space:
     def label(self, point: Mapping[str, Any]) -> str:
         """A point in a few words."""
         return label(self.changes(point))
+
+    def parse(self, text: str) -> Point:
+        """The point that `name=value`, or several with commas between, makes of the run as it was given."""
+        overrides = [part.strip() for part in text.split(",")]
+        run, point = read(None, overrides).train, self.origin
+        for name in (part.partition("=")[0].strip() for part in overrides):
+            value = _value(run, name)
+            if name not in self.levers:
+                raise UserError(f"{name} is not open to the search; choose from {', '.join(self.levers)}.")
+            if value not in self.levers[name]:
+                values = ", ".join(map(str, self.levers[name]))
+                raise UserError(f"{name} cannot be {value} here; choose from {values}, or allow more by --numerics.")
+            point[name] = value
+        refusal = self.refusal(point)
+        if refusal is not None:
+            raise UserError(refusal)
+        return point
 
 
 def label(changes: Mapping[str, Any]) -> str:

@@ -62,6 +62,7 @@ class Settings:
     own_model: str = ""  # package.module:factory
     path: tuple[str, ...] = ()  # where that package is
     fresh: bool = False  # measure although the cache has it
+    first: tuple[Point, ...] = ()  # points to try before any other
     command: Sequence[str] = TRIAL
 
 
@@ -146,6 +147,7 @@ class _Study:
 
     def _search(self) -> None:
         since = REFERENCE_EVERY
+        self.ledger.propose([(point, "search") for point in self.settings.first])
         while self.left > (1 - SEARCH) * self.settings.budget:
             self.ledger.recover()
             if since >= REFERENCE_EVERY:
