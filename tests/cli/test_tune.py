@@ -81,7 +81,7 @@ def test_from_a_run_to_a_report_and_a_configuration_that_trains(tilewright, tmp_
     assert again.returncode == 0 and page.stat().st_size > 10**6, again.stderr
     assert answer.sentences[1] in again.stdout and "Report: runs/tune/small/report.html" in again.stdout
 
-    resumed = tilewright("tune", *TINY, *FIXED, "--budget", "20s", "--resume")
+    resumed = tilewright("tune", "--budget", "20s", "--resume")  # the newest, as it was begun
     assert resumed.returncode == 0 and f"{len(answer.records)} trials already finished" in resumed.stderr
     refused = tilewright("tune", *TINY, *FIXED, "--study", "small")
     assert refused.returncode == 2 and "continue it with --resume" in refused.stderr
@@ -95,6 +95,9 @@ def test_a_model_of_somebody_elses(tilewright, tmp_path):
     assert set(answer.levers) == {"optimizer.name"} and answer.reference.prediction is None
     assert {r.point["optimizer.name"] for r in answer.records} >= {"adamw", "adamw_8bit", "adamw_bf16"}
     assert answer.proof is not None and answer.proof.verdict != "wrong"
+    assert answer.own_model == "mine:build" and "Train:" not in done.stdout
+    best = next((tmp_path / "runs/tune").iterdir()) / "best.yaml"
+    assert best.read_text() == f"optimizer:\n  name: {answer.best.point['optimizer.name']}\n"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +113,8 @@ def test_a_model_of_somebody_elses(tilewright, tmp_path):
         (("--search", "model.width"), "'model.width' is no lever; choose all, or"),
         (("--study", "../x"), "A study cannot be named '../x'"),
         (("--resume",), "There is no study in runs/tune to go on with"),
+        (("--resume", "--study", "nightyl"), "There is no study nightyl in runs/tune to go on with"),
+        (("--try", "model.width=64"), "model.width is not open to the search"),
         (("--model", "mine"), "mine"),
         (("--model", "mine:build", "model.width=32"), "leave model.* and data.* out"),
         (("--storage", "postgresql://127.0.0.1:1/x", *TINY), "127.0.0.1:1"),

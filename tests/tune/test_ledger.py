@@ -148,8 +148,11 @@ def test_a_study_that_exists_is_gone_on_with_only_when_asked_to(book):
     ("change", "sentence"),
     [
         ({"tilewright": "9"}, "made by Tilewright 0 and this is 9; choose another --study"),
-        ({"space": "x"}, "of another configuration or of other levers; choose another --study"),
-        ({"device": "cuda"}, "differs in device"),
+        (
+            {"space": "x"},
+            "of another configuration or of other levers; give the arguments it was begun with, or choose another",
+        ),
+        ({"device": "cuda"}, "made with device None and this is cuda; choose"),
     ],
 )
 def test_a_study_with_another_head_is_refused(book, change, sentence):

@@ -17,9 +17,10 @@ from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict, read
 from tilewright.tune import cache, study
 from tilewright.tune.answer import Answer
+from tilewright.tune.drift import corrected
 from tilewright.tune.record import Measurement, Record
 from tilewright.tune.space import key, open_space
-from tilewright.tune.study import Settings, Shown, corrected, probe, reread, run
+from tilewright.tune.study import Settings, Shown, probe, reread, run
 from tune import light_child
 
 RULE = {
@@ -358,6 +359,124 @@ def test_what_the_cache_kept_is_compared_by_the_reference_of_its_time():
     kept = timed({"x": 1}, 300.0, -99.0, worker="long ago", cached=True, reference=150.0)
     found = corrected([timed({}, 100.0, 0.0, "reference"), kept])
     assert found[1].tokens_per_second == pytest.approx(200.0)
+
+
+def changing(monkeypatch, change):
+    """Let `change(job, measured)` change what the light child has measured."""
+    real = study.run_child
+
+    def child(job, *arguments, **options):
+        ended = real(job, *arguments, **options)
+        if job["kind"] == "measure" and ended.value and "step_seconds" in ended.value:
+            return dataclasses.replace(ended, value=change(job, ended.value))
+        return ended
+
+    monkeypatch.setattr(study, "run_child", child)
+
+
+def slower(measured, factor):
+    return {**measured, "step_seconds": [seconds * factor for seconds in measured["step_seconds"]]}
+
+
+def test_steps_so_slow_that_two_are_all_there_are_do_not_put_every_lever_back(tmp_path, monkeypatch):
+    changing(monkeypatch, lambda job, found: {**found, "step_seconds": found["step_seconds"][:2]})
+    assert run(settings(tmp_path / "study")).changes == BEST
+
+
+def test_noise_does_not_eat_up_levers_one_after_the_other(tmp_path, monkeypatch):
+    """Each is worth 5 %, the steps vary by more: put back one by one nothing would be left of 16 %."""
+    rule = {**RULE, "levers": {name: {value: [0.95, 1.0]} for name, value in BEST.items()}}
+
+    def vary(job, found):
+        return {
+            **found,
+            "step_seconds": [s * f for s, f in zip(found["step_seconds"], (1, 1.2, 0.8, 1, 1), strict=True)],
+        }
+
+    changing(monkeypatch, vary)
+    assert run(settings(tmp_path / "study", rule)).changes == BEST
+
+
+def test_a_machine_that_grows_slow_stops_no_trial_early_for_it(tmp_path, monkeypatch):
+    trials = []
+
+    def slower_and_slower(job, found):
+        trials.append(job)
+        return slower(found, 1 + 0.1 * len(trials))
+
+    changing(monkeypatch, slower_and_slower)
+    monkeypatch.setattr(study, "REFERENCE_EVERY", 3)
+    answer = run(settings(tmp_path / "study"))
+    assert answer.changes == BEST and answer.drift > 0.4
+    assert answer.ratio == pytest.approx(1 / (0.7 * 0.9 * 0.85), rel=0.05)
+
+
+def test_the_reference_runs_beside_the_ablations(tmp_path):
+    purposes = [record.purpose for record in run(settings(tmp_path / "study")).records]
+    first = purposes.index("ablation")
+    assert purposes[first - 1] == "reference"
+
+
+def test_what_was_found_wrong_stays_so(tmp_path, monkeypatch):
+    given = settings(tmp_path / "study")
+
+    def off(job, found):
+        wrong = job["configuration"]["model"]["gpt_block"] == "optimized"
+        return {**found, "losses": [loss * (1.1 if wrong else 1.0) for loss in found["losses"]]}
+
+    changing(monkeypatch, off)
+    assert "model.gpt_block" not in run(given).changes
+    (tmp_path / "study/answer.json").unlink()
+    assert "model.gpt_block" not in reread(tmp_path / "study", "study").changes
+
+    def stop(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study._Study, "_refine", stop)
+    answer = run(dataclasses.replace(given, resume=True))
+    assert answer.interrupted and "model.gpt_block" not in answer.changes
+
+
+def test_a_killed_study_under_a_cap_is_reported_under_it(tmp_path):
+    rule = {**RULE, "bytes": 2_000_000_000}
+    given = settings(tmp_path / "study", rule, memory_cap=1.2e9)
+    answer = run(given)
+    os.unlink(tmp_path / "study/answer.json")
+    os.unlink(tmp_path / "study/best.yaml")
+    again = reread(tmp_path / "study", "study")
+    assert again.best.point == answer.best.point
+    assert read(tmp_path / "study/best.yaml", []).train == given.space.at(answer.best.point)
+    (tmp_path / "study/answer.json").write_text("[]")
+    assert reread(tmp_path / "study", "study").best.point == answer.best.point
+
+
+def test_the_search_goes_on_from_what_is_allowed(tmp_path):
+    """Compiled runs are fast and too large: what they are near to is no use."""
+    levers = {**RULE["levers"], "compile": {"default": [0.5, 90.0]}}
+    rule = {**RULE, "bytes": 200_000_000, "levers": levers}
+    answer = run(settings(tmp_path / "study", rule, memory_cap=1.2e9))
+    assert answer.changes == {"model.gpt_block": "optimized", "model.loss": "linear_fused"}
+
+
+def test_what_there_is_no_time_for_does_not_end_the_search(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "_COMPILED", (1e6, 1e6))
+    answer = run(settings(tmp_path / "study"))
+    assert answer.changes == {"model.gpt_block": "optimized", "model.loss": "linear_fused"}
+    assert not any(record.point["compile"] == "default" for record in answer.records)
+
+
+def test_a_trial_that_hangs_does_not_take_the_whole_budget(tmp_path, monkeypatch):
+    limits = []
+    real = study.run_child
+
+    def child(job, limit, *arguments, **options):
+        limits.append(limit)
+        return real(job, limit, *arguments, **options)
+
+    given = settings(tmp_path / "study", budget=480.0)
+    monkeypatch.setattr(study, "run_child", child)
+    run(given)
+    assert max(limit.seconds for limit in limits[:-1]) <= 480 / 6 and limits[-1].seconds <= 480 + 60 + 10
 
 
 def test_no_budget_and_nothing_that_runs(tmp_path):

@@ -121,7 +121,7 @@ def _notes(answer: Answer) -> list[str]:
 
 def _files(answer: Answer, folder: Path) -> list[str]:
     files = [f"Report: {folder / 'report.html'}"]
-    if answer.recommended:
+    if answer.recommended and not answer.own_model:
         files.append(f"Train: tilewright train {folder / 'best.yaml'}")
     return files
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from tilewright.measure.results import write_text
+from tilewright.train.configuration import write_yaml
 from tilewright.tune.record import Record
+from tilewright.tune.space import Space, key
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,18 @@ class Proof:
     layers: list[Layer] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)  # "float32", "standard", "best"; as far as they go
 
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any] | None, error: str | None = None) -> Proof:
+        """As a child gave it, who may have found what is no number; without it, why there is none."""
+        if tree is None:
+            return cls("not proven", f"the proof did not run to its end: {error}")
+        layers = [
+            Layer(name, *(min(value, 1e6) if math.isfinite(value) else 1e6 for value in errors))
+            for name, *errors in (layer.values() for layer in tree["layers"])
+        ]
+        losses = {name: list(itertools.takewhile(math.isfinite, curve)) for name, curve in tree["losses"].items()}
+        return cls(tree["verdict"], tree["why"], layers, losses)
+
 
 UNSTEADY = 0.1  # a reference that drifts further than this is no yardstick
 VERDICTS = ("bit-identical", "same within rounding", "different by design", "wrong", "not proven")
@@ -68,6 +88,7 @@ class Answer:
     budget: float = 0.0  # seconds
     elapsed: float = 0.0
     interrupted: bool = False
+    own_model: str = ""  # package.module:factory, where it is not Tilewright's
     sentences: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,9 +103,7 @@ class Answer:
         for name in ("reference", "best"):
             found[name] = Record.from_dict(tree[name]) if tree.get(name) else None
         found["ablations"] = [Ablation(**each) for each in tree.get("ablations", [])]
-        if tree.get("proof"):
-            layers = [Layer(**each) for each in tree["proof"]["layers"]]
-            found["proof"] = Proof(**{**tree["proof"], "layers": layers})
+        found["proof"] = Proof.from_dict(tree["proof"]) if tree.get("proof") else None
         return cls(**found)
 
     @property
@@ -112,15 +131,58 @@ class Answer:
         return max(abs(each - 1.0) for each in ran) if len(ran) > 1 else None
 
 
+def answered(space: Space, records: Sequence[Record], best: Record | None, **facts: Any) -> Answer:
+    """The answer that follows from what was measured."""
+    reference = next((record for record in records if record.purpose == "reference" and record.measurement), None)
+    answer = Answer(
+        records=list(records), reference=reference, best=best, ablations=_ablations(space, records, best), **facts
+    )
+    return dataclasses.replace(answer, sentences=sentences(answer))
+
+
+def write_best(answer: Answer, space: Space, folder: Path) -> None:
+    """Write best.yaml: a whole run for `tilewright train`; of somebody's own model, the levers alone."""
+    path = folder / "best.yaml"
+    if not answer.recommended or answer.best is None:
+        path.unlink(missing_ok=True)  # of an earlier answer
+    elif not answer.own_model:
+        write_yaml(space.at(answer.best.point), path)
+    else:
+        tree: dict[str, Any] = {}
+        for name, value in answer.best.point.items():
+            section, _, field = name.rpartition(".")
+            (tree.setdefault(section, {}) if section else tree)[field] = value
+        write_text(path, yaml.safe_dump(tree, sort_keys=False))
+
+
+def _ablations(space: Space, records: Sequence[Record], best: Record | None) -> list[Ablation]:
+    if best is None:
+        return []
+    by_key = {key(record.point): record for record in reversed(records) if record.outcome != "lost"}
+    found = []
+    for name, value in space.changes(best.point).items():
+        without = {**best.point, name: space.origin[name]}
+        record, refusal = by_key.get(key(without)), space.refusal(without)
+        measured = record.measurement if record is not None else None
+        found.append(
+            Ablation(
+                name, value, space.origin[name], record.tokens_per_second if record is not None else None,
+                measured.bytes if measured else None,
+                refusal or (record.error if record is not None else "it was not tried"),
+            )
+        )  # fmt: skip
+    return found
+
+
 def sentences(answer: Answer) -> list[str]:
     """What to change, what it gives, what it costs: three sentences in plain words."""
     if answer.best is None or answer.best.measurement is None:
-        failed = [record.error for record in answer.records if record.error]
-        return [
-            "No run was measured to its end, so there is nothing to recommend.",
-            f"The first that failed said: {failed[0]}" if failed else "None was tried in the time there was.",
-            "Give more time with --budget, or a smaller model or batch, and go on with --resume.",
-        ]
+        failed = [record for record in answer.records if record.error]
+        first = f"The first that failed said: {failed[0].error}" if failed else "None was tried in the time there was."
+        todo = "Put that right and run again."
+        if not failed or failed[0].outcome in ("out of memory", "timed out", "hung"):
+            todo = "Give more time with --budget, or a smaller model or batch, and run again."
+        return ["No run was measured to its end, so there is nothing to recommend.", first, todo]
     return [_what(answer), _gives(answer), _costs(answer)]
 
 
@@ -129,8 +191,9 @@ def _what(answer: Answer) -> str:
         why = answer.proof.why.rstrip(".")
         return f"Change nothing yet: the fastest run was not shown to be the same model ({why})."
     if not answer.changes:
-        return "Change nothing: of all that was tried, the run as given is the fastest."
-    return f"Set {listed(f'{name} to {_word(value)}' for name, value in answer.changes.items())}, as best.yaml does."
+        return "Change nothing: of all that ran and was not found wrong, the run as given is the fastest."
+    what = listed(f"{name} to {_word(value)}" for name, value in answer.changes.items())
+    return f"Set {what}, as best.yaml does." if not answer.own_model else f"In your own training, set {what}."
 
 
 def _gives(answer: Answer) -> str:

@@ -48,7 +48,7 @@ def tune(
         model: "package.module:factory" of a model of your own, called to give a module and a batch.
         study: its name, and that of its folder; by default the time it began.
         storage: URL of a database that several machines share; by default a SQLite file in the study's folder.
-        resume: go on with a study, the newest of `out` where none is named.
+        resume: go on with a study, the newest of `out` where none is named; with no arguments, as it was begun.
         search: levers to try although they are set; "all" for every one.
         numerics: how far the numbers may move: same, rounding, state or rule.
         precision_floor: no precision below this one.
@@ -63,28 +63,36 @@ def tune(
         answer = tilewright.tune("model.preset=1b", "global_batch=16", budget="8m")
         print(answer.sentences)
     """
+    from tilewright.tune.ledger import Ledger
     from tilewright.tune.own_model import check_name
     from tilewright.tune.space import open_space
     from tilewright.tune.storage import checked, in_folder
-    from tilewright.tune.study import Settings, Shown, probe, run
+    from tilewright.tune.study import Settings, Shown, probe, run, space_of
 
     if model:
         check_name(model)
     limit, cap = seconds(budget), None if memory is None else amount(memory)
-    name = _name(study, Path(out), resume)
+    name = _name(study, Path(out), resume, storage is not None)
     folder = Path(out) / name
     place = storage or in_folder(folder)
     checked(place)
-    configuration, device = _configuration(arguments, model)
     limits: dict[str, Any] = {"numerics": numerics, "precision_floor": precision_floor, "search": search}
-    space = open_space(configuration, device=device, of_any_model=bool(model), **limits)
-    points = tuple(space.parse(text) for text in first)
+    continued = resume and not arguments and not model
+    if continued:  # as it was begun
+        facts = Ledger.read(place, name)[0].get("facts") or {}
+        if not facts:
+            raise UserError(f"The study {name} ended before its first trial; begin it again under another name.")
+        space, model, cap = space_of(facts), facts["own_model"], cap or facts["ceilings"]["memory_cap"]
+    else:
+        configuration, device = _configuration(arguments, model)
+        space = open_space(configuration, device=device, of_any_model=bool(model), **limits)
     path = (str(Path.cwd()), *(entry for entry in sys.path if entry)) if model else ()
     told = shown or Shown()
+    points = tuple(space.parse(text) for text in first)
     told.say("measuring what this machine can do")
-    began, asked = time.monotonic(), configuration.train.device
-    machine = probe(device if asked == "auto" else asked, own_model=model, path=path)
-    if model:
+    began, asked = time.monotonic(), space.start.device
+    machine = probe(space.device if asked == "auto" else asked, own_model=model, path=path)
+    if model and not continued:
         configuration = _with_batch(configuration, machine["own_model"])
         space = open_space(configuration, device=device, of_any_model=True, **limits)
         points = tuple(space.parse(text) for text in first)
@@ -120,8 +128,10 @@ def amount(text: str | float) -> float:
     return found
 
 
-def _name(study: str | None, out: Path, resume: bool) -> str:
+def _name(study: str | None, out: Path, resume: bool, shared: bool) -> str:
     if study is not None:
+        if resume and not shared and not (out / study / "trials.jsonl").is_file():
+            raise UserError(f"There is no study {study} in {out} to go on with; leave --resume out, or see --out.")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", study):
             raise UserError(f"A study cannot be named {study[:100]!r}; use letters, digits, dots and dashes.")
         return study

@@ -139,11 +139,11 @@ class Ledger:
 
     @classmethod
     def read(cls, storage: str, name: str) -> tuple[dict[str, Any], list[Record]]:
-        """The facts that were noted of a study that exists, and its records; nothing of it is changed."""
+        """What was noted of a study that exists, and its records; nothing of it is changed."""
         found = Storage(storage, name, 10.0, Path(), exists=True)
         try:
             entries = [entry for trial in found.trials() if (entry := _entry(trial)) is not None]
-            return found.notes().get("facts", {}), _records(entries)
+            return found.notes(), _records(entries)
         finally:
             found.close()
 
@@ -159,15 +159,22 @@ class Ledger:
                 queued += 1
         return queued
 
-    def take(self) -> Claim | None:
-        """The next that waits, for this worker to run; None where none does."""
+    def waiting(self) -> list[Point]:
+        """The points that nobody runs yet."""
+        return [entry.point for entry in self._entries() if entry.state == TrialState.WAITING]
+
+    def take(self, purpose: str = "") -> Claim | None:
+        """The next that waits, for this worker to run, one of a purpose first; None where none does."""
         while True:
             entries, now = self._entries(), self._storage.now()
             waiting = [entry for entry in entries if entry.state == TrialState.WAITING]
             if not waiting:
                 return None
             # What somebody is about to take comes last.
-            entry = min(waiting, key=lambda entry: any(leases.holds(lease, now) for lease in entry.leases))
+            waiting.sort(
+                key=lambda entry: (any(leases.holds(one, now) for one in entry.leases), entry.purpose != purpose)
+            )
+            entry = waiting[0]
             if not self._claim(entry.number, now):
                 continue
             if not any(_before(other, entry) for other in entries):
@@ -250,6 +257,10 @@ class Ledger:
     def note(self, name: str, value: Any) -> None:
         """Keep something with the study that is no trial."""
         self._storage.note(name, value)
+
+    def noted(self, name: str) -> Any:
+        """What was kept so, or None."""
+        return self._storage.notes().get(name)
 
     def close(self) -> None:
         """Renew no lease any more and close the storage."""

@@ -29,6 +29,7 @@ class Search:
         space: where to look.
         predict: what the plan says of a point; None where it has nothing to say.
         misfit: why a prediction cannot run on this machine, or None.
+        cap: bytes that a run may take.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class Search:
         space: Space,
         predict: Callable[[Point], Prediction | None],
         misfit: Callable[[Prediction], str | None] = lambda prediction: None,
+        cap: float = math.inf,
     ) -> None:
-        self.space, self._predict, self._misfit = space, predict, misfit
+        self.space, self._predict, self._misfit, self._cap = space, predict, misfit, cap
         self._predictions: dict[str, Prediction | None] = {}
         self._refusals: dict[str, str | None] = {}
         self.discarded: dict[str, str] = {}  # a point's key, and why it is left out
@@ -56,7 +58,7 @@ class Search:
             taken: points that somebody runs right now, or that wait.
         """
         tried = {key(record.point) for record in records} | {key(point) for point in taken}
-        best = fastest(records)
+        best = fastest(records, self._cap)
         if best is None:
             return self._by_prediction(tried, records)
         self._trust = self._trusted(records)

@@ -100,12 +100,15 @@ class Storage:
         if not different:
             return
         if "tilewright" in different or "schema" in different:
-            what = f"was made by Tilewright {found.get('tilewright')} and this is {head.get('tilewright')}"
+            what = f"was made by Tilewright {found.get('tilewright')} and this is {head.get('tilewright')};"
         elif "space" in different:
-            what = "is of another configuration or of other levers"
+            what = "is of another configuration or of other levers; give the arguments it was begun with, or"
         else:
-            what = f"differs in {', '.join(different)}"
-        raise UserError(f"The study {self.name} {what}; choose another --study.")
+            what = (
+                "; ".join(f"was made with {name} {found.get(name)} and this is {head[name]}" for name in different)
+                + ";"
+            )
+        raise UserError(f"The study {self.name} {what} choose another --study.")
 
     def trials(self) -> list[FrozenTrial]:
         """All trials in the order of their numbers, less those that cannot be read. Not to be changed."""

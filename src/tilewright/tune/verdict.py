@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewright.measure.numerics import tolerance, ulp
-from tilewright.tune.answer import Layer, Proof
+from tilewright.tune.answer import VERDICTS, Layer, Proof
 
 FACTOR = 2.0  # of the standard run's error: what attention kernels are accepted by
 
@@ -83,6 +83,24 @@ def distance(tensor: Tensor, reference: Tensor | None) -> Distance:
     size = torch.linalg.vector_norm(truth).item() / root
     # An error is anywhere within half of a unit in the last place, on either side.
     return Distance(difference, size, tensor.numel(), ulp(tensor.dtype) / 12**0.5, bits)
+
+
+def at_its_own_size(proof: Proof, given: Sequence[float], found: Sequence[float]) -> Proof:
+    """A proof is of a small batch; losses on the same large ones must agree too: the proof, or that the run is wrong.
+
+    They may differ by what the proof found rounding to do, and by a thousandth, which is what rounding in float32 has
+    grown to after a few steps. Before the first update all rules of learning are the same.
+    """
+    if proof.verdict not in VERDICTS[:3]:
+        return proof
+    steps = 1 if proof.verdict == "different by design" else 8
+    rounding = [abs(a - b) for a, b in zip(proof.losses["standard"], proof.losses["float32"], strict=False)]
+    share = 1e-3 + FACTOR * (proof.layers[-1].output_standard if proof.layers else 0.0)
+    for step, (a, b) in enumerate(zip(given[:steps], found[:steps], strict=False), 1):
+        if abs(a - b) > FACTOR * max(rounding, default=0.0) + share * abs(a):
+            why = f"at its own batch the loss of step {step} is {b:.4g}, and {a:.4g} in the run as given."
+            return Proof("wrong", why, proof.layers, proof.losses)
+    return proof
 
 
 def judge(reference: Seen, plain: Seen, found: Seen, *, reduced: int, precision: str, design: str) -> Proof:

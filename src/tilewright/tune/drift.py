@@ -1,0 +1,51 @@
+"""A machine that grows slower or faster, and machines of different speed, compared all the same.
+
+The run as given is the yardstick: every worker measures it again and again. A trial's speed is divided by how fast that
+worker's yardstick was there and then, over how fast it was first of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from tilewright.tune.record import Record
+
+
+def corrected(records: Sequence[Record]) -> list[Record]:
+    """Each record with its drift. A reference between two of its runs is taken to lie on the line between them."""
+    references: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        if record.purpose == "reference" and record.outcome == "done" and record.measurement:
+            references.setdefault(record.worker, []).append((record.began, record.measurement.tokens_per_second))
+    first = first_reference(records)
+    if not first:
+        return list(records)
+
+    def drift(record: Record) -> float:
+        points = sorted(references.get(record.worker, []))
+        if record.cached or not points:
+            return record.reference / first if record.reference else 1.0
+        return _between(points, record.began) / first
+
+    return [dataclasses.replace(record, drift=drift(record)) for record in records]
+
+
+def first_reference(records: Sequence[Record]) -> float:
+    """Tokens a second of the run as given when it first ran, or 0."""
+    ran = [r for r in records if r.purpose == "reference" and r.outcome == "done" and r.measurement]
+    first = min(ran, key=lambda record: record.began, default=None)
+    return first.measurement.tokens_per_second if first is not None and first.measurement else 0.0
+
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """The value at a time, on the line through the points around it.
+
+    >>> _between([(0.0, 1.0), (10.0, 2.0)], 5.0), _between([(0.0, 1.0), (10.0, 2.0)], 99.0)
+    (1.5, 2.0)
+    """
+    for (before, low), (after, high) in itertools.pairwise(points):
+        if before <= at <= after:
+            return low + (high - low) * (at - before) / (after - before) if after > before else low
+    return points[0][1] if at < points[0][0] else points[-1][1]
