@@ -513,8 +513,9 @@ def functional():
 """
 
 
-def test_what_draws_random_numbers_is_switched_off_or_not_proven(own, tmp_path):
-    (tmp_path / "proved_model.py").write_text(SOURCE + RANDOM)
-    assert own("path").verdict == "bit-identical"
-    proof = own("functional")
+def test_what_draws_random_numbers_is_switched_off_or_not_proven(tmp_path):
+    (tmp_path / "random_model.py").write_text("import torch\nfrom torch import nn\n" + RANDOM)
+    where = {"path": [str(tmp_path)], "micro_batch": 4}
+    assert proved(own_model="random_model:path", **where).verdict == "bit-identical"
+    proof = proved(own_model="random_model:functional", **where)
     assert proof.verdict == "not proven" and "random numbers" in proof.why
