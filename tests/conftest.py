@@ -5,10 +5,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+# The same tree, the same examples: --hypothesis-profile=default looks for others.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 
 def _release(package: str) -> tuple[int, ...]:

@@ -163,7 +163,7 @@ def test_no_damage_gives_an_error_or_another_outcome(folder, junk, begin, length
     begin %= len(whole)
     path.write_bytes(whole[:begin] + junk + whole[begin + length % 40 :])
     found = cache.get("a" * 64)
-    assert found is None or (found.outcome == "done" and found.tokens_per_second > 0)
+    assert found is None or found == dataclasses.replace(RECORD, cached=True)  # the damage may be none
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(folder):

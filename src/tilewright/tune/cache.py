@@ -66,8 +66,8 @@ def get(key: str) -> Record | None:
         found = json.loads((folder / f"{key}.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.get("key") != key:
-        return None
+    if not isinstance(found, dict) or found.get("key") != key or found.get("digest") != _digest(found.get("record")):
+        return None  # of something else, or damaged
     record = parse(found.get("record"))
     if record is None or record.outcome != "done":
         return None
@@ -79,9 +79,14 @@ def put(key: str, record: Record) -> None:
     if record.outcome != "done" or record.cached or (folder := _folder()) is None:
         return
     try:
-        write_json(folder / f"{key}.json", {"key": key, "record": record.as_dict()})
+        tree = record.as_dict()
+        write_json(folder / f"{key}.json", {"key": key, "digest": _digest(tree), "record": tree})
     except (OSError, UserError, ValueError) as error:
         warnings.warn(f"A result could not be kept in {folder}: {error}", stacklevel=2)
+
+
+def _digest(tree: Any) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def _important(tree: Any) -> Any:

@@ -67,7 +67,7 @@ def parse(tree: Any) -> Record | None:
         return None
     measured = record.measurement
     if measured is not None:
-        if not all(0 < seconds < math.inf for seconds in measured.step_seconds):
+        if not all(0 < seconds < math.inf for seconds in measured.step_seconds) or measured.tokens_per_step < 1:
             return None
         if record.outcome in ("done", "stopped early") and not measured.step_seconds:
             return None  # these have a speed
