@@ -23,7 +23,7 @@ from tilewright.train.configuration import fields
 from tilewright.train.engine import Engine
 from tilewright.tune import own_model, prove
 from tilewright.tune.answer import VERDICTS
-from tilewright.tune.space import Space
+from tilewright.tune.space import Space, value_of
 from train.tiny import as_on_a_cpu, tiny
 
 INTERPRETED = _op.INTERPRETED
@@ -163,7 +163,7 @@ def test_a_lever_is_put_back_in_float32_and_in_the_standard_run_unless_it_is_to_
     field = LEVERS[name]
     for value in field.choices or {bool: (True,), int: (3,), float: (3.0,)}[field.kind]:
         best = Space(Train(), {}, "cpu").at({name: value})
-        plain, rounded = (prove._value(run, name) for run in (prove.float32(best), prove.standard(best)))
+        plain, rounded = (value_of(run, name) for run in (prove.float32(best), prove.standard(best)))
         if name == "optimizer.name":
             assert plain == value.split("_")[0]
         else:

@@ -76,27 +76,31 @@ class Shown:
 
 
 @dataclass
-class _Pending:
+class Pending:
     """A step that the device may still be at work on."""
 
     step: int
-    samples: int
     began: float
     rate: float
-    waited: float
-    found: Tensor  # loss, norm, skipped, asked to stop; on the host as soon as `ready` has happened
+    found: Tensor  # loss, norm, skipped and so on; on the host as soon as `ready` has happened
     ready: torch.cuda.Event | None
     ended: float  # of its work on the host
     memory: dict[str, Any]  # the host allocates: what the step takes is known before the device gets there
-    batches: list[Tensor]
 
-    def seconds(self, before: _Pending | None) -> float:
+    def seconds(self, before: Pending | None) -> float:
         """From the end of the step before to its own, on the device where there is one."""
         if self.ready is None:
             return self.ended - (self.began if before is None else before.ended)
         if before is None or before.ready is None:
             return time.perf_counter() - self.began
         return before.ready.elapsed_time(self.ready) / 1e3
+
+
+@dataclass
+class _Pending(Pending):
+    samples: int
+    waited: float
+    batches: list[Tensor]
 
 
 def train(config: Train, shown: Shown | None = None) -> Outcome:
@@ -317,7 +321,7 @@ class _Run:
         recorded = self.records and (config.cuda_graphs or self.step > 1)
         if recorded and held["memory_allocated"] is not None:
             held["memory_allocated"] = self.peak = max(self.peak, held["memory_allocated"])
-        return _Pending(self.step, self.samples, began, rate, waited, found, ready, ended, held, taken)
+        return _Pending(self.step, began, rate, found, ready, ended, held, self.samples, waited, taken)
 
     def _settle(self, behind: _Pending | None = None) -> None:
         """Read the step that is pending, if one is. A bad one ends the run, saved: the device has undone the step."""

@@ -35,7 +35,7 @@ from tilewright.train.checkpoint_files import short
 from tilewright.train.config import Train
 from tilewright.train.engine import Engine, check_levers, device_of, restored_modes
 from tilewright.train.figures import Figures, memory
-from tilewright.train.loop import Shown, batch_sizes
+from tilewright.train.loop import Pending, Shown, batch_sizes
 from tilewright.train.optimizers import PRECISIONS
 from tilewright.train.profile import STEPS, WARM, memory_of_a_step
 from tilewright.train.schedule import learning_rate
@@ -253,27 +253,6 @@ def train(own: Own, config: Train, shown: Shown) -> None:
         run.settle()
 
 
-@dataclass
-class _Pending:
-    """A step that the device may still be at work on."""
-
-    step: int
-    rate: float
-    began: float
-    ended: float  # of its work on the host
-    ready: torch.cuda.Event | None
-    found: Tensor  # loss, norm, skipped; on the host as soon as `ready` has happened
-    memory: dict[str, Any]
-
-    def seconds(self, before: _Pending | None) -> float:
-        """From the end of the step before to its own, on the device where there is one."""
-        if self.ready is None:
-            return self.ended - (self.began if before is None else before.ended)
-        if before is None or before.ready is None:
-            return time.perf_counter() - self.began
-        return before.ready.elapsed_time(self.ready) / 1e3
-
-
 class _Run:
     def __init__(self, own: Own, config: Train, shown: Shown, device: torch.device) -> None:
         self.shown, self.device = shown, device
@@ -288,8 +267,8 @@ class _Run:
         self.limit = torch.tensor(math.inf, device=device)
         self.records = config.cuda_graphs or config.compile in ("reduce-overhead", "max-autotune")
         self.peak = self.step = 0
-        self.pending: _Pending | None = None
-        self.before: _Pending | None = None  # the last step that was read
+        self.pending: Pending | None = None
+        self.before: Pending | None = None  # the last step that was read
 
     def advance(self) -> None:
         """Put a step's work on the device, then read the step before."""
@@ -311,7 +290,7 @@ class _Run:
         if recorded and held["memory_allocated"] is not None:
             held["memory_allocated"] = self.peak = max(self.peak, held["memory_allocated"])
         self.settle()
-        self.pending = _Pending(self.step, rate, began, ended, ready, found, held)
+        self.pending = Pending(self.step, began, rate, found, ready, ended, held)
 
     def settle(self) -> None:
         """Tell what the step that is pending has found."""

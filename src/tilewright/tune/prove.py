@@ -39,7 +39,7 @@ from tilewright.train.recompute import planned, policies
 from tilewright.train.world import World
 from tilewright.tune import own_model
 from tilewright.tune.answer import Proof
-from tilewright.tune.space import Space
+from tilewright.tune.space import value_of, with_values
 from tilewright.tune.verdict import Key, Seen, distance, judge
 
 TOKENS = 4096  # of a step: enough for the kernels that large batches have, few enough for float32
@@ -93,7 +93,7 @@ def float32(best: Train) -> Train:
     ('fp32', 'adamw', 'standard')
     """
     rule, _ = optimizers.KINDS[best.optimizer.name]
-    return _with(best, _as_they_come() | {"precision": "fp32", "optimizer.name": rule})
+    return with_values(best, _as_they_come() | {"precision": "fp32", "optimizer.name": rule})
 
 
 def standard(best: Train) -> Train:
@@ -106,26 +106,17 @@ def standard(best: Train) -> Train:
     """
     # Precision stays whatever it is: as it comes it is one thing on a CPU and another on a GPU.
     plain = {n: v for n, v in _as_they_come().items() if n != "precision" and _moves(best, n) == "same"}
-    return _with(best, plain)
+    return with_values(best, plain)
 
 
 def _as_they_come() -> dict[str, Any]:
     return {name: each.default for name, each in fields().items() if each.lever is not None}
 
 
-def _with(run: Train, values: Mapping[str, Any]) -> Train:
-    return Space(run, {}, "").at(values)
-
-
-def _value(run: Train, name: str) -> Any:
-    section, _, last = name.rpartition(".")
-    return getattr(getattr(run, section) if section else run, last)
-
-
 def _moves(run: Train, name: str) -> str:
     lever = fields()[name].lever
     assert lever is not None
-    return lever.moves(_value(run, name))
+    return lever.moves(value_of(run, name))
 
 
 def _shares(run: Train, tokens: int) -> tuple[int, int, int]:
@@ -308,4 +299,4 @@ def _by_design(best: Train) -> str:
     """The levers that are meant to learn in another way than AdamW in float32 does."""
     levers = [name for name, each in fields().items() if each.lever is not None]
     moved = {name: _moves(best, name) for name in levers if _moves(best, name) in ("state", "rule")}
-    return ", ".join(f"{name}={_value(best, name)} means {NUMERICS[how]}" for name, how in moved.items())
+    return ", ".join(f"{name}={value_of(best, name)} means {NUMERICS[how]}" for name, how in moved.items())

@@ -35,7 +35,7 @@ class Space:
 
     def at(self, point: Mapping[str, Any]) -> Train:
         """The run at a point."""
-        return _with(self.start, point)
+        return with_values(self.start, point)
 
     def refusal(self, point: Mapping[str, Any]) -> str | None:
         """Why the levers of a point do not go together, or None."""
@@ -71,7 +71,7 @@ class Space:
         overrides = [part.strip() for part in text.split(",")]
         run, point = read(None, overrides).train, self.origin
         for name in (part.partition("=")[0].strip() for part in overrides):
-            value = _value(run, name)
+            value = value_of(run, name)
             if name not in self.levers:
                 raise UserError(f"{name} is not open to the search; choose from {', '.join(self.levers)}.")
             if value not in self.levers[name]:
@@ -138,7 +138,7 @@ def open_space(
     allowed = list(NUMERICS)[: list(NUMERICS).index(numerics) + 1]
     levers = {}
     for name in opened:
-        field, own = fields()[name], _value(start, name)
+        field, own = fields()[name], value_of(start, name)
         lever = field.lever
         assert lever is not None
         if (of_any_model and name.startswith("model.")) or not lever.runs_on(own, device):
@@ -179,14 +179,16 @@ def _spelt_out(run: Train, device: str) -> Train:
     )
 
 
-def _value(run: Train, name: str) -> Any:
+def value_of(run: Train, name: str) -> Any:
+    """The value of a field, by its dotted name."""
     found: Any = run
     for part in name.split("."):
         found = getattr(found, part)
     return found
 
 
-def _with(run: Train, point: Mapping[str, Any]) -> Train:
+def with_values(run: Train, point: Mapping[str, Any]) -> Train:
+    """A run with other values of fields, by their dotted names."""
     changes: dict[str, Any] = {}
     for name, value in point.items():
         section, _, field = name.rpartition(".")
