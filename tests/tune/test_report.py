@@ -403,3 +403,12 @@ def test_printed_it_has_no_buttons_and_plots_fit_the_paper(browser, tmp_path):
         tab.evaluate("dispatchEvent(new Event('afterprint'))")
         assert {name: found["width"] for name, found in tab.evaluate(DRAWN).items()} == before
         assert tab.pdf(format="A4").startswith(b"%PDF")
+
+
+def test_a_speed_that_nobody_should_rely_on_is_not_in_the_title():
+    steady = example("cuda", hostile=False)
+    assert "times as fast" in page(steady).split("</title>")[0]
+    records = [dataclasses.replace(r, drift=1.4) if r.purpose == "reference" and i else r
+               for i, r in enumerate(steady.records)]  # fmt: skip
+    shaky = page(dataclasses.replace(steady, records=records)).split("</title>")[0]
+    assert "times as fast" not in shaky and "speed not certain" in shaky

@@ -21,7 +21,7 @@ import yaml
 from tilewright.measure.results import write_text
 from tilewright.tune import report_anatomy as anatomy
 from tilewright.tune import report_plots as plots
-from tilewright.tune.answer import Answer
+from tilewright.tune.answer import UNSTEADY, Answer
 from tilewright.tune.record import OUTCOMES, Record
 from tilewright.tune.report_plots import Drawn, changes, clean, has_speed, milliseconds, size
 from tilewright.tune.report_style import CSS, JAVASCRIPT
@@ -195,6 +195,8 @@ def _verdict(answer: Answer) -> str:
         return "no run to recommend"
     ratio = _ratio(answer, answer.best)
     speed = f"{ratio:.2f} times as fast, " if ratio is not None else ""
+    if speed and (answer.drift or 0.0) > UNSTEADY:
+        speed = "speed not certain, "
     return speed + (answer.proof.verdict if answer.proof else "not proven yet")
 
 
