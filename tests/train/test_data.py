@@ -227,7 +227,7 @@ def test_closing_leaves_no_process(monkeypatch):
     assert all(map(alive, workers))
     began = time.monotonic()
     batches.close()
-    assert not any(map(alive, workers)) and time.monotonic() - began < 3
+    assert not any(map(alive, workers)) and time.monotonic() - began < 5  # the loader's own patience
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -242,7 +242,7 @@ def test_a_killed_worker_is_a_sentence_within_seconds(workers):
     with pytest.raises(UserError, match="A data worker died .SIGKILL.*data.workers=0") as caught:
         for _ in range(100):
             batches.next()
-    assert time.monotonic() - began < 6 and "\n" not in str(caught.value)
+    assert time.monotonic() - began < 20 and "\n" not in str(caught.value)
     assert not any(map(alive, others)) and signal.getsignal(signal.SIGCHLD) is handler
 
 
@@ -294,7 +294,8 @@ def test_a_worker_that_hangs_is_waited_for_so_long_and_then_ended(monkeypatch):
 
 
 SCRIPT = """
-import os, sys, time, torch
+import os, signal, sys, time, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits it ignored
 from tilewright.train.config import Data
 from tilewright.train.data import open_batches
 batches = open_batches(Data(workers=2), sequence=8, vocabulary=256, micro_batch=2, accumulation=1,

@@ -411,7 +411,7 @@ def test_a_full_disk_under_the_journal_loses_nothing(book):
 
 
 def test_a_full_disk_under_sqlite_is_a_sentence(book):
-    ledger = book(patience=5.0)
+    ledger = book(patience=30.0)
     ledger.propose([(point(1), "search"), (point(2), "search")])
     claim = ledger.take()
     ledger.finish(claim, record(claim))
@@ -428,7 +428,7 @@ def test_a_full_disk_under_sqlite_is_a_sentence(book):
     began = time.monotonic()
     with pytest.raises(UserError, match="The disk of sqlite.* is full; make room and go on with --resume"):
         ledger.finish(claim, record(claim, log="x" * 100_000))
-    assert time.monotonic() - began < 3  # waiting makes no room
+    assert time.monotonic() - began < 10  # waiting makes no room
     assert len(book().records()) == 2  # the journal had room
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.train.configuration import read
+from tilewright.tune.choose import fastest
 from tilewright.tune.record import Measurement, Prediction, Record
-from tilewright.tune.search import UNTRIED, Search, fastest
+from tilewright.tune.search import UNTRIED, Search
 from tilewright.tune.space import key, open_space
 
 SPACE = open_space(read(None, ["global_batch=8", "threads=1"]), device="cuda", numerics="rounding")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ RULE = {
         "micro_batch": {"1": [1.2, 0.6]},
     },
 }  # fmt: skip
+FLASH = "model.attention=flash,model.gpt_block=optimized,model.loss=linear_fused,compile=default"
 BEST = {"model.gpt_block": "optimized", "model.loss": "linear_fused", "compile": "default"}
 
 
@@ -106,8 +108,9 @@ def test_a_lever_that_gives_nothing_is_put_back(tmp_path):
 
 def test_no_point_runs_twice_and_the_reference_runs_again_and_again(tmp_path):
     answer = run(settings(tmp_path / "study"))
-    searched = [key(record.point) for record in answer.records if record.purpose != "reference"]
+    searched = [key(record.point) for record in answer.records if record.purpose in ("search", "ablation")]
     assert len(searched) == len(set(searched)) > 5
+    assert [r.point for r in answer.records if r.purpose == "confirmation"] == [answer.best.point]
     references = [record for record in answer.records if record.purpose == "reference"]
     assert len(references) >= len(answer.records) // (study.REFERENCE_EVERY + 2)
 
@@ -224,7 +227,7 @@ def test_what_was_measured_before_is_not_measured_again(tmp_path):
     first = run(settings(tmp_path / "first"))
     second = run(settings(tmp_path / "second"))
     again = [record for record in second.records if not record.cached]
-    assert again and all(record.purpose == "reference" for record in again)
+    assert {record.purpose for record in again} == {"reference", "confirmation"}
     assert second.best.point == first.best.point and second.ratio == pytest.approx(first.ratio, rel=1e-3)
     fresh = run(settings(tmp_path / "third", fresh=True))
     assert not any(record.cached for record in fresh.records)
@@ -251,8 +254,9 @@ def test_a_study_of_another_version_is_refused(tmp_path, monkeypatch):
 
 
 SCRIPT = """
-import json, pickle, sys
+import json, signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits it ignored
 sys.path[:0] = json.loads(sys.argv[1])
 from tune.test_study import settings
 from tilewright.tune.study import run
@@ -265,7 +269,7 @@ print(len(answer.records), answer.interrupted, flush=True)
 
 def start(folder, rule):
     path = [str(Path(__file__).parents[1]), str(Path(tilewright.__file__).parents[1])]
-    arguments = [sys.executable, "-c", SCRIPT.replace("pickle, ", ""), json.dumps(path), str(folder), json.dumps(rule)]
+    arguments = [sys.executable, "-c", SCRIPT, json.dumps(path), str(folder), json.dumps(rule)]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -293,7 +297,7 @@ def test_kill_minus_nine_loses_no_finished_trial_and_leaves_no_process(tmp_path)
     answer = run(settings(folder, resume=True))
     assert answer.changes == BEST
     assert set(before) <= set(finished(folder)) and len(finished(folder)) == len(set(finished(folder)))
-    searched = [key(record.point) for record in answer.records if record.purpose != "reference"]
+    searched = [key(record.point) for record in answer.records if record.purpose in ("search", "ablation")]
     assert len(searched) == len(set(searched))
 
 
@@ -397,18 +401,79 @@ def test_noise_does_not_eat_up_levers_one_after_the_other(tmp_path, monkeypatch)
     assert run(settings(tmp_path / "study", rule)).changes == BEST
 
 
+def growing_slow(monkeypatch, slowness):
+    """A machine whose nth trial takes `slowness(n)` times as long, and that a second after the one before."""
+    real, trials = study.run_child, []
+
+    def child(job, *arguments, **options):
+        if job["kind"] == "measure":
+            trials.append(job)
+            job["light"] = {**RULE, "step_seconds": RULE["step_seconds"] * slowness(len(trials))}
+        return real(job, *arguments, **options)
+
+    monkeypatch.setattr(study, "run_child", child)
+    clock = types.SimpleNamespace(time=lambda: 1000.0 + len(trials), monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(study, "time", clock)
+    return trials
+
+
 def test_a_machine_that_grows_slow_stops_no_trial_early_for_it(tmp_path, monkeypatch):
-    trials = []
-
-    def slower_and_slower(job, found):
-        trials.append(job)
-        return slower(found, 1 + 0.1 * len(trials))
-
-    changing(monkeypatch, slower_and_slower)
+    growing_slow(monkeypatch, lambda number: 1 + 0.1 * number)
     monkeypatch.setattr(study, "REFERENCE_EVERY", 3)
     answer = run(settings(tmp_path / "study"))
     assert answer.changes == BEST and answer.drift > 0.4
     assert answer.ratio == pytest.approx(1 / (0.7 * 0.9 * 0.85), rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("at", range(1, 22))
+def test_a_machine_that_changes_at_once_deceives_nobody(tmp_path, monkeypatch, at, factor):
+    """As when a neighbour comes or goes: whichever trial is the first at the new speed."""
+    growing_slow(monkeypatch, lambda number: factor if number >= at else 1.0)
+    answer = run(settings(tmp_path / "study"))
+    assert answer.changes == BEST
+    assert answer.ratio == pytest.approx(1 / (0.7 * 0.9 * 0.85), rel=0.01)
+
+
+def test_a_run_that_was_fast_once_has_to_be_so_again(tmp_path, monkeypatch):
+    lucky = []
+
+    def luck(job, found):
+        one = job["configuration"]["model"]["attention"] == "flash"
+        lucky.extend([job] * one)
+        return slower(found, 0.8) if one and len(lucky) == 1 else found
+
+    changing(monkeypatch, luck)
+    given = settings(tmp_path / "study")
+    answer = run(dataclasses.replace(given, first=(given.space.parse(FLASH),)))
+    assert answer.changes == BEST and answer.best.purpose == "confirmation"
+    assert "once more to be sure" in answer.sentences[1]
+
+
+def test_a_run_that_fails_the_second_time_is_not_the_answer(tmp_path, monkeypatch):
+    real, runs = study.run_child, []
+
+    def child(job, *arguments, **options):
+        ended = real(job, *arguments, **options)
+        if job["kind"] == "measure" and job["configuration"]["compile"] == "default":
+            runs.append(job["configuration"])
+            if job["configuration"]["model"]["loss"] == "linear_fused" and runs.count(runs[-1]) > 1:
+                return dataclasses.replace(ended, outcome="crashed", error="died.", value=None)
+        return ended
+
+    monkeypatch.setattr(study, "run_child", child)
+    answer = run(settings(tmp_path / "study"))
+    crashed = [record for record in answer.records if record.outcome == "crashed"]
+    assert crashed and {record.purpose for record in crashed} == {"confirmation"}
+    assert answer.best.point not in [record.point for record in crashed] and answer.best.purpose == "confirmation"
+
+
+def test_the_last_word_is_the_same_when_it_is_read_again(tmp_path):
+    rule = {**RULE, "levers": {**RULE["levers"], "model.attention": {"flash": [0.9995, 1.0]}}}
+    answer = run(settings(tmp_path / "study", rule))
+    (tmp_path / "study/answer.json").unlink()
+    again = reread(tmp_path / "study", "study")
+    assert again.best.point == answer.best.point and again.changes == BEST
 
 
 def test_the_reference_runs_beside_the_ablations(tmp_path):

@@ -17,6 +17,7 @@ from tilewright.cli.output import gigabytes
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
 from tilewright.tune.api import DEFAULT_BUDGET, amount, seconds
+from tilewright.tune.choose import latest
 from tilewright.tune.space import label
 
 if TYPE_CHECKING:
@@ -90,8 +91,8 @@ def show(answer: Answer, folder: Path) -> None:
     """The answer for a terminal: a table of runs, what each lever gave, three sentences, where the files are."""
     console = Console(soft_wrap=True)
     console.print(_table(answer, console.width))
-    if len(answer.records) > _ROWS:
-        console.print(f"and {len(answer.records) - _ROWS} more, in the report.", highlight=False)
+    if (others := len(latest(answer.records)) - _ROWS) > 0:
+        console.print(f"and {others} more, in the report.", highlight=False)
     if answer.ablations:
         table = Table("lever", "without it", title="What each lever of the best run gives", title_justify="left")
         table.columns[1].justify = "right"
@@ -139,9 +140,7 @@ def _ranked(
     table = Table("run")
     for heading in ("tokens/s", "ratio", "memory", *(("predicted", "measured") if times else ()), "outcome"):
         table.add_column(heading, justify="left" if heading == "outcome" else "right", no_wrap=True)
-    references = [record for record in records if record.purpose == "reference"]
-    shown = [record for record in records if record.purpose != "reference" or record is references[0]]
-    for record in sorted(shown, key=lambda record: -(record.tokens_per_second or 0.0))[:_ROWS]:
+    for record in sorted(latest(records).values(), key=lambda record: -(record.tokens_per_second or 0.0))[:_ROWS]:
         rate, found, predicted = record.tokens_per_second, record.measurement, record.prediction
         cells: list[str | Text] = [
             Text(label({name: value for name, value in record.point.items() if value != levers[name][0]})),

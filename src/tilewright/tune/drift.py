@@ -14,7 +14,11 @@ from tilewright.tune.record import Record
 
 
 def corrected(records: Sequence[Record]) -> list[Record]:
-    """Each record with its drift. A reference between two of its runs is taken to lie on the line between them."""
+    """Each record with its drift, and the doubt that is left.
+
+    A reference between two of its runs is taken to lie on the line between them. It may have changed at once instead,
+    so what ran there can be wrong by as much as the two differ.
+    """
     references: dict[str, list[tuple[float, float]]] = {}
     for record in records:
         if record.purpose == "reference" and record.outcome == "done" and record.measurement:
@@ -23,13 +27,14 @@ def corrected(records: Sequence[Record]) -> list[Record]:
     if not first:
         return list(records)
 
-    def drift(record: Record) -> float:
+    def seen(record: Record) -> Record:
         points = sorted(references.get(record.worker, []))
         if record.cached or not points:
-            return record.reference / first if record.reference else 1.0
-        return _between(points, record.began) / first
+            return dataclasses.replace(record, drift=record.reference / first if record.reference else 1.0, doubt=0.0)
+        here, change = _between(points, record.began)
+        return dataclasses.replace(record, drift=here / first, doubt=change if record.purpose != "reference" else 0.0)
 
-    return [dataclasses.replace(record, drift=drift(record)) for record in records]
+    return [seen(record) for record in records]
 
 
 def first_reference(records: Sequence[Record]) -> float:
@@ -39,13 +44,15 @@ def first_reference(records: Sequence[Record]) -> float:
     return first.measurement.tokens_per_second if first is not None and first.measurement else 0.0
 
 
-def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """The value at a time, on the line through the points around it.
+def _between(points: Sequence[tuple[float, float]], at: float) -> tuple[float, float]:
+    """The value at a time on the line through the points around it, and by how much these differ.
 
     >>> _between([(0.0, 1.0), (10.0, 2.0)], 5.0), _between([(0.0, 1.0), (10.0, 2.0)], 99.0)
-    (1.5, 2.0)
+    ((1.5, 1.0), (2.0, 0.0))
     """
     for (before, low), (after, high) in itertools.pairwise(points):
         if before <= at <= after:
-            return low + (high - low) * (at - before) / (after - before) if after > before else low
-    return points[0][1] if at < points[0][0] else points[-1][1]
+            here = low + (high - low) * (at - before) / (after - before) if after > before else low
+            return here, max(low, high) / min(low, high) - 1
+    outside = points[0][1] if at < points[0][0] else points[-1][1]
+    return outside, 0.0

@@ -4,10 +4,10 @@ It is an Optuna study, so `optuna-dashboard` shows it, but it is used trial by t
 worker, and ends with a `Record`. Who takes one holds it by a lease that is renewed for as long as the process lives; a
 lease that has run out, or whose process is seen to be gone, makes the trial lost, and its point is queued again.
 
-What must not happen twice has a slot: the key of its point, or for a reference, which is run again and again, a name
-of its own. Nothing is locked to keep slots unique. Two workers may queue the same point at once, and a worker that was
-taken for dead may still finish: so whoever takes a trial withdraws if its slot has an earlier one, and of the records
-of a slot the first counts.
+What must not happen twice has a slot: the key of its point, with a number where it is run once more to be sure; or for
+a reference, which is run again and again, a name of its own. Nothing is locked to keep slots unique. Two workers may
+queue the same point at once, and a worker that was taken for dead may still finish: so whoever takes a trial withdraws
+if its slot has an earlier one, and of the records of a slot the first counts.
 
 A record is first written to a journal, a file of this machine, then told to the storage. What the storage does not
 have, because it was away or the process died in between, is merged when the study is opened again.
@@ -34,6 +34,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from tilewright.errors import UserError
 from tilewright.tune import journal
 from tilewright.tune import lease as leases
+from tilewright.tune.choose import CONFIRMATION
 from tilewright.tune.record import PURPOSES, Record
 from tilewright.tune.space import Point, key
 from tilewright.tune.storage import Storage, StorageLost
@@ -149,10 +150,12 @@ class Ledger:
 
     def propose(self, wanted: Iterable[tuple[Point, str]]) -> int:
         """Queue points nobody has queued, run or finished, each with its purpose; the number of those."""
-        slots = {entry.slot for entry in self._entries()}
-        queued = 0
+        entries = self._entries()
+        slots, queued = {entry.slot for entry in entries}, 0
         for point, purpose in wanted:
             slot = uuid.uuid4().hex if purpose == "reference" else key(point)
+            if purpose == CONFIRMATION:
+                slot += f" {sum(e.slot.startswith(slot) and e.record is not None for e in entries)}"
             if slot not in slots:
                 slots.add(slot)
                 self._queue(slot, point, purpose)

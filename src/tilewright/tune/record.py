@@ -27,7 +27,7 @@ OUTCOMES = {
     "lost": "whoever ran it is gone",
     "duplicate": "somebody else runs the same",
 }
-PURPOSES = ("search", "reference", "ablation")
+PURPOSES = ("search", "reference", "ablation", "confirmation")
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class Record:
     cached: bool = False
     reference: float = 0.0  # tokens a second of the run as given, when its worker last ran it
     drift: float = 1.0  # the reference's speed at that time over its first; speeds are divided by it
+    doubt: float = 0.0  # how much the reference changed between its runs before and after
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from tilewright.tune.choose import SHAKEN, fastest, latest
 from tilewright.tune.record import Prediction, Record
 from tilewright.tune.space import Point, Space, key
 
@@ -133,7 +134,8 @@ class Search:
     def _moves(self, records: Sequence[Record]) -> dict[tuple[str, str, str], float]:
         """By lever, from and to: the logarithm of what a move did to the time, less what was predicted of it."""
         seen: dict[tuple[str, str, str], list[float]] = {}
-        for one, other in itertools.permutations([record for record in records if record.measurement], 2):
+        steady = [record for record in latest(records).values() if record.measurement and record.doubt <= SHAKEN]
+        for one, other in itertools.permutations(steady, 2):
             names = [name for name, value in one.point.items() if other.point.get(name) != value]
             if len(names) != 1 or one.tokens_per_second is None or other.tokens_per_second is None:
                 continue
@@ -184,14 +186,3 @@ class Search:
                 self.discarded[key(point)] = "fails here"
                 return True
         return False
-
-
-def fastest(records: Iterable[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:
-    """The quickest of the runs that were measured to the end, within a memory cap, but for those shown to be wrong."""
-    refused = set(wrong)
-    done = [
-        record for record in records
-        if record.outcome == "done" and record.measurement and record.measurement.bytes <= cap
-        if key(record.point) not in refused
-    ]  # fmt: skip
-    return max(done, key=lambda record: record.tokens_per_second or 0.0, default=None)

@@ -2,6 +2,7 @@
 
     search     reference, then what `Search` finds most promising, the reference again now and then
     refine     the best run with each of its levers put back; one that gave nothing is put back for good
+    confirm    the best run once more, between two of the reference, and whatever may still be faster than it
     prove      the best run beside the standard float32 model; what turns out wrong is struck, and the next is proved
 
 Every trial is a process of its own, and every finished one is in the ledger at once: whoever is killed loses the trial
@@ -18,7 +19,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,22 +30,23 @@ from tilewright.measure.results import SCHEMA, write_json
 from tilewright.train.configuration import from_dict
 from tilewright.tune import cache
 from tilewright.tune.answer import Answer, Proof, answered, write_best
+from tilewright.tune.choose import CONFIRMATION, MOST_NOISE, NOISE, best_of, doubted
 from tilewright.tune.drift import corrected, first_reference
 from tilewright.tune.explain import explain
 from tilewright.tune.ledger import Claim, Ledger, StorageLost
 from tilewright.tune.predict import misfit, predict
 from tilewright.tune.process import TRIAL, Limits, run_child
 from tilewright.tune.record import Measurement, Prediction, Record
-from tilewright.tune.search import Search, fastest
+from tilewright.tune.search import Search
 from tilewright.tune.space import Point, Space, key
 from tilewright.tune.storage import in_folder
 from tilewright.tune.verdict import at_its_own_size
 
-SEARCH, REFINE = 0.7, 0.85  # of the budget are over when searching, and refining, end
+SEARCH, REFINE = 0.65, 0.8  # of the budget are over when searching, and refining, end
 REFERENCE_EVERY = 5  # the run as given is every fifth of the trials
 HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
 SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
-NOISE, MOST_NOISE = 0.005, 0.02  # speeds this near are the same; however wide their spreads, no more than this
+_CONFIRMATIONS = 4  # runs that are repeated before the study leaves it at that
 _PROOFS = 3  # runs that may turn out wrong before the study gives up
 _POLL = 0.5  # seconds between two looks at what other workers do
 # Seconds that a trial takes by its compile mode, before one has run: on a CPU, and on a GPU.
@@ -111,7 +113,7 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
         if len(answer.records) == len(records):
             return answer
     space = space_of(facts)
-    best = fastest(records, facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ()))
+    best = best_of(space, records, facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ()))
     answer = answered(space, records, best, name=name, **facts)
     write_best(answer, space, folder)
     return answer
@@ -137,7 +139,6 @@ class _Study:
         self.records: list[Record] = []  # as they were last read
         self.proof: Proof | None = None
         self.wrong: set[str] = set()
-        self.preferred: str | None = None  # the key of a simpler run that is as fast as the fastest
         self.reference = 0.0  # tokens a second of the run as given, when it last ran here
         self.since = REFERENCE_EVERY  # trials since then
         self.durations: dict[str, list[float]] = {}  # seconds a trial took, by compile mode
@@ -154,6 +155,7 @@ class _Study:
             try:
                 self._search()
                 self._refine()
+                self._confirm()
                 self._prove()
             except KeyboardInterrupt:
                 interrupted = True
@@ -196,58 +198,69 @@ class _Study:
                 self._run(claim)
                 continue
             running = [each["point"] for each in self.ledger.running()]
-            point = self._next(running)
+            point, purpose = self._next(running)
             if point is not None:
-                self.ledger.propose([(point, "search")])
+                self.ledger.propose([(point, purpose)])
             elif running:
                 time.sleep(_POLL)  # what they find may open a way on
-            else:
+            elif not self._yardstick():
                 return
 
-    def _next(self, running: list[Point]) -> Point | None:
-        """What is most promising of what there is still time for."""
+    def _next(self, running: list[Point]) -> tuple[Point | None, str]:
+        """What is most promising of what there is still time for; before that, what a change of speed has spoilt."""
         records, dear = self._read(), list(running)
+        best = self._best()
+        spoilt = doubted(records, best, self.cap, self.wrong, shaken=True) if best is not None else None
+        if spoilt is not None and spoilt.point not in running:
+            return spoilt.point, CONFIRMATION
         while (point := self.search.next(records, dear)) is not None and self._expected(point) >= self.left:
             dear.append(point)
-        return point
+        return point, "search"
 
     def _refine(self) -> None:
-        """Put each lever of the best run back; where nothing is lost by it, for good, the most useless first."""
+        """Put each lever of the best run back; where nothing is lost by it, do so with what is left of them."""
         self._read()
-        fastest_of_all = self._best()
-        while fastest_of_all is not None and (best := self._best()) is not None:
-            without = [{**best.point, name: self.space.origin[name]} for name in self.space.changes(best.point)]
-            without = [point for point in without if self.space.refusal(point) is None]
-            self._ablate(without, self._proof_takes(best))
-            wanted = {key(point) for point in without}
-            found = [record for record in self._read() if key(record.point) in wanted]
-            simpler = fastest([r for r in found if _as_fast(r, fastest_of_all)], self.cap, self.wrong)
-            if simpler is None:
-                return
-            self.preferred = key(simpler.point)
+        before = None
+        while (found := self._best()) is not None and found.point != before:
+            before = found.point
+            without = [{**before, name: self.space.origin[name]} for name in self.space.changes(before)]
+            without = [point for point in without if self.space.refusal(point) is None and point != self.space.origin]
+            self._see(without, "ablation", max((1 - REFINE) * self.settings.budget, self._proof_takes(found)))
+            self._read()
 
-    def _ablate(self, points: list[Point], reserve: float) -> None:
-        """Run what nobody has run yet, as far as time allows, and wait for what others run of it."""
-        until = max((1 - REFINE) * self.settings.budget, reserve)
-        wanted = {key(point) for point in points} - {key(self.space.origin)}  # which is there as the reference
+    def _confirm(self) -> None:
+        """Run the best once more, and what may be faster than that: to be the quickest of many takes luck as well."""
+        for _ in range(_CONFIRMATIONS):
+            found = self._best()
+            again = doubted(self.records, found, self.cap, self.wrong) if found is not None else None
+            if again is None:
+                return
+            self._see([again.point], CONFIRMATION, self._proof_takes(again) + self._expected(self.space.origin))
+            self._read()
+
+    def _see(self, points: list[Point], purpose: str, until: float) -> None:
+        """Run what nobody has run yet, as far as time allows, and wait for what others run of it.
+
+        Little decides here: the yardstick comes before them, and after.
+        """
+        wanted = {key(point) for point in points}
         for point in points:
-            if key(point) in wanted and self.left - self._expected(point) > until:
-                self.ledger.propose([(point, "ablation")])
-        self.since = REFERENCE_EVERY  # they decide by little: the yardstick comes before them, and after
-        ran = 0
+            if self.left - self._expected(point) > until:
+                self.ledger.propose([(point, purpose)])
+        ran = False
         while self.left > until:
             self.ledger.recover()
             if wanted.isdisjoint(key(p) for p in self.ledger.waiting()):
                 if wanted.isdisjoint(key(each["point"]) for each in self.ledger.running()):
                     break
                 time.sleep(_POLL)
+            elif not ran and self._yardstick():
+                ran = True
             elif (claim := self._take()) is not None:
                 self._run(claim)
-                ran += 1
-        if ran > 2 and self.left > until:
-            self.since = REFERENCE_EVERY
-            if (claim := self._take()) is not None:
-                self._run(claim)
+                ran = True
+        if ran and self.left > until:
+            self._yardstick()
 
     def _prove(self) -> None:
         deadline = time.monotonic() + max(self.left, 0.0)
@@ -271,7 +284,6 @@ class _Study:
             # Others that show the same need no proof of their own.
             self.wrong |= {key(r.point) for r in self.records if self._at_its_own_size(r, proof) is not proof}
             self.proof = Proof("not proven", "the runs that were faster were wrong, and this one was not looked at.")
-            self.preferred = None
             self.ledger.note("wrong", sorted(self.wrong))
 
     def _proof_job(self, best: Record) -> dict[str, Any]:
@@ -316,6 +328,16 @@ class _Study:
             return self.ledger.take("reference")
         return self.ledger.take()
 
+    def _yardstick(self) -> bool:
+        """Run the run as given, unless it was the last that ran here; whether anything ran."""
+        if self.since <= 1:
+            return False
+        self.since = REFERENCE_EVERY
+        claim = self._take()
+        if claim is not None:
+            self._run(claim)
+        return claim is not None
+
     def _run(self, claim: Claim) -> None:
         self.since = 1 if claim.purpose == "reference" else self.since + 1
         try:
@@ -334,7 +356,8 @@ class _Study:
         what = {"run": dataclasses.asdict(run), "reference": dataclasses.asdict(self.space.start)}
         name = cache.key(what, self.machine)
         keeps = claim.purpose != "reference" and not self.settings.own_model  # whose code may have changed
-        kept = cache.get(name) if keeps and not self.settings.fresh else None
+        fresh = self.settings.fresh or claim.purpose == CONFIRMATION
+        kept = cache.get(name) if keeps and not fresh else None
         if kept is not None:
             found = self._explained(prediction, kept.measurement)
             changes: dict[str, Any] = {"prediction": prediction, "differences": found, "worker": self.ledger.worker}
@@ -358,7 +381,7 @@ class _Study:
             "kind": "measure", "configuration": dataclasses.asdict(self.space.at(claim.point)),
             "own_model": self.settings.own_model, "path": list(self.settings.path), "warm": 3, "fewest": 5, "most": 200,
             "seconds": min(20.0, max(1.0, self.settings.budget / 80)), "spread": NOISE, "profile": True,
-            "stop_above": 0.0 if claim.purpose == "reference" else self._hopeless(),
+            "stop_above": 0.0 if claim.purpose in ("reference", CONFIRMATION) else self._hopeless(),
             "memory_cap": int(self.settings.memory_cap or 0),
         }  # fmt: skip
 
@@ -395,18 +418,7 @@ class _Study:
         return self.records
 
     def _best(self) -> Record | None:
-        records: Iterable[Record] = self.records
-        if self.preferred is not None:
-            records = [record for record in records if key(record.point) == self.preferred]
-        return fastest(records, self.cap, self.wrong)
-
-
-def _as_fast(record: Record, best: Record) -> bool:
-    """Whether a run is as fast as the best, as far as the two could be told apart."""
-    if record.measurement is None or best.measurement is None or record.outcome != "done":
-        return False
-    noise = min(MOST_NOISE, max(NOISE, record.measurement.spread, best.measurement.spread))
-    return (record.tokens_per_second or 0.0) >= (1 - noise) * (best.tokens_per_second or 0.0)
+        return best_of(self.space, self.records, self.cap, self.wrong)
 
 
 def _first_step(record: Record) -> float:

@@ -1,0 +1,97 @@
+"""Which of the runs that were measured is the best: the fastest, less the levers that give it nothing.
+
+Pure functions of the records, so that whoever reads a study later comes to the same answer as who ran it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tilewright.tune.record import Record
+from tilewright.tune.space import Space, key
+
+NOISE, MOST_NOISE = 0.005, 0.02  # speeds this near are the same; however wide their spreads, no more than this
+CONFIRMATION = "confirmation"
+SHAKEN = 0.1  # between two runs of the reference the machine changed by this: what ran there has to run again
+_AGAIN = 2  # times that a run is repeated, at most
+
+
+def latest(records: Iterable[Record]) -> dict[str, Record]:
+    """By its point's key the run that counts: the first, until it is confirmed or refuted by another.
+
+    A second run that nobody finished, or had time for, says nothing.
+    """
+    found: dict[str, Record] = {}
+    for record in records:
+        if record.purpose != CONFIRMATION:
+            found.setdefault(key(record.point), record)
+        elif record.outcome not in ("lost", "timed out"):
+            found[key(record.point)] = record
+    return found
+
+
+def fastest(records: Iterable[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:
+    """The quickest of the runs that were measured to the end, within a memory cap, but for those shown to be wrong."""
+    return max(_sound(records, cap, wrong), key=lambda record: record.tokens_per_second or 0.0, default=None)
+
+
+def best_of(space: Space, records: Sequence[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:
+    """The fastest with every lever put back that can be, one after the other, without its getting slower."""
+    wrong = set(wrong)
+    chosen = top = fastest(records, cap, wrong)
+    ran = {key(record.point): record for record in _sound(records, cap, wrong)}
+    while chosen is not None and top is not None:
+        without = [key({**chosen.point, name: space.origin[name]}) for name in space.changes(chosen.point)]
+        simpler = fastest(ran[name] for name in without if name in ran and _as_fast(ran[name], top))
+        if simpler is None:
+            break
+        chosen = simpler
+    return chosen
+
+
+def doubted(
+    records: Sequence[Record], best: Record, cap: float = math.inf, wrong: Iterable[str] = (), *, shaken: bool = False
+) -> Record | None:
+    """What should be run again before the best can be called so: itself, or one that may really be as fast.
+
+    Args:
+        shaken: only what ran while the machine changed so much that nothing is known of it.
+    """
+    again = Counter(key(record.point) for record in records if record.purpose == CONFIRMATION)
+    found = [
+        record for name, record in latest(records).items()
+        if again[name] < _AGAIN and record.purpose != "reference" and _may_win(record, best, cap) and name not in wrong
+        if (record.doubt > SHAKEN if shaken else record.doubt > MOST_NOISE or record.purpose != CONFIRMATION)
+    ]  # fmt: skip
+    return max(found, key=lambda record: (record.point == best.point, _possible(record)), default=None)
+
+
+def _may_win(record: Record, best: Record, cap: float) -> bool:
+    if record.point == best.point:
+        return True
+    if not record.measurement or record.measurement.bytes > cap or record.outcome not in ("done", "stopped early"):
+        return False
+    margin = -NOISE if record.doubt > MOST_NOISE else NOISE
+    return _possible(record) > (1 + margin) * (best.tokens_per_second or 0.0)
+
+
+def _sound(records: Iterable[Record], cap: float, wrong: Iterable[str]) -> list[Record]:
+    refused = set(wrong)
+    return [
+        record for name, record in latest(records).items()
+        if record.outcome == "done" and record.measurement and record.measurement.bytes <= cap and name not in refused
+    ]  # fmt: skip
+
+
+def _possible(record: Record) -> float:
+    return (record.tokens_per_second or 0.0) * (1 + record.doubt)
+
+
+def _as_fast(record: Record, top: Record) -> bool:
+    """Whether a run is as fast as the fastest, as far as the two could be told apart."""
+    if record.measurement is None or top.measurement is None:
+        return False
+    noise = min(MOST_NOISE, max(NOISE, record.measurement.spread, top.measurement.spread))
+    return (record.tokens_per_second or 0.0) >= (1 - noise) * (top.tokens_per_second or 0.0)
