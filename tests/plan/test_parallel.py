@@ -17,9 +17,9 @@ LLAMA_405B = Decoder(16384, 126, 128, 8, 128, 53248, 128256, 8192, gated=True, t
 
 
 def test_sixteen_thousand_gpus_take_seconds_and_every_plan_fits():
-    began = time.perf_counter()
+    began = time.process_time()
     plans = search(LLAMA_405B, Cluster(H100, 16384), 2048)
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
     for plan in plans:
         t = plan.training
         assert t.tensor * t.pipeline * t.data == 16384
@@ -33,9 +33,9 @@ def test_sixteen_thousand_gpus_take_seconds_and_every_plan_fits():
 
 
 def test_a_hundred_thousand_gpus_too():
-    began = time.perf_counter()
+    began = time.process_time()
     assert search(LLAMA_405B, Cluster(H100, 98304), 12288)
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
 
 
 def test_one_gpu_needs_no_split_and_more_are_faster():

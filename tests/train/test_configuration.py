@@ -209,9 +209,9 @@ def test_resolvers_cycles_and_wrong_references_are_refused(overrides, sentence, 
 def test_references_do_not_grow_without_end():
     names = ["out", "device", "data.tokenizer", "checkpoint.resume"]
     overrides = [f"{a}={200 * ('${' + b + '}')}" for a, b in itertools.pairwise(names)]
-    start = time.perf_counter()
+    start = time.process_time()
     assert "must be at most 4096 printable characters" in refusal(None, *overrides, "checkpoint.resume=" + 100 * "x")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -303,13 +303,13 @@ def test_a_base_is_any_yaml_file_and_the_contents_of_others_are_never_shown(fold
 
 
 def _quick(path, *overrides, seconds=5.0):
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         read(path, overrides)
     except UserError as error:
         assert "\n" not in str(error) and len(str(error)) < 600
         str(error).encode()  # can be printed anywhere
-    assert time.perf_counter() - start < seconds
+    assert time.process_time() - start < seconds
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def commands():
 
     yield run
     process.stdin.close()
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
     process.stdout.close()
 
 
