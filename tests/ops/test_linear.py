@@ -5,6 +5,7 @@ header, where there is one."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
@@ -32,8 +33,8 @@ from ops.contract import (
 from tilewright.measure.numerics import relative_error, tolerance
 from tilewright.ops import _cublaslt
 from tilewright.ops._cublaslt import Description, Epilogue, Preference
-from tilewright.ops.linear import linear, reference
-from tilewright.ops.linear_kernels import sum_rows
+from tilewright.ops.linear import linear, linear_parts, reference
+from tilewright.ops.linear_kernels import pack_and_sum, sum_rows
 
 op = sys.modules["tilewright.ops.linear"]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -259,6 +260,41 @@ def test_linear_and_its_gradients(shape, has_bias, refused, dtype, autocast, emu
     assert_near_truth(actual, truth(reference, leaves, upstream, dtype), reduced=max(40, *shape))
     wanted = [Epilogue.BIAS if has_bias else Epilogue.DEFAULT, Epilogue.DEFAULT]
     assert emulator.epilogues == ([] if 0 in shape else [one for one in wanted if one not in refused])
+
+
+def parted(sizes, used, x, weight, bias=None):
+    """The parts that are used, as attention sees them: a head's columns together."""
+    parts = linear_parts(x, weight, bias, sizes)
+    assert [part.shape for part in parts] == [(*x.shape[:-1], size) for size in sizes]
+    return torch.cat([parts[i].unflatten(-1, (-1, 8)).transpose(-2, -3) for i in used], -3)
+
+
+def reference_parted(sizes, used, x, weight, bias=None):
+    parts = reference(x, weight, bias).split(sizes, -1)
+    return torch.cat([parts[i].unflatten(-1, (-1, 8)).transpose(-2, -3) for i in used], -3)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("sizes", [(16, 16, 16), (32, 8, 8), (8, 24)], ids=str)
+@pytest.mark.parametrize("alone", [False, True], ids=["all", "one alone"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["16 bits", "autocast"])
+def test_parts_and_their_gradients(has_bias, sizes, alone, autocast, emulator):
+    used = (1,) if alone else range(len(sizes))
+    leaves = of_linear((2, 5, 24), sum(sizes), BF16, FP32 if autocast else BF16, bias=has_bias)
+    functions = [functools.partial(function, sizes, used) for function in (parted, reference_parted)]
+    upstream = torch.randn_like(functions[1](*(None if t is None else t.float() for t in leaves))).to(BF16)
+    actual = run(functions[0], leaves, upstream, BF16 if autocast else None)
+    assert [t.dtype for t in actual[1:]] == [t.dtype for t in leaves if t is not None]
+    assert_near_truth(actual, truth(functions[1], leaves, upstream, BF16), reduced=sum(sizes))
+    assert emulator.epilogues
+
+
+def test_parts_have_no_second_derivative_and_must_add_up(emulator):
+    leaves = of_linear((6, 16), 32, BF16, BF16)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(linear_parts(*leaves, (16, 8, 8))[1].sum(), leaves[0], create_graph=True)
+    with pytest.raises(ValueError, match=r"parts \(16, 8\) do not add up to the 32 features"):
+        linear_parts(*leaves, (16, 8))
 
 
 @pytest.mark.parametrize("index", range(3))
@@ -677,3 +713,13 @@ def test_the_sum_over_rows(shape, dtype):
     """By the kernel: on the CPU through the interpreter."""
     x = torch.randn(shape).to(DEVICE, dtype)
     assert_near_truth([sum_rows(x)], [x.double().sum(0)], shape[0])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 257])
+@pytest.mark.parametrize("sizes", [(16, 16, 16), (300, 33, 1), (512, 256, 256), (1, 700, 8)], ids=str)
+def test_three_matrices_beside_each_other_and_their_sum(rows, sizes):
+    parts = [torch.randn(rows, size).to(DEVICE, BF16) for size in sizes]
+    packed, sums = pack_and_sum(parts)
+    assert torch.equal(packed, torch.cat(parts, 1))
+    assert_near_truth([sums], [packed.double().sum(0)], rows)
+    assert torch.equal(sums, sum_rows(packed)) or sizes[0] % 256  # where the bands are the same, so are the bits

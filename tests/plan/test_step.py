@@ -102,9 +102,9 @@ def test_a_lever_moves_its_own_part(change, slower):
     model = load("350m", ["gpt_block=optimized"])
     best = Training(micro_batch=16, loss="fused", residual="bf16")
     before, after = (timed(model, each, How()).parts for each in (best, dataclasses.replace(best, **change)))
-    assert after[slower] > before[slower]
-    others = {name for name in CATEGORIES if after[name] > before[name] * 1.05} - {slower}
-    assert not others
+    more = {name: after[name] - before[name] for name in CATEGORIES}
+    assert more[slower] > 0
+    assert max(more[name] for name in more if name != slower) < 0.05 * more[slower]
 
 
 def test_fewer_bytes_between_products_is_what_fusion_gives():

@@ -118,19 +118,23 @@ class Attention(nn.Module):
         self.out = linear(config.width, config.width, config.bias)
 
     def forward(self, x: Tensor, rope: nn.Module | None) -> Tensor:
-        return self.out(self.mix(self.qkv(x), rope))
+        return self.out(self.mix(self.project(x), rope))
 
-    def mix(self, qkv: Tensor, rope: nn.Module | None) -> Tensor:
+    def project(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values, each of (batch, sequence, heads, head_dim)."""
+        sizes = [heads * self.head_dim for heads in (self.heads, self.key_heads, self.key_heads)]
+        parts = self.qkv(x, sizes) if isinstance(self.qkv, Linear) else self.qkv(x).split(sizes, -1)
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
+
+    def mix(self, qkv: list[Tensor], rope: nn.Module | None) -> Tensor:
         """What lies between the two products."""
-        batch, sequence, _ = qkv.shape
-        qkv = qkv.view(batch, sequence, -1, self.head_dim)
-        q, k, v = qkv.split((self.heads, self.key_heads, self.key_heads), 2)
+        q, k, v = qkv
         if rope is not None:
             q, k = rope(q, k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         with contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.key_heads)
-        return y.transpose(1, 2).reshape(batch, sequence, -1)
+        return y.transpose(1, 2).flatten(2)
 
 
 class Block(nn.Module):
@@ -171,7 +175,7 @@ class Block(nn.Module):
         attention, norm1, norm2, mlp = self.attention, self.norm1, self.norm2, self.mlp
         x, first = norm1(x, residual)
         with forgetting(is_memory_of(x), lambda: norm1.normalise(first)):
-            qkv = attention.qkv(x)
+            qkv = attention.project(x)
         mixed = attention.mix(qkv, rope)
         # With dropout the sum cannot be made twice alike; a small norm is PyTorch's, which saves what it likes.
         if norm2.p > 0 or (first.is_cuda and first.numel() <= HOST_BOUND):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from tilewright.ops.linear import linear
+from tilewright.ops.linear import linear, linear_parts
 
 
 class Linear(torch.nn.Linear):
@@ -14,5 +17,8 @@ class Linear(torch.nn.Linear):
     torch.Size([2, 3, 16])
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, sizes: Sequence[int] = ()) -> Any:
+        """The product; of `sizes` features each, a tuple of its parts."""
+        if sizes:
+            return linear_parts(input, self.weight, self.bias, sizes)
         return linear(input, self.weight, self.bias)

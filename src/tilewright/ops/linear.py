@@ -5,6 +5,9 @@
     dweight = dy^T @ x                          by PyTorch, whose choice of algorithm is the best one here
     dbias = sum of dy over tokens               one pass over dy
 
+`linear_parts` gives y in parts, as attention wants queries, keys and values. Their gradients come as so many tensors
+and have to be one matrix for the two products of backward: the pass that packs them sums them as well.
+
 Which algorithm is quickest is measured when a shape is first seen; all of them give the same bits (`_cublaslt`). The
 gradient of a parameter is computed in the parameter's dtype: under autocast in float32, neither rounded to 16 bits on
 the way nor copied after. Products too small for a choice to pay are `torch.nn.functional.linear`, whose host cost is
@@ -30,7 +33,7 @@ import torch.nn.functional as F
 from tilewright.ops import _cublaslt, _op
 from tilewright.plan.cost import product as cost
 
-__all__ = ["cost", "linear", "reference"]
+__all__ = ["cost", "linear", "linear_parts", "reference"]
 
 _ONCE = "linear has no second derivative: leave out create_graph=True, or use torch.nn.functional.linear."
 _DEVICES = ("cuda",)
@@ -85,6 +88,22 @@ def _sum(rows: Tensor) -> Tensor:
     return sum_rows(rows)
 
 
+def _packed(parts: Sequence[Tensor | None], like: Sequence[int], sums: bool) -> tuple[Tensor, Tensor | None]:
+    """Gradients beside each other in one matrix, of which `like` are the widths, and its sum over the rows."""
+    some = next(part for part in parts if part is not None)
+    shape = some.shape[:-1]
+    matrices = [
+        _matrix(some.new_zeros((*shape, width)) if part is None else part)
+        for part, width in zip(parts, like, strict=True)
+    ]
+    if not sums or len(parts) != 3 or not _op.runs_kernel(some):
+        packed = torch.cat(matrices, 1)
+        return packed, _sum(packed) if sums else None
+    from tilewright.ops.linear_kernels import pack_and_sum
+
+    return pack_and_sum(matrices)
+
+
 def _of_weight(dy: Tensor, x: Tensor, full: bool) -> Tensor:
     if not full:
         return torch.mm(dy, x)
@@ -121,7 +140,28 @@ class _Linear(torch.autograd.Function):
         return _differentiate(ctx, _backward, dy)
 
 
-_eager = _op.eager(_Linear)
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sizes: Sequence[int], *inputs: Any) -> tuple[Tensor, ...]:
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        ctx.sizes = sizes
+        return output.split(sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_ONCE)
+        if all(part is None for part in parts):
+            return (None,) * 5
+        x, cast = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[1:4])
+        dy, dbias = _packed(parts, ctx.sizes, needs[2])
+        dx, dweight, _ = _backward(dy, x, cast, ctx.full, [*needs[:2], False])
+        return None, dx, dweight, None if dbias is None else dbias.to(torch.float32 if ctx.full[1] else dy.dtype), None
+
+
+_eager, _eager_parts = _op.eager(_Linear), _op.eager(_Parts)
 
 
 @torch.library.custom_op(
@@ -185,13 +225,36 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> torch.equal(linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
     True
     """
+    inputs = _prepared(x, weight, bias)
+    if inputs is None:
+        return reference(x, weight, bias)
+    return (_registered if torch.compiler.is_compiling() else _eager)(*inputs)
+
+
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """``linear(x, weight, bias).split(sizes, -1)``, with a backward that reads the parts' gradients once.
+
+    >>> import torch
+    >>> q, k, v = linear_parts(torch.randn(2, 3, 8), torch.randn(32, 8), None, (16, 8, 8))
+    >>> q.shape, k.shape
+    (torch.Size([2, 3, 16]), torch.Size([2, 3, 8]))
+    """
+    inputs = _prepared(x, weight, bias)
+    if sum(sizes) != weight.shape[0]:
+        raise ValueError(f"linear: the parts {tuple(sizes)} do not add up to the {weight.shape[0]} features.")
+    if inputs is None or torch.compiler.is_compiling():
+        return linear(x, weight, bias).split(list(sizes), -1)
+    return _eager_parts(list(sizes), *inputs)
+
+
+def _prepared(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...] | None:
+    """What the op takes; None where it is plain PyTorch's to compute."""
     dtype = _check(x, weight, bias)
     # Where the weight is frozen, PyTorch keeps no x for its gradient.
     frozen = not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
     if frozen or not _fits(dtype, x, weight, bias):
-        return reference(x, weight, bias)
-    run = _registered if torch.compiler.is_compiling() else _eager
-    return run(x.to(dtype), weight, bias, weight if weight.dtype is dtype else weight.detach().to(dtype))
+        return None
+    return x.to(dtype), weight, bias, weight if weight.dtype is dtype else weight.detach().to(dtype)
 
 
 def _fits(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

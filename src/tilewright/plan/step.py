@@ -231,15 +231,26 @@ def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
         if training.attention == "softmax":  # all scores through memory: masked, softmax, rounded
             scores = cost.elementwise(b * heads * s * s, 6 * c, 6)
             yield Work("pointwise", scores, decoder.layers * calls, SHARES["eager"])
-    # Gradients of queries, keys and values are put together for the product before them.
-    of_qkv = b * s * (heads + 2 * decoder.kv_heads) * decoder.head_dim
-    share = SHARES["compiled" if training.compiled else "eager"]
-    yield Work("pointwise", cost.elementwise(of_qkv, 2 * c, 0), decoder.layers, share)
+    # Gradients of queries, keys and values are put together for the product before them; fused, and summed on the way.
+    one = cost.elementwise(b * s * _qkv(decoder), 2 * c, 1)
+    summed = decoder.qkv_bias and _packs(decoder, training, how)
+    style = "fused" if summed else "compiled" if training.compiled else "eager"
+    yield Work("fused" if summed else "pointwise", one, decoder.layers, SHARES[style])
     if decoder.positions == "rope":
         style, category = _style(decoder, training, how)
         one = cost.rope(b * s, heads + decoder.kv_heads, decoder.head_dim, element_bytes=c)
         calls = decoder.layers * (3 if training.recompute == "full" else 2)
         yield Work(category, one, calls, SHARES["eager rope" if style == "eager" else style])
+
+
+def _qkv(decoder: Decoder) -> int:
+    """Features of queries, keys and values together."""
+    return (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim
+
+
+def _packs(decoder: Decoder, training: Training, how: How) -> bool:
+    """Whether Tilewright puts the gradients of queries, keys and values together itself."""
+    return _style(decoder, training, how)[0] == "fused" and not training.compiled
 
 
 def _norms(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
@@ -293,7 +304,7 @@ def _gradients(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     tokens, h, stored = training.micro_batch * decoder.sequence, decoder.width, training.stored_bytes
     style, category = _style(decoder, training, how)
     if decoder.mlp_bias:  # sums over the gradients
-        outputs = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + decoder.ffn + 2 * h
+        outputs = (0 if _packs(decoder, training, how) else _qkv(decoder)) + decoder.ffn + 2 * h
         one = cost.elementwise(tokens * outputs, training.compute_bytes, 1)
         yield Work(category, one, decoder.layers, SHARES[style])
     share = SHARES["compiled" if training.compiled else "eager"]
