@@ -38,17 +38,22 @@ def fastest(records: Iterable[Record], cap: float = math.inf, wrong: Iterable[st
 
 
 def best_of(space: Space, records: Sequence[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:
-    """The fastest with every lever put back that can be, one after the other, without its getting slower."""
+    """The fastest with every lever put back that can be, one after the other, without its getting slower.
+
+    Of runs that are as fast it is one that has been confirmed.
+    """
     wrong = set(wrong)
-    chosen = top = fastest(records, cap, wrong)
+    top = fastest(records, cap, wrong)
+    if top is None:
+        return None
     ran = {key(record.point): record for record in _sound(records, cap, wrong)}
-    while chosen is not None and top is not None:
+    chosen = fastest(record for record in ran.values() if _sure(record) and _as_fast(record, top)) or top
+    while True:
         without = [key({**chosen.point, name: space.origin[name]}) for name in space.changes(chosen.point)]
         simpler = fastest(ran[name] for name in without if name in ran and _as_fast(ran[name], top))
         if simpler is None:
-            break
+            return chosen
         chosen = simpler
-    return chosen
 
 
 def doubted(
@@ -63,7 +68,7 @@ def doubted(
     found = [
         record for name, record in latest(records).items()
         if again[name] < _AGAIN and record.purpose != "reference" and _may_win(record, best, cap) and name not in wrong
-        if (record.doubt > SHAKEN if shaken else record.doubt > MOST_NOISE or record.purpose != CONFIRMATION)
+        if (record.doubt > SHAKEN if shaken else not _sure(record))
     ]  # fmt: skip
     return max(found, key=lambda record: (record.point == best.point, _possible(record)), default=None)
 
@@ -83,6 +88,10 @@ def _sound(records: Iterable[Record], cap: float, wrong: Iterable[str]) -> list[
         record for name, record in latest(records).items()
         if record.outcome == "done" and record.measurement and record.measurement.bytes <= cap and name not in refused
     ]  # fmt: skip
+
+
+def _sure(record: Record) -> bool:
+    return record.purpose == CONFIRMATION and record.doubt <= MOST_NOISE
 
 
 def _possible(record: Record) -> float:

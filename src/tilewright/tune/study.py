@@ -5,6 +5,8 @@
     confirm    the best run once more, between two of the reference, and whatever may still be faster than it
     prove      the best run beside the standard float32 model; what turns out wrong is struck, and the next is proved
 
+With the time that is left it begins again, until none is or nothing is left to try.
+
 Every trial is a process of its own, and every finished one is in the ledger at once: whoever is killed loses the trial
 at hand and nothing else. Several workers may run the same study through one storage; each compares its trials with its
 own runs of the reference, so that a slower machine, or one that drifts, does no harm to the comparison.
@@ -42,7 +44,7 @@ from tilewright.tune.space import Point, Space, key
 from tilewright.tune.storage import in_folder
 from tilewright.tune.verdict import at_its_own_size
 
-SEARCH, REFINE = 0.65, 0.8  # of the budget are over when searching, and refining, end
+SEARCH, REFINE = 0.65, 0.8  # of the time are over when searching, and refining, end
 REFERENCE_EVERY = 5  # the run as given is every fifth of the trials
 HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
 SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
@@ -137,7 +139,10 @@ class _Study:
             self.space, self._predict, lambda found: misfit(found, self.machine, settings.memory_cap), self.cap
         )
         self.records: list[Record] = []  # as they were last read
+        self.span = settings.budget  # seconds there were when it last began to search
         self.proof: Proof | None = None
+        self.proved: str | None = None  # the key of the run that it is of
+        self.proof_took = 0.0  # seconds, the longest
         self.wrong: set[str] = set()
         self.reference = 0.0  # tokens a second of the run as given, when it last ran here
         self.since = REFERENCE_EVERY  # trials since then
@@ -153,10 +158,7 @@ class _Study:
             self.wrong.update(self.ledger.noted("wrong") or ())
             self.shown.begin({**facts, "name": settings.name, "finished": len(self._read())})
             try:
-                self._search()
-                self._refine()
-                self._confirm()
-                self._prove()
+                self._work()
             except KeyboardInterrupt:
                 interrupted = True
                 self.shown.say("stopping: what is known so far is the answer; --resume goes on.")
@@ -189,9 +191,21 @@ class _Study:
 
     # The parts of a study
 
-    def _search(self) -> None:
+    def _work(self) -> None:
         self.ledger.propose([(point, "search") for point in self.settings.first])
-        while self.left > (1 - SEARCH) * self.settings.budget:
+        while True:
+            known, self.span = len(self._read()), self.left
+            self._search()
+            self._refine()
+            self._confirm()
+            self._prove()
+            self._confirm()  # where the proof had to come first
+            # Whatever else is found has to be run and proved as well.
+            if len(self._read()) == known or self.left < self._expected(self.space.origin) + 1.2 * self.proof_took:
+                return
+
+    def _search(self) -> None:
+        while self.left > max((1 - SEARCH) * self.span, self._expected(self.space.origin)):
             self.ledger.recover()
             claim = self._take()
             if claim is not None:
@@ -213,7 +227,8 @@ class _Study:
         spoilt = doubted(records, best, self.cap, self.wrong, shaken=True) if best is not None else None
         if spoilt is not None and spoilt.point not in running:
             return spoilt.point, CONFIRMATION
-        while (point := self.search.next(records, dear)) is not None and self._expected(point) >= self.left:
+        spare = self.left - (self._end_takes(best) if best is not None else 0.0)
+        while (point := self.search.next(records, dear)) is not None and self._expected(point) >= spare:
             dear.append(point)
         return point, "search"
 
@@ -225,7 +240,7 @@ class _Study:
             before = found.point
             without = [{**before, name: self.space.origin[name]} for name in self.space.changes(before)]
             without = [point for point in without if self.space.refusal(point) is None and point != self.space.origin]
-            self._see(without, "ablation", max((1 - REFINE) * self.settings.budget, self._proof_takes(found)))
+            self._see(without, "ablation", max((1 - REFINE) * self.span, self._end_takes(found)))
             self._read()
 
     def _confirm(self) -> None:
@@ -235,7 +250,8 @@ class _Study:
             again = doubted(self.records, found, self.cap, self.wrong) if found is not None else None
             if again is None:
                 return
-            self._see([again.point], CONFIRMATION, self._proof_takes(again) + self._expected(self.space.origin))
+            proved = key(again.point) == self.proved
+            self._see([again.point], CONFIRMATION, 0.0 if proved else self._proof_takes(again))
             self._read()
 
     def _see(self, points: list[Point], purpose: str, until: float) -> None:
@@ -250,16 +266,19 @@ class _Study:
         ran = False
         while self.left > until:
             self.ledger.recover()
-            if wanted.isdisjoint(key(p) for p in self.ledger.waiting()):
+            due = [point for point in self.ledger.waiting() if key(point) in wanted]
+            if not due:
                 if wanted.isdisjoint(key(each["point"]) for each in self.ledger.running()):
                     break
                 time.sleep(_POLL)
+            elif self.left - self._expected(due[0]) <= until:
+                break  # it was queued when there was more time
             elif not ran and self._yardstick():
                 ran = True
-            elif (claim := self._take()) is not None:
+            elif (claim := self._take(purpose)) is not None:
                 self._run(claim)
                 ran = True
-        if ran and self.left > until:
+        if ran and self.left - self._expected(self.space.origin) > until:
             self._yardstick()
 
     def _prove(self) -> None:
@@ -267,15 +286,17 @@ class _Study:
         for attempt in range(_PROOFS):
             self._read()
             best = self._best()
-            if best is None:
+            if best is None or key(best.point) == self.proved:
                 return
             # It may overrun the budget by what compiling takes, and the first attempt by a minute at least.
             limit = deadline + 2 * _first_step(best) + 60.0 - time.monotonic()
             if attempt and limit < 30.0:
                 break
             self.shown.trial("proof", best.point, None)
+            began = time.monotonic()
             ended = run_child(self._proof_job(best), Limits(limit, limit), self.shown.event, self.settings.command)
-            proof = Proof.from_dict(ended.value, ended.error)
+            self.proof_took = max(self.proof_took, time.monotonic() - began)
+            proof, self.proved = Proof.from_dict(ended.value, ended.error), key(best.point)
             self.proof = self._at_its_own_size(best, proof)
             if self.proof.verdict != "wrong":
                 return
@@ -294,7 +315,14 @@ class _Study:
 
     def _proof_takes(self, best: Record) -> float:
         """Seconds to leave for it, as long as that is not most of all there is."""
-        return min(0.4 * self.settings.budget, 40.0 + 2 * _first_step(best))
+        return min(0.4 * self.settings.budget, 1.2 * self.proof_took or 40.0 + 1.2 * _first_step(best))
+
+    def _end_takes(self, best: Record) -> float:
+        """Seconds to leave for confirming and proving it."""
+        again = 0.0
+        if doubted(self.records, best, self.cap, self.wrong) is not None:
+            again = self._expected(self.space.origin) + self._expected(best.point)
+        return min(0.5 * self.settings.budget, again + self._proof_takes(best))
 
     def _at_its_own_size(self, record: Record, proof: Proof) -> Proof:
         """The proof, or that a run is wrong at its own batch; where something is drawn by chance, nobody can tell."""
@@ -320,13 +348,13 @@ class _Study:
 
     # One trial
 
-    def _take(self) -> Claim | None:
-        """The next that waits; the run as given first, where it is time for it."""
+    def _take(self, purpose: str = "") -> Claim | None:
+        """The next that waits, one of a purpose first; before it the run as given, where it is time for that."""
         failed = [r for r in self.records if r.purpose == "reference" and r.outcome != "done"]
         if self.since >= REFERENCE_EVERY and (self.reference or len(failed) < 2):
             self.ledger.propose([(self.space.origin, "reference")])
             return self.ledger.take("reference")
-        return self.ledger.take()
+        return self.ledger.take(purpose)
 
     def _yardstick(self) -> bool:
         """Run the run as given, unless it was the last that ran here; whether anything ran."""

@@ -1,0 +1,106 @@
+"""Studies of a large GPU in a clock of their own: what a trial takes is added to it, and nothing really runs."""
+
+import math
+import random
+import types
+
+import pytest
+
+from tilewright.train.configuration import from_dict, read
+from tilewright.tune import study
+from tilewright.tune.predict import predict
+from tilewright.tune.process import Ended
+from tilewright.tune.space import key, open_space, value_of
+from tilewright.tune.study import Settings, run
+
+MACHINE = {
+    "machine": {"gpu": {"name": "NVIDIA H200"}, "torch": "2.11", "triton": "3.6"}, "device": "cuda",
+    "host": {"cores": 16, "memory_bytes": 2**37}, "memory_bytes": 150e9, "copy_bytes_per_second": 4.25e12,
+    "flops": {"bf16": 7.5e14, "tf32": 3.9e14, "fp32": 5e13}, "launch_seconds": 13e-6, "kernel_seconds": 1.6e-6,
+}  # fmt: skip
+BUDGET = 480.0
+PEERS = (
+    "compile=default",
+    "compile=max-autotune",
+    "model.gpt_block=optimized,model.loss=linear_fused,cuda_graphs=true",
+)
+COMPILING = {"none": 0.0, "default": 40.0, "reduce-overhead": 45.0, "max-autotune": 140.0}
+
+
+class World:
+    """A GPU on which each lever is a few percent better or worse than its plan, and steps vary."""
+
+    def __init__(self, space, seed):
+        self.space, self.now, self.compiled = space, 0.0, set()
+        self.chance = random.Random(seed)
+        self.beyond = {
+            (name, value): math.exp(self.chance.gauss(0, 0.02))
+            for name, values in space.levers.items() for value in values
+        }  # fmt: skip
+
+    def seconds(self, point):
+        expected = predict(self.space.at(point), MACHINE)
+        return expected.seconds * math.prod(self.beyond[item] for item in point.items())
+
+    def child(self, job, limits, hear=None, command=None):
+        if job["kind"] == "prove":
+            self.now += 35.0
+            losses = {"float32": [1.0], "standard": [1.0], "best": [1.0]}
+            return Ended(
+                "done", None, "", {"verdict": "same within rounding", "why": "", "layers": [], "losses": losses}
+            )
+        run = from_dict(job["configuration"])
+        point = {name: value_of(run, name) for name in self.space.levers}
+        step, expected = self.seconds(point), predict(run, MACHINE)
+        first = 2.0 + COMPILING[run.compile] * (0.2 if key(point) in self.compiled else 1.0)
+        took = 12.0 + first + 12 * step
+        self.now += min(took, limits.seconds)
+        if took > limits.seconds:
+            return Ended("timed out", "It was not done in time.", "", None)
+        if expected.bytes > MACHINE["memory_bytes"]:
+            return Ended("out of memory", "CUDA out of memory.", "", None)
+        self.compiled.add(key(point))
+        value = {
+            "tokens_per_step": 65536, "step_seconds": [step * (1 + self.chance.gauss(0, 0.003)) for _ in range(8)],
+            "first_step_seconds": first, "data_wait": 0.0, "losses": [1.0] * 8, "bytes": int(expected.bytes),
+        }  # fmt: skip
+        slow = 0 < job["stop_above"] < 0.99 * step
+        return Ended("stopped early" if slow else "done", None, "", value)
+
+    def best_around(self, point):
+        """The seconds of a step where no neighbour is quicker."""
+        while True:
+            near = [p for _, p in self.space.neighbours(point) if self.space.refusal(p) is None]
+            near = [p for p in near if predict(self.space.at(p), MACHINE).bytes < MACHINE["memory_bytes"]]
+            better = min(near, key=self.seconds)
+            if self.seconds(better) >= self.seconds(point):
+                return self.seconds(point)
+            point = better
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("tries", [(), PEERS], ids=["alone", "after its peers"])
+@pytest.mark.parametrize(("preset", "batch"), [("125m", 32), ("1b", 16)])
+def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, preset, batch, tries, seed):
+    sizes = [f"model.preset={preset}", f"global_batch={batch}", f"micro_batch={batch}", "data.kind=synthetic"]
+    space = open_space(read(None, sizes), device="cuda", search=("micro_batch",))
+    world = World(space, seed)
+    monkeypatch.setattr(study, "run_child", world.child)
+    clock = types.SimpleNamespace(
+        time=lambda: 1e9 + world.now, monotonic=lambda: world.now, sleep=lambda seconds: None
+    )  # fmt: skip
+    monkeypatch.setattr(study, "time", clock)
+    asked = tuple(map(space.parse, tries))
+    place = tmp_path, "s", f"sqlite:///{tmp_path}/study.db"
+    answer = run(Settings(space, MACHINE, *place, BUDGET, fresh=True, first=asked))
+
+    assert BUDGET * 0.75 < world.now < BUDGET + 20.0  # what there is is used, and no more
+    assert answer.proof.verdict == "same within rounding"
+    first = answer.reference.tokens_per_second
+    assert all(
+        answer.ratio >= 0.99 * record.tokens_per_second / first for record in answer.records if record.outcome == "done"
+    )
+    if not tries:  # a peer that is autotuned takes a third of the time
+        assert answer.best.purpose == "confirmation"
+        reached = world.seconds(answer.best.point)
+        assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > 0.93 * reached
