@@ -293,8 +293,9 @@ def test_parts_have_no_second_derivative_and_must_add_up(emulator):
     leaves = of_linear((6, 16), 32, BF16, BF16)
     with pytest.raises(RuntimeError, match="second derivative"):
         torch.autograd.grad(linear_parts(*leaves, (16, 8, 8))[1].sum(), leaves[0], create_graph=True)
-    with pytest.raises(ValueError, match=r"parts \(16, 8\) do not add up to the 32 features"):
-        linear_parts(*leaves, (16, 8))
+    for sizes in ((16, 8), (16, 0, 16)):
+        with pytest.raises(ValueError, match=r"the parts \(16, .*\) are not the 32 features; give positive sizes"):
+            linear_parts(*leaves, sizes)
 
 
 @pytest.mark.parametrize("index", range(3))

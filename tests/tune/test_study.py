@@ -18,6 +18,7 @@ from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict, read
 from tilewright.tune import cache, study
 from tilewright.tune.answer import Answer
+from tilewright.tune.choose import confirmed, latest
 from tilewright.tune.drift import corrected
 from tilewright.tune.record import Measurement, Record
 from tilewright.tune.space import key, open_space
@@ -432,6 +433,46 @@ def test_a_machine_that_changes_at_once_deceives_nobody(tmp_path, monkeypatch, a
     answer = run(settings(tmp_path / "study"))
     assert answer.changes == BEST
     assert answer.ratio == pytest.approx(1 / (0.7 * 0.9 * 0.85), rel=0.01)
+
+
+def test_a_run_counts_by_its_steadiest_measurement():
+    """However often the machine changes: a run across a change says less than one on a steady machine."""
+    first, again = timed({"x": 1}, 1200.0, 1.0), timed({"x": 1}, 1218.0, 2.0, "confirmation", doubt=0.03)
+    assert latest([first, again])[key({"x": 1})] is first
+    steady = timed({"x": 1}, 1210.0, 4.0, "confirmation")
+    assert latest([first, again, steady])[key({"x": 1})] is steady and confirmed([first, again, steady], steady)
+    spoilt = timed({"x": 1}, 1633.0, 1.0, doubt=0.9)
+    assert not confirmed([spoilt, steady], steady)  # its first measurement that is worth anything
+    failed = dataclasses.replace(steady, outcome="crashed", measurement=None)
+    assert latest([first, failed])[key({"x": 1})] is failed
+    assert latest([first, dataclasses.replace(failed, outcome="lost")])[key({"x": 1})] is first
+
+
+def test_a_reference_that_failed_at_first_can_still_be_the_best(tmp_path, monkeypatch):
+    real, runs = study.run_child, []
+
+    def child(job, *arguments, **options):
+        runs.append(job)
+        ended = real(job, *arguments, **options)
+        if job["kind"] == "measure" and len(runs) == 1:
+            return dataclasses.replace(ended, outcome="crashed", error="died.", value=None)
+        return ended
+
+    monkeypatch.setattr(study, "run_child", child)
+    slower_levers = {name: {value: [1.25, 1.0] for value in values} for name, values in RULE["levers"].items()}
+    given = settings(tmp_path / "study", {**RULE, "levers": slower_levers})
+    runs.clear()
+    answer = run(given)
+    assert answer.records[0].outcome == "crashed" and answer.changes == {} and answer.ratio == 1.0
+
+
+def test_what_ran_across_a_change_is_not_kept_for_later(tmp_path, monkeypatch):
+    growing_slow(monkeypatch, lambda number: 2.0 if number >= 3 else 1.0)
+    kept = []
+    monkeypatch.setattr(cache, "put", lambda name, record: kept.append(record))
+    answer = run(settings(tmp_path / "study"))
+    spoilt = {record.began for record in answer.records if record.doubt > 0.1}
+    assert spoilt and kept and spoilt.isdisjoint(record.began for record in kept)
 
 
 def test_a_run_that_was_fast_once_has_to_be_so_again(tmp_path, monkeypatch):

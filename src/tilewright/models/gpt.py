@@ -123,7 +123,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> list[Tensor]:
         """Queries, keys and values, each of (batch, sequence, heads, head_dim)."""
         sizes = [heads * self.head_dim for heads in (self.heads, self.key_heads, self.key_heads)]
-        parts = self.qkv(x, sizes) if isinstance(self.qkv, Linear) else self.qkv(x).split(sizes, -1)
+        parts = self.qkv(x, sizes) if type(self.qkv) is Linear else self.qkv(x).split(sizes, -1)
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
     def mix(self, qkv: list[Tensor], rope: nn.Module | None) -> Tensor:

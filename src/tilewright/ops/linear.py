@@ -240,8 +240,10 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence
     (torch.Size([2, 3, 16]), torch.Size([2, 3, 8]))
     """
     inputs = _prepared(x, weight, bias)
-    if sum(sizes) != weight.shape[0]:
-        raise ValueError(f"linear: the parts {tuple(sizes)} do not add up to the {weight.shape[0]} features.")
+    if sum(sizes) != weight.shape[0] or min(sizes) < 1:
+        raise ValueError(
+            f"linear: the parts {tuple(sizes)} are not the {weight.shape[0]} features; give positive sizes."
+        )
     if inputs is None or torch.compiler.is_compiling():
         return linear(x, weight, bias).split(list(sizes), -1)
     return _eager_parts(list(sizes), *inputs)

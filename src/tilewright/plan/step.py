@@ -250,7 +250,8 @@ def _qkv(decoder: Decoder) -> int:
 
 def _packs(decoder: Decoder, training: Training, how: How) -> bool:
     """Whether Tilewright puts the gradients of queries, keys and values together itself."""
-    return _style(decoder, training, how)[0] == "fused" and not training.compiled
+    fused = _style(decoder, training, how)[0] == "fused"
+    return fused and training.compute_bytes == 2 and not training.compiled
 
 
 def _norms(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
@@ -303,8 +304,10 @@ def _gradients(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     """What parameters cost beside the products: those of biases and embeddings, and autocast's copies."""
     tokens, h, stored = training.micro_batch * decoder.sequence, decoder.width, training.stored_bytes
     style, category = _style(decoder, training, how)
-    if decoder.mlp_bias:  # sums over the gradients
-        outputs = (0 if _packs(decoder, training, how) else _qkv(decoder)) + decoder.ffn + 2 * h
+    outputs = decoder.ffn + 2 * h if decoder.mlp_bias else 0
+    if decoder.qkv_bias and not _packs(decoder, training, how):
+        outputs += _qkv(decoder)
+    if outputs:  # sums over the gradients
         one = cost.elementwise(tokens * outputs, training.compute_bytes, 1)
         yield Work(category, one, decoder.layers, SHARES[style])
     share = SHARES["compiled" if training.compiled else "eager"]

@@ -14,7 +14,7 @@ import yaml
 
 from tilewright.measure.results import write_text
 from tilewright.train.configuration import write_yaml
-from tilewright.tune.choose import CONFIRMATION, latest
+from tilewright.tune.choose import confirmed, latest
 from tilewright.tune.record import Record
 from tilewright.tune.space import Space, key
 
@@ -203,7 +203,7 @@ def _gives(answer: Answer) -> str:
     if answer.reference is None or answer.ratio is None:
         return f"It trains {speed}; the run as given did not run."
     drift = answer.drift or 0.0
-    how = "measured on this machine" + (", and once more to be sure" if answer.best.purpose == CONFIRMATION else "")
+    how = "measured on this machine" + (", and once more to be sure" if confirmed(answer.records, answer.best) else "")
     if drift > UNSTEADY:
         how = f"but do not rely on it: the machine was not steady, and the same run differed by {drift:.0%}"
     return (
@@ -216,10 +216,10 @@ def _costs(answer: Answer) -> str:
     best, reference = answer.best, answer.reference
     assert best is not None and best.measurement is not None
     memory = f"{best.measurement.bytes / 2**30:.2f} GiB of memory"
-    begin = f"its first step takes {_first_step(answer, best):.0f} s"
+    begin = f"its first step takes {first_step(answer.records, best):.0f} s"
     if reference is not None and reference.measurement is not None:
         memory += f" instead of {reference.measurement.bytes / 2**30:.2f}"
-        begin += f" instead of {_first_step(answer, reference):.0f}"
+        begin += f" instead of {first_step(answer.records, reference):.0f}"
     if answer.proof is None:
         numbers = "whether the numbers are the same was not looked at"
     else:
@@ -227,10 +227,10 @@ def _costs(answer: Answer) -> str:
     return f"It takes {memory}, {begin}, and {numbers}."
 
 
-def _first_step(answer: Answer, record: Record) -> float:
+def first_step(records: Sequence[Record], record: Record) -> float:
     """Seconds of the first step, the first time: later a compiler remembers."""
-    runs = [each.measurement for each in (*answer.records, record) if each.point == record.point and each.measurement]
-    return max(each.first_step_seconds for each in runs)
+    runs = [each.measurement for each in (*records, record) if each.point == record.point and each.measurement]
+    return max((each.first_step_seconds for each in runs), default=0.0)
 
 
 def listed(words: Any) -> str:

@@ -15,21 +15,33 @@ from tilewright.tune.space import Space, key
 NOISE, MOST_NOISE = 0.005, 0.02  # speeds this near are the same; however wide their spreads, no more than this
 CONFIRMATION = "confirmation"
 SHAKEN = 0.1  # between two runs of the reference the machine changed by this: what ran there has to run again
-_AGAIN = 2  # times that a run is repeated, at most
+_AGAIN = 3  # times that a run is repeated, at most
 
 
 def latest(records: Iterable[Record]) -> dict[str, Record]:
     """By its point's key the run that counts: the first, until it is confirmed or refuted by another.
 
-    A second run that nobody finished, or had time for, says nothing.
+    A second run that nobody finished, or had time for, says nothing; nor does one in which the machine was less steady
+    than in the first. Of references, of which there are many, it is the first that was measured.
     """
     found: dict[str, Record] = {}
     for record in records:
-        if record.purpose != CONFIRMATION:
-            found.setdefault(key(record.point), record)
-        elif record.outcome not in ("lost", "timed out"):
+        before = found.setdefault(key(record.point), record)
+        if record.purpose == "reference":
+            counts = before.outcome != "done"
+        else:
+            counts = record.purpose == CONFIRMATION and record.outcome not in ("lost", "timed out")
+            counts = counts and (record.measurement is None or record.doubt <= max(MOST_NOISE, before.doubt))
+        if counts:
             found[key(record.point)] = record
     return found
+
+
+def confirmed(records: Iterable[Record], record: Record) -> bool:
+    """Whether a run was measured once more, each time on a steady machine."""
+    if record.purpose != CONFIRMATION or record.doubt > MOST_NOISE:
+        return False
+    return sum(r.point == record.point and r.outcome == "done" and r.doubt <= SHAKEN for r in records) > 1
 
 
 def fastest(records: Iterable[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:
@@ -47,7 +59,7 @@ def best_of(space: Space, records: Sequence[Record], cap: float = math.inf, wron
     if top is None:
         return None
     ran = {key(record.point): record for record in _sound(records, cap, wrong)}
-    chosen = fastest(record for record in ran.values() if _sure(record) and _as_fast(record, top)) or top
+    chosen = fastest(record for record in ran.values() if confirmed(records, record) and _as_fast(record, top)) or top
     while True:
         without = [key({**chosen.point, name: space.origin[name]}) for name in space.changes(chosen.point)]
         simpler = fastest(ran[name] for name in without if name in ran and _as_fast(ran[name], top))
@@ -68,7 +80,7 @@ def doubted(
     found = [
         record for name, record in latest(records).items()
         if again[name] < _AGAIN and record.purpose != "reference" and _may_win(record, best, cap) and name not in wrong
-        if (record.doubt > SHAKEN if shaken else not _sure(record))
+        if (record.doubt > SHAKEN if shaken else not confirmed(records, record))
     ]  # fmt: skip
     return max(found, key=lambda record: (record.point == best.point, _possible(record)), default=None)
 
@@ -88,10 +100,6 @@ def _sound(records: Iterable[Record], cap: float, wrong: Iterable[str]) -> list[
         record for name, record in latest(records).items()
         if record.outcome == "done" and record.measurement and record.measurement.bytes <= cap and name not in refused
     ]  # fmt: skip
-
-
-def _sure(record: Record) -> bool:
-    return record.purpose == CONFIRMATION and record.doubt <= MOST_NOISE
 
 
 def _possible(record: Record) -> float:

@@ -31,8 +31,8 @@ from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.train.configuration import from_dict
 from tilewright.tune import cache
-from tilewright.tune.answer import Answer, Proof, answered, write_best
-from tilewright.tune.choose import CONFIRMATION, MOST_NOISE, NOISE, best_of, doubted
+from tilewright.tune.answer import Answer, Proof, answered, first_step, write_best
+from tilewright.tune.choose import CONFIRMATION, MOST_NOISE, NOISE, SHAKEN, best_of, doubted
 from tilewright.tune.drift import corrected, first_reference
 from tilewright.tune.explain import explain
 from tilewright.tune.ledger import Claim, Ledger, StorageLost
@@ -147,6 +147,7 @@ class _Study:
         self.reference = 0.0  # tokens a second of the run as given, when it last ran here
         self.since = REFERENCE_EVERY  # trials since then
         self.durations: dict[str, list[float]] = {}  # seconds a trial took, by compile mode
+        self.to_keep: list[tuple[str, Record]] = []  # for the cache, when it is known how steady the machine was
 
     def run(self) -> Answer:
         settings, interrupted = self.settings, False
@@ -225,9 +226,9 @@ class _Study:
         records, dear = self._read(), list(running)
         best = self._best()
         spoilt = doubted(records, best, self.cap, self.wrong, shaken=True) if best is not None else None
-        if spoilt is not None and spoilt.point not in running:
-            return spoilt.point, CONFIRMATION
         spare = self.left - (self._end_takes(best) if best is not None else 0.0)
+        if spoilt is not None and spoilt.point not in running and self._expected(spoilt.point) < spare:
+            return spoilt.point, CONFIRMATION
         while (point := self.search.next(records, dear)) is not None and self._expected(point) >= spare:
             dear.append(point)
         return point, "search"
@@ -289,7 +290,7 @@ class _Study:
             if best is None or key(best.point) == self.proved:
                 return
             # It may overrun the budget by what compiling takes, and the first attempt by a minute at least.
-            limit = deadline + 2 * _first_step(best) + 60.0 - time.monotonic()
+            limit = deadline + 2 * first_step(self.records, best) + 60.0 - time.monotonic()
             if attempt and limit < 30.0:
                 break
             self.shown.trial("proof", best.point, None)
@@ -315,7 +316,7 @@ class _Study:
 
     def _proof_takes(self, best: Record) -> float:
         """Seconds to leave for it, as long as that is not most of all there is."""
-        return min(0.4 * self.settings.budget, 1.2 * self.proof_took or 40.0 + 1.2 * _first_step(best))
+        return min(0.4 * self.settings.budget, 1.2 * self.proof_took or 40.0 + 1.2 * first_step(self.records, best))
 
     def _end_takes(self, best: Record) -> float:
         """Seconds to leave for confirming and proving it."""
@@ -335,6 +336,7 @@ class _Study:
     def _answer(self, facts: dict[str, Any], interrupted: bool) -> Answer:
         with contextlib.suppress(StorageLost):
             self._read()
+        self._keep()
         reasons = list(self.search.discarded.values())
         answer = answered(
             self.space, self.records, self._best(), name=self.settings.name, proof=self.proof,
@@ -375,6 +377,8 @@ class _Study:
             raise
         self.ledger.finish(claim, record)
         self._read()
+        if claim.purpose == "reference":
+            self._keep()
         self.shown.record(next((r for r in self.records if r.began == record.began), record), self._best())
 
     def _measure(self, claim: Claim) -> Record:
@@ -401,8 +405,16 @@ class _Study:
         )  # fmt: skip
         self.durations.setdefault(run.compile, []).append(record.ended - record.began)
         if keeps and self.reference and measured is not None and measured.spread < MOST_NOISE:
-            cache.put(name, record)
+            self.to_keep.append((name, record))
         return record
+
+    def _keep(self) -> None:
+        """Into the cache with what ran while the machine was steady, as a run of the reference after it shows."""
+        doubts = {record.began: record.doubt for record in self.records}
+        for name, record in self.to_keep:
+            if doubts.get(record.began, 0.0) <= SHAKEN:
+                cache.put(name, record)
+        self.to_keep.clear()
 
     def _job(self, claim: Claim) -> dict[str, Any]:
         return {
@@ -447,8 +459,3 @@ class _Study:
 
     def _best(self) -> Record | None:
         return best_of(self.space, self.records, self.cap, self.wrong)
-
-
-def _first_step(record: Record) -> float:
-    """Seconds that a run takes to begin: mostly to compile."""
-    return record.measurement.first_step_seconds if record.measurement else 0.0
