@@ -435,17 +435,26 @@ def test_a_machine_that_changes_at_once_deceives_nobody(tmp_path, monkeypatch, a
     assert answer.ratio == pytest.approx(1 / (0.7 * 0.9 * 0.85), rel=0.01)
 
 
-def test_a_run_counts_by_its_steadiest_measurement():
+def test_which_of_several_runs_of_a_point_counts():
     """However often the machine changes: a run across a change says less than one on a steady machine."""
-    first, again = timed({"x": 1}, 1200.0, 1.0), timed({"x": 1}, 1218.0, 2.0, "confirmation", doubt=0.03)
-    assert latest([first, again])[key({"x": 1})] is first
-    steady = timed({"x": 1}, 1210.0, 4.0, "confirmation")
-    assert latest([first, again, steady])[key({"x": 1})] is steady and confirmed([first, again, steady], steady)
-    spoilt = timed({"x": 1}, 1633.0, 1.0, doubt=0.9)
-    assert not confirmed([spoilt, steady], steady)  # its first measurement that is worth anything
+    first = timed({"x": 1}, 1200.0, 1.0)
+    slow, fast = (timed({"x": 1}, rate, 2.0, "confirmation", doubt=0.03) for rate in (1190.0, 1230.0))
+    steady, spoilt = (
+        timed({"x": 1}, 1210.0, 4.0, "confirmation"),
+        timed({"x": 1}, 1633.0, 5.0, "confirmation", doubt=0.9),
+    )
+    assert counts(first) is first and counts(first, fast) is fast and counts(first, spoilt) is first
+    assert counts(first, fast, spoilt) is fast and counts(first, fast, steady, slow) is steady
+    assert confirmed([first, steady], steady) and not confirmed([first, fast], fast)
+    at_first = dataclasses.replace(spoilt, purpose="search")
+    assert counts(at_first, steady) is steady and not confirmed([at_first, steady], steady)  # worth something once
     failed = dataclasses.replace(steady, outcome="crashed", measurement=None)
-    assert latest([first, failed])[key({"x": 1})] is failed
-    assert latest([first, dataclasses.replace(failed, outcome="lost")])[key({"x": 1})] is first
+    assert counts(first, steady, failed) is failed
+    assert counts(first, dataclasses.replace(failed, outcome="lost")) is first
+
+
+def counts(*runs):
+    return latest(runs)[key(runs[0].point)]
 
 
 def test_a_reference_that_failed_at_first_can_still_be_the_best(tmp_path, monkeypatch):

@@ -19,22 +19,30 @@ _AGAIN = 3  # times that a run is repeated, at most
 
 
 def latest(records: Iterable[Record]) -> dict[str, Record]:
-    """By its point's key the run that counts: the first, until it is confirmed or refuted by another.
-
-    A second run that nobody finished, or had time for, says nothing; nor does one in which the machine was less steady
-    than in the first. Of references, of which there are many, it is the first that was measured.
-    """
-    found: dict[str, Record] = {}
+    """By its point's key the run that counts: the first, until it was run once more."""
+    runs: dict[str, list[Record]] = {}
     for record in records:
-        before = found.setdefault(key(record.point), record)
-        if record.purpose == "reference":
-            counts = before.outcome != "done"
-        else:
-            counts = record.purpose == CONFIRMATION and record.outcome not in ("lost", "timed out")
-            counts = counts and (record.measurement is None or record.doubt <= max(MOST_NOISE, before.doubt))
-        if counts:
-            found[key(record.point)] = record
-    return found
+        runs.setdefault(key(record.point), []).append(record)
+    return {name: _counting(each) for name, each in runs.items()}
+
+
+def _counting(runs: Sequence[Record]) -> Record:
+    """Of the runs of one point the one that counts.
+
+    One that failed the second time has failed; what nobody finished, or had time for, says nothing. Else it is the
+    middle one of those that were run again, the first having been lucky perhaps, or where the machine was steady in
+    none of them, that in which it was most so. Of references it is the first that was measured.
+    """
+    if runs[0].purpose == "reference":
+        return next((run for run in runs if run.outcome == "done"), runs[0])
+    again = [run for run in runs[1:] if run.purpose == CONFIRMATION and run.outcome not in ("lost", "timed out")]
+    failed = next((run for run in again if run.measurement is None), None)
+    if failed is not None:
+        return failed
+    steady = sorted((run for run in again if run.doubt <= SHAKEN), key=lambda run: run.tokens_per_second or 0.0)
+    if steady:
+        return steady[(len(steady) - 1) // 2]
+    return min((runs[0], *again), key=lambda run: run.doubt)
 
 
 def confirmed(records: Iterable[Record], record: Record) -> bool:
