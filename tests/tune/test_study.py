@@ -517,6 +517,35 @@ def test_a_run_that_fails_the_second_time_is_not_the_answer(tmp_path, monkeypatc
     assert answer.best.point not in [record.point for record in crashed] and answer.best.purpose == "confirmation"
 
 
+@pytest.mark.parametrize("again", ["done", "crashed"])
+def test_a_faster_run_that_was_found_after_the_proof_is_not_taken_for_proved(tmp_path, monkeypatch, again):
+    def work(self):
+        self.ledger.propose([(self.space.parse("model.loss=fused"), "search")])
+        while (claim := self._take()) is not None:
+            self._run(claim)
+        self._prove()
+        self.ledger.propose([(self.space.parse("model.gpt_block=optimized"), "search")])
+        self._run(self._take())
+        if again == "crashed":
+            real = study.run_child
+            monkeypatch.setattr(
+                study,
+                "run_child",
+                lambda *job, **options: dataclasses.replace(real(*job, **options), outcome=again, value=None),
+            )
+            self.ledger.propose([(self.space.parse("model.loss=fused"), "confirmation")])
+            self._run(self._take())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study._Study, "_work", work)
+    answer = run(settings(tmp_path / "study"))
+    if again == "done":
+        assert answer.changes == {"model.loss": "fused"} and answer.proof.verdict == "same within rounding"
+    else:
+        assert answer.changes == {"model.gpt_block": "optimized"} and not answer.recommended
+        assert not (tmp_path / "study/best.yaml").exists()
+
+
 def test_the_last_word_is_the_same_when_it_is_read_again(tmp_path):
     rule = {**RULE, "levers": {**RULE["levers"], "model.attention": {"flash": [0.9995, 1.0]}}}
     answer = run(settings(tmp_path / "study", rule))

@@ -31,8 +31,8 @@ from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.train.configuration import from_dict
 from tilewright.tune import cache
-from tilewright.tune.answer import Answer, Proof, answered, first_step, write_best
-from tilewright.tune.choose import CONFIRMATION, MOST_NOISE, NOISE, SHAKEN, best_of, doubted
+from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, first_step, write_best
+from tilewright.tune.choose import CONFIRMATION, MOST_NOISE, NOISE, SHAKEN, best_of, doubted, fastest
 from tilewright.tune.drift import corrected, first_reference
 from tilewright.tune.explain import explain
 from tilewright.tune.ledger import Claim, Ledger, StorageLost
@@ -338,8 +338,9 @@ class _Study:
             self._read()
         self._keep()
         reasons = list(self.search.discarded.values())
+        best, proof = self._proved_best()
         answer = answered(
-            self.space, self.records, self._best(), name=self.settings.name, proof=self.proof,
+            self.space, self.records, best, name=self.settings.name, proof=proof,
             budget=self.settings.budget, elapsed=time.monotonic() - self.began, interrupted=interrupted,
             discarded={reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}, **facts,
         )  # fmt: skip
@@ -347,6 +348,14 @@ class _Study:
         write_json(folder / "answer.json", {"schema": SCHEMA, "command": "tune", **answer.as_dict()})
         write_best(answer, self.space, folder)
         return answer
+
+    def _proved_best(self) -> tuple[Record | None, Proof | None]:
+        """The best run and its proof; one that was found after the proof, with no time for its own, gives way."""
+        best, proof = self._best(), self.proof
+        if best is None or proof is None or key(best.point) == self.proved or proof.verdict not in VERDICTS[:3]:
+            return best, proof
+        proved = fastest((r for r in self.records if key(r.point) == self.proved), self.cap, self.wrong)
+        return (proved, proof) if proved is not None else (best, Proof("not proven", "no time was left to look at it."))
 
     # One trial
 
