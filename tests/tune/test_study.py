@@ -16,7 +16,7 @@ import pytest
 import tilewright
 from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict, read
-from tilewright.tune import cache, study
+from tilewright.tune import cache, pace, study
 from tilewright.tune.answer import Answer
 from tilewright.tune.choose import confirmed, latest
 from tilewright.tune.drift import corrected
@@ -602,7 +602,7 @@ def test_the_search_goes_on_from_what_is_allowed(tmp_path):
 
 
 def test_what_there_is_no_time_for_does_not_end_the_search(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "_COMPILED", (1e6, 1e6))
+    monkeypatch.setattr(pace, "_COMPILED", (1e6, 1e6))
     answer = run(settings(tmp_path / "study"))
     assert answer.changes == {"model.gpt_block": "optimized", "model.loss": "linear_fused"}
     assert not any(record.point["compile"] == "default" for record in answer.records)

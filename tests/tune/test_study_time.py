@@ -7,7 +7,7 @@ import types
 import pytest
 
 from tilewright.train.configuration import from_dict, read
-from tilewright.tune import study
+from tilewright.tune import pace, study
 from tilewright.tune.predict import predict
 from tilewright.tune.process import Ended
 from tilewright.tune.space import key, open_space, value_of
@@ -90,6 +90,7 @@ def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, 
         time=lambda: 1e9 + world.now, monotonic=lambda: world.now, sleep=lambda seconds: None
     )  # fmt: skip
     monkeypatch.setattr(study, "time", clock)
+    monkeypatch.setattr(pace, "time", clock)
     asked = tuple(map(space.parse, tries))
     place = tmp_path, "s", f"sqlite:///{tmp_path}/study.db"
     answer = run(Settings(space, MACHINE, *place, BUDGET, fresh=True, first=asked))

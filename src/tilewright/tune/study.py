@@ -19,7 +19,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from tilewright.tune.choose import CONFIRMATION, MOST_NOISE, NOISE, SHAKEN, best
 from tilewright.tune.drift import corrected, first_reference
 from tilewright.tune.explain import explain
 from tilewright.tune.ledger import Claim, Ledger, StorageLost
+from tilewright.tune.pace import Pace
 from tilewright.tune.predict import misfit, predict
 from tilewright.tune.process import TRIAL, Limits, run_child
 from tilewright.tune.record import Measurement, Prediction, Record
@@ -51,9 +51,6 @@ SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
 _CONFIRMATIONS = 4  # runs that are repeated before the study leaves it at that
 _PROOFS = 3  # runs that may turn out wrong before the study gives up
 _POLL = 0.5  # seconds between two looks at what other workers do
-# Seconds that a trial takes by its compile mode, before one has run: on a CPU, and on a GPU.
-_USUAL = {"none": (10.0, 20.0), "max-autotune": (300.0, 300.0)}
-_COMPILED = (20.0, 60.0)
 
 
 @dataclass(frozen=True)
@@ -132,21 +129,18 @@ class _Study:
         if settings.budget <= 0:
             raise UserError(f"The budget is {settings.budget:g} s; give some time, such as --budget 5m.")
         self.settings, self.shown, self.space = settings, shown, settings.space
-        self.began = time.monotonic()
+        self.pace = Pace(settings.budget, self.space.device)
         self.machine = settings.machine
         self.cap = settings.memory_cap or math.inf
         self.search = Search(
             self.space, self._predict, lambda found: misfit(found, self.machine, settings.memory_cap), self.cap
         )
         self.records: list[Record] = []  # as they were last read
-        self.span = settings.budget  # seconds there were when it last began to search
         self.proof: Proof | None = None
         self.proved: str | None = None  # the key of the run that it is of
-        self.proof_took = 0.0  # seconds, the longest
         self.wrong: set[str] = set()
         self.reference = 0.0  # tokens a second of the run as given, when it last ran here
         self.since = REFERENCE_EVERY  # trials since then
-        self.durations: dict[str, list[float]] = {}  # seconds a trial took, by compile mode
         self.to_keep: list[tuple[str, Record]] = []  # for the cache, when it is known how steady the machine was
 
     def run(self) -> Answer:
@@ -186,27 +180,24 @@ class _Study:
         versions = {name: self.machine["machine"].get(name) for name in ("torch", "triton")}
         return {"schema": SCHEMA, "tilewright": tilewright.__version__, "space": digest, **versions}
 
-    @property
-    def left(self) -> float:
-        return self.settings.budget - (time.monotonic() - self.began)
-
     # The parts of a study
 
     def _work(self) -> None:
         self.ledger.propose([(point, "search") for point in self.settings.first])
         while True:
-            known, self.span = len(self._read()), self.left
+            known = len(self._read())
+            self.pace.begin()
             self._search()
             self._refine()
             self._confirm()
             self._prove()
             self._confirm()  # where the proof had to come first
             # Whatever else is found has to be run and proved as well.
-            if len(self._read()) == known or self.left < self._expected(self.space.origin) + 1.2 * self.proof_took:
+            if len(self._read()) == known or self.pace.left < self.pace.another:
                 return
 
     def _search(self) -> None:
-        while self.left > max((1 - SEARCH) * self.span, self._expected(self.space.origin)):
+        while self.pace.left > max((1 - SEARCH) * self.pace.span, self._expected(self.space.origin)):
             self.ledger.recover()
             claim = self._take()
             if claim is not None:
@@ -226,7 +217,7 @@ class _Study:
         records, dear = self._read(), list(running)
         best = self._best()
         spoilt = doubted(records, best, self.cap, self.wrong, shaken=True) if best is not None else None
-        spare = self.left - (self._end_takes(best) if best is not None else 0.0)
+        spare = self.pace.left - (self._end_takes(best) if best is not None else 0.0)
         if spoilt is not None and spoilt.point not in running and self._expected(spoilt.point) < spare:
             return spoilt.point, CONFIRMATION
         while (point := self.search.next(records, dear)) is not None and self._expected(point) >= spare:
@@ -241,7 +232,7 @@ class _Study:
             before = found.point
             without = [{**before, name: self.space.origin[name]} for name in self.space.changes(before)]
             without = [point for point in without if self.space.refusal(point) is None and point != self.space.origin]
-            self._see(without, "ablation", max((1 - REFINE) * self.span, self._end_takes(found)))
+            self._see(without, "ablation", max((1 - REFINE) * self.pace.span, self._end_takes(found)))
             self._read()
 
     def _confirm(self) -> None:
@@ -262,41 +253,41 @@ class _Study:
         """
         wanted = {key(point) for point in points}
         for point in points:
-            if self.left - self._expected(point) > until:
+            if self.pace.left - self._expected(point) > until:
                 self.ledger.propose([(point, purpose)])
         ran = False
-        while self.left > until:
+        while self.pace.left > until:
             self.ledger.recover()
             due = [point for point in self.ledger.waiting() if key(point) in wanted]
             if not due:
                 if wanted.isdisjoint(key(each["point"]) for each in self.ledger.running()):
                     break
                 time.sleep(_POLL)
-            elif self.left - self._expected(due[0]) <= until:
+            elif self.pace.left - self._expected(due[0]) <= until:
                 break  # it was queued when there was more time
             elif not ran and self._yardstick():
                 ran = True
             elif (claim := self._take(purpose)) is not None:
                 self._run(claim)
                 ran = True
-        if ran and self.left - self._expected(self.space.origin) > until:
+        if ran and self.pace.left - self._expected(self.space.origin) > until:
             self._yardstick()
 
     def _prove(self) -> None:
-        deadline = time.monotonic() + max(self.left, 0.0)
+        deadline = max(self.pace.budget, self.pace.elapsed)
         for attempt in range(_PROOFS):
             self._read()
             best = self._best()
             if best is None or key(best.point) == self.proved:
                 return
             # It may overrun the budget by what compiling takes, and the first attempt by a minute at least.
-            limit = deadline + 2 * first_step(self.records, best) + 60.0 - time.monotonic()
+            limit = deadline + 2 * first_step(self.records, best) + 60.0 - self.pace.elapsed
             if attempt and limit < 30.0:
                 break
             self.shown.trial("proof", best.point, None)
-            began = time.monotonic()
+            began = self.pace.elapsed
             ended = run_child(self._proof_job(best), Limits(limit, limit), self.shown.event, self.settings.command)
-            self.proof_took = max(self.proof_took, time.monotonic() - began)
+            self.pace.note_proof(self.pace.elapsed - began)
             proof, self.proved = Proof.from_dict(ended.value, ended.error), key(best.point)
             self.proof = self._at_its_own_size(best, proof)
             if self.proof.verdict != "wrong":
@@ -315,8 +306,7 @@ class _Study:
         }  # fmt: skip
 
     def _proof_takes(self, best: Record) -> float:
-        """Seconds to leave for it, as long as that is not most of all there is."""
-        return min(0.4 * self.settings.budget, 1.2 * self.proof_took or 40.0 + 1.2 * first_step(self.records, best))
+        return self.pace.proof(first_step(self.records, best))
 
     def _end_takes(self, best: Record) -> float:
         """Seconds to leave for confirming and proving it."""
@@ -341,7 +331,7 @@ class _Study:
         best, proof = self._proved_best()
         answer = answered(
             self.space, self.records, best, name=self.settings.name, proof=proof,
-            budget=self.settings.budget, elapsed=time.monotonic() - self.began, interrupted=interrupted,
+            budget=self.settings.budget, elapsed=self.pace.elapsed, interrupted=interrupted,
             discarded={reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}, **facts,
         )  # fmt: skip
         folder = self.settings.folder
@@ -403,7 +393,7 @@ class _Study:
             found = self._explained(prediction, kept.measurement)
             changes: dict[str, Any] = {"prediction": prediction, "differences": found, "worker": self.ledger.worker}
             return dataclasses.replace(kept, point=claim.point, purpose=claim.purpose, **changes)
-        began, limit = time.time(), self._limit(claim.point)
+        began, limit = time.time(), self.pace.limit(run.compile)
         ended = run_child(self._job(claim), Limits(limit, min(SILENCE, limit)), self.shown.event, self.settings.command)
         measured = Measurement(**ended.value) if ended.value is not None else None
         if claim.purpose == "reference" and measured is not None:
@@ -412,7 +402,7 @@ class _Study:
             claim.point, claim.purpose, ended.outcome, ended.error, ended.log, prediction, measured,
             self._explained(prediction, measured), began, time.time(), self.ledger.worker, reference=self.reference,
         )  # fmt: skip
-        self.durations.setdefault(run.compile, []).append(record.ended - record.began)
+        self.pace.note(run.compile, record.ended - record.began)
         if keeps and self.reference and measured is not None and measured.spread < MOST_NOISE:
             self.to_keep.append((name, record))
         return record
@@ -442,11 +432,6 @@ class _Study:
         now = best.tokens_per_second * self.reference / first
         return HOPELESS * best.measurement.tokens_per_step / now
 
-    def _limit(self, point: Point) -> float:
-        """Seconds after which a trial has hung, or is not worth its time."""
-        most = max(60.0, 4 * self._expected(point), self.settings.budget / 6)
-        return max(30.0, min(most, self.left))
-
     def _explained(self, prediction: Prediction | None, measured: Measurement | None) -> list[Any]:
         return explain(prediction, measured, self.space.device) if prediction and measured else []
 
@@ -454,11 +439,7 @@ class _Study:
         return predict(self.space.at(point), self.machine) if not self.settings.own_model else None
 
     def _expected(self, point: Point) -> float:
-        """Seconds that a trial will take: what those of its compile mode took; before there are any, what is usual."""
-        mode = self.space.at(point).compile
-        if self.durations.get(mode):
-            return statistics.median(self.durations[mode])
-        return _USUAL.get(mode, _COMPILED)[self.space.device == "cuda"]
+        return self.pace.expected(self.space.at(point).compile)
 
     # What is known so far
 
