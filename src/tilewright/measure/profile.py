@@ -177,12 +177,12 @@ def profile_steps(step: Callable[[], object], *, steps: int = 3, trace: Path | N
         when = schedule(wait=0, warmup=1, active=1, repeat=1)
         with profile(schedule=when) as profiler:
             step()
-            _synchronize()
+            synchronize()
             profiler.step()
             with record_function(_WINDOW):
                 for _ in range(steps):
                     step()
-                _synchronize()
+                synchronize()
         profiler.export_chrome_trace(str(plain))
         if not plain.exists() or not plain.stat().st_size:  # the profiler does not say so
             raise OSError(errno.ENOSPC, "No space left for a trace", folder)
@@ -205,7 +205,8 @@ def _scratch_beside(trace: Path | None) -> tempfile.TemporaryDirectory[str]:
         raise UserError(f"Cannot write {trace}: {error.strerror}; choose another file.") from error
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait for the device, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -224,9 +225,9 @@ class Work:
 
 def read_trace(events: Sequence[dict[str, Any]], steps: int) -> StepProfile:
     """The profile from the events of a trace, of which one is the window around `steps` steps."""
-    begin, end = next(_interval(event) for event in events if _is_annotation(event) and event["name"] == _WINDOW)
+    begin, end = next(interval(event) for event in events if _is_annotation(event) and event["name"] == _WINDOW)
     phase_at = _phases(events)
-    work = _device_work(events, phase_at)
+    work = device_work(events, phase_at)
     device = "cuda" if work else "cpu"
     work = [item for item in work or _host_work(events, phase_at) if item.end > begin and item.start < end]
     gaps = sorted(idle_gaps(work, begin, end), key=lambda gap: -gap[0])
@@ -249,7 +250,7 @@ def read_trace(events: Sequence[dict[str, Any]], steps: int) -> StepProfile:
     )
 
 
-def _interval(event: dict[str, Any]) -> tuple[int, int]:
+def interval(event: dict[str, Any]) -> tuple[int, int]:
     """In whole nanoseconds, of which the trace's microseconds are decimals: so that sums come out even."""
     start = round(event["ts"] * 1000)
     return start, start + round(event["dur"] * 1000)
@@ -262,7 +263,7 @@ def _is_annotation(event: dict[str, Any]) -> bool:
 def _phases(events: Iterable[dict[str, Any]]) -> Callable[[int], str]:
     """The phase that the host was in at a time."""
     windows = sorted(
-        (*_interval(event), event["name"].removeprefix("tilewright."))
+        (*interval(event), event["name"].removeprefix("tilewright."))
         for event in events
         if _is_annotation(event) and event["name"] in PHASES
     )
@@ -275,18 +276,21 @@ def _phases(events: Iterable[dict[str, Any]]) -> Callable[[int], str]:
     return phase_at
 
 
-def _device_work(events: Iterable[dict[str, Any]], phase_at: Callable[[int], str]) -> list[Work]:
-    """Kernels, copies and fills, each tied by its correlation id to the call of the host that launched it."""
+def device_work(events: Iterable[dict[str, Any]], phase_at: Callable[[int], str]) -> list[Work]:
+    """Kernels, copies and fills, each tied by its correlation id to the call of the host that launched it.
+
+    What `phase_at` says of the time of that call is a piece of work's phase.
+    """
     calls = {_correlation(event): event for event in events if event.get("cat") in _LAUNCH}
     work = []
     for event in events:
         if event.get("cat") in _DEVICE:
-            start, end = _interval(event)
+            start, end = interval(event)
             call = calls.get(_correlation(event))
             if call is None:
                 phase = "other"
             else:
-                phase = "graph" if "GraphLaunch" in call["name"] else phase_at(_interval(call)[0])
+                phase = "graph" if "GraphLaunch" in call["name"] else phase_at(interval(call)[0])
             work.append(Work(event["name"], start, end, end - start, phase, _correlation(event)))
     return work
 
@@ -300,7 +304,7 @@ def _host_work(events: Iterable[dict[str, Any]], phase_at: Callable[[int], str])
 
     Only collectives end on another thread than they began on, and may then overlap: nobody's own time is below 0.
     """
-    ops = [(event["tid"], *_interval(event), event["name"]) for event in events if event.get("cat") == "cpu_op"]
+    ops = [(event["tid"], *interval(event), event["name"]) for event in events if event.get("cat") == "cpu_op"]
     ops.sort(key=lambda op: (str(op[0]), op[1], -op[2]))
     own = [end - start for _, start, end, _ in ops]
     around: list[int] = []  # the ops that the present one is in, the innermost last

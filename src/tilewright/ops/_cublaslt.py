@@ -36,6 +36,8 @@ from typing import Any
 
 import torch
 
+from tilewright.measure import work
+
 WORTH_CHOOSING = 2e10  # FLOPs from which a choice can pay; some 30 microseconds of an H200
 
 _CANDIDATES = 32
@@ -362,4 +364,7 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, bias: to
         plan = _plan(left, right, out, bias is not None, alignment)
         if plan is not None or not _captured(out.device):
             _plans[key] = plan
-    return plan is not None and plan.run(a, b, d, vector, out)
+    if plan is None:
+        return False
+    with work.launching("tilewright::product", (left, right, out, bias), 2.0 * left.numel() * right.shape[1]):
+        return plan.run(a, b, d, vector, out)

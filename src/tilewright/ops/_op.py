@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tilewright.measure import work
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # and no subclass of them
 
@@ -40,7 +42,10 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None and type(tensor) not in PLAIN:
             return True
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if torch.compiler.is_compiling():
+        return True
+    watch = work.watching  # which sees the kernels themselves
+    return torch._C._len_torch_dispatch_stack() > (watch is not None and watch.is_mode)
 
 
 def eager(function: type[torch.autograd.Function]) -> Any:
@@ -155,11 +160,19 @@ class Launch:
     def __init__(self, kernel: Any, device: torch.device, constants: tuple[Any, ...], warps: int) -> None:
         self.kernel, self.device, self.constants, self.warps = kernel, device, constants, warps
         self.binary: Any = None
+        op = kernel.fn.__module__.rpartition(".")[2].removesuffix("_kernels")
+        self.name = f"tilewright::{op}.{kernel.fn.__name__}"
 
     def __call__(self, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]) -> None:
         if self.device.type == "cuda" and self.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
                 return self(grid, tensors, scalars)
+        if work.watching is not None:
+            with work.watching.launch(self.name, tensors):
+                return self._start(grid, tensors, scalars)
+        self._start(grid, tensors, scalars)
+
+    def _start(self, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]) -> None:
         binary = self.binary
         if binary is None:
             binary = self.kernel[grid](*tensors, *scalars, *self.constants, num_warps=self.warps)

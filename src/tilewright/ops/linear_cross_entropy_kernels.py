@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.measure import work
 from tilewright.ops import _op
 
 _WIDEN = tl.constexpr(_op.INTERPRETED)  # Triton's interpreter multiplies bfloat16 as if it were whole numbers
@@ -120,8 +121,10 @@ def launch(
     (rows, columns), inner = total.shape, left.shape[0]
     tiles = -(-rows // block_rows) * -(-columns // block_columns)
     constants: tuple[Any, ...] = (block_rows, block_columns, block_inner, 8, stages, first, last)
-    add_product[(min(tiles, _op.multiprocessors(total.device)),)](
-        TensorDescriptor(left, list(left.shape), list(left.stride()), [block_inner, block_rows]),
-        TensorDescriptor(right, list(right.shape), list(right.stride()), [block_inner, block_columns]),
-        total.view(torch.int16), scales, rows, columns, inner, *constants, num_warps=warps,
-    )  # fmt: skip
+    flops = 2.0 * rows * columns * inner
+    with work.launching("tilewright::linear_cross_entropy.add_product", (left, right, total, scales), flops):
+        add_product[(min(tiles, _op.multiprocessors(total.device)),)](
+            TensorDescriptor(left, list(left.shape), list(left.stride()), [block_inner, block_rows]),
+            TensorDescriptor(right, list(right.shape), list(right.stride()), [block_inner, block_columns]),
+            total.view(torch.int16), scales, rows, columns, inner, *constants, num_warps=warps,
+        )  # fmt: skip

@@ -1,0 +1,147 @@
+"""The work of a step by hand, and what an observation of it says."""
+
+import pytest
+import torch
+
+from ops.contract import DEVICE
+from tilewright import ops
+from tilewright.measure import work
+from tilewright.measure.work import Asked, Observation, read_work
+from tilewright.models import GPT
+from tilewright.ops import _op
+from tilewright.plan.decoder import from_gpt
+from tilewright.plan.flops import products
+from tilewright.plan.gpt import GPTConfig
+
+SMALL = GPTConfig(width=64, layers=2, heads=2, vocabulary=512, sequence=32)
+
+
+def observed(step, compiled=False):
+    observation = Observation(compiled)
+    observation.begin()
+    try:
+        step()
+    finally:
+        found = observation.end()
+    return found
+
+
+def by_op(found):
+    return {(each.op, each.shapes): each for each in found}
+
+
+def test_an_op_reads_what_goes_in_and_writes_what_comes_out():
+    x, y = torch.ones(6, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    found = by_op(observed(lambda: (x + y, x.add_(y), x.copy_(y), x.sum(0), x.t().contiguous(), y.expand(6, 8) * 2)))
+    assert {key: each.bytes / 4 for key, each in found.items()} == {
+        ("aten::add", "6x8, 8"): 48 + 8 + 48,
+        ("aten::add_", "6x8, 8"): 48 + 8 + 48,
+        ("aten::copy_", "8"): 8 + 48,  # what was there before is not read
+        ("aten::sum", "6x8"): 48 + 8,
+        ("aten::clone", "8x6"): 48 + 48,  # and its transpose is a view, which moves nothing
+        ("aten::mul", "6x8"): 8 + 48,  # of what is expanded there is one row
+    }
+
+
+def test_a_gather_reads_the_rows_it_takes():
+    table, rows = torch.ones(1000, 8, device=DEVICE), torch.tensor([3, 5], device=DEVICE)
+    (found,) = observed(lambda: torch.nn.functional.embedding(rows, table))
+    assert found.bytes == 2 * 8 * 4 * 2 + 2 * 8
+
+
+@pytest.mark.parametrize("block", ["standard", "optimized"])
+def test_the_products_of_a_step_are_those_of_the_plan(block, monkeypatch):
+    monkeypatch.setattr(_op, "INTERPRETED", False)
+    model = GPT(GPTConfig(**{**vars(SMALL), "gpt_block": block})).to(DEVICE)
+    tokens = torch.randint(512, (3, 32), device=DEVICE)
+    model(tokens, tokens).backward()
+    found = observed(lambda: model(tokens, tokens).backward())
+    expected = sum(3 * 2 * each.m * each.n * each.k * each.count for each in products(from_gpt(SMALL), 3 * 32, 1))
+    assert sum(each.flops for each in found if each.category == "product" and each.dtype) == expected
+    attention = [each for each in found if each.category == "attention"]
+    pairs = 2 * 3 * 2 * 32 * 32 / 2  # layers, batch, heads, tokens by tokens under a causal mask
+    assert sum(each.flops for each in attention) == pytest.approx((4 + 10) * pairs * 32)
+
+
+def test_a_kernel_past_the_dispatcher_is_seen_with_what_it_reads_and_writes(monkeypatch):
+    """And takes the same way as ever: a mode that looks on must not change what it looks at."""
+    x, residual, weight = (torch.randn(shape, device=DEVICE) for shape in ((256, 512), (256, 512), (512,)))
+    taken = []
+    start = _op.Launch._start
+    monkeypatch.setattr(_op.Launch, "_start", lambda self, *args: (taken.append(self.name), start(self, *args)))
+    found = observed(lambda: ops.dropout_add_norm(x, residual, weight))
+    (norm,) = (each for each in found if each.op == "tilewright::dropout_add_norm.forward")
+    assert taken == ["tilewright::dropout_add_norm.forward"]
+    assert 4 * x.nbytes <= norm.bytes <= 1.05 * 4 * x.nbytes
+    assert work.watching is None
+
+
+def test_an_observation_leaves_nothing_behind():
+    with pytest.raises(ZeroDivisionError):
+        observed(lambda: 1 / 0)
+    x = torch.ones(2, device=DEVICE)
+    assert not _op.is_traced(x)
+
+
+# The trace of a device, written by hand
+
+
+def window(index, start, end):
+    return {"cat": "cpu_op", "name": f"tilewright.work.{index}", "ts": start, "dur": end - start, "tid": 1}
+
+
+def kernel(name, correlation, launched, start, end):
+    tied = {"args": {"correlation": correlation}}
+    return [
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": launched, "dur": 1, **tied},
+        {"cat": "kernel", "name": name, "ts": start, "dur": end - start, **tied},
+    ]
+
+
+def test_a_kernel_is_the_work_of_the_window_it_was_launched_in():
+    """However late it runs; of two kernels of one op the longer gives its name, the time is both's."""
+    mm, norm = Asked("aten::mm", "2x2", "bf16", 16.0, 24.0), Asked("norm", "4", "", 4.0, 16.0)
+    events = [
+        window(0, 0, 10), window(1, 20, 30), window(2, 40, 50),
+        *kernel("gemm", 7, 2, 100, 160), *kernel("reduce", 8, 5, 160, 170), *kernel("norm", 9, 21, 170, 175),
+        *kernel("gemm", 10, 44, 175, 235), *kernel("stray", 11, 33, 235, 236),
+    ]  # fmt: skip
+    found = by_op(read_work(events, [mm, norm, mm], compiled=False))
+    product = found["aten::mm", "2x2"]
+    assert (product.kernel, product.calls, product.category) == ("gemm", 2, "product")
+    assert product.seconds == pytest.approx(130e-6) and (product.flops, product.bytes) == (32.0, 48.0)
+    assert found["norm", "4"].seconds == pytest.approx(5e-6)
+    assert found["stray", ""].flops == 0 and found["stray", ""].seconds == pytest.approx(1e-6)
+
+
+def test_a_compiled_kernel_has_the_tensors_of_its_arguments():
+    shapes = {"Input Dims": [[32, 8], [8], [32, 8], []], "Input type": ["c10::BFloat16", "float", "float", "Scalar"]}
+    mm = {"Input Dims": [[4, 8], [8, 2], [4, 2]], "Input type": ["float"] * 3}
+    add = {
+        "Input Dims": [[2], [4, 8], [8, 2], [], [], [4, 2]],
+        "Input type": ["float"] * 3 + ["Scalar"] * 2 + ["float"],
+    }
+    events = [
+        {"cat": "cpu_op", "name": name, "ts": 10 * index, "dur": 5, "tid": 1, "args": arguments}
+        for index, (name, arguments) in enumerate([
+            ("triton_poi_fused_add_0", shapes), ("aten::mm", mm), ("aten::addmm", add), ("aten::add", shapes)
+        ])
+    ]  # fmt: skip
+    found = {each.op: each for each in read_work(events, [], compiled=True)}
+    assert set(found) == {"triton_poi_fused_add_0", "aten::mm", "aten::addmm"}
+    assert found["triton_poi_fused_add_0"].bytes == 32 * 8 * 2 + 8 * 4 + 32 * 8 * 4
+    assert found["aten::mm"].flops == found["aten::addmm"].flops == 2 * 4 * 8 * 2
+    assert found["aten::addmm"].bytes == (2 + 32 + 16 + 8) * 4
+
+
+def test_a_compiled_step_has_the_products_of_an_eager_one():
+    model = GPT(SMALL)
+    tokens = torch.randint(512, (3, 32))
+    totals = []
+    for compiled in (False, True):
+        forward = torch.compile(model) if compiled else model
+        for _ in range(2):
+            forward(tokens, tokens).backward()
+        found = observed(lambda forward=forward: forward(tokens, tokens).backward(), compiled)
+        totals.append([sum(each.flops for each in found if each.category == kind) for kind in ("product", "attention")])
+    assert totals[0] == totals[1] and min(totals[0]) > 0
