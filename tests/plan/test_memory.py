@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -11,6 +12,8 @@ from plan.llama import Llama
 from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.models import GPT
+from tilewright.models.gpt import StandardDropoutAddNorm
+from tilewright.ops import cross_entropy
 from tilewright.plan import memory
 from tilewright.plan.decoder import Decoder, from_gpt, load
 from tilewright.plan.gpt import GPTConfig, preset
@@ -67,13 +70,79 @@ def test_every_part_agrees_with_torchs_memory_tracker(model, block, recompute):
     within(kept, activations, 0.005)
 
 
-def test_autocast_keeps_sixteen_bits_and_copies_of_the_weights():
-    config = preset("125m")
+@pytest.fixture
+def widens(monkeypatch):
+    """A CPU's autocast leaves a norm's input alone; a GPU's makes it float32, as this does."""
+    normalise = StandardDropoutAddNorm.normalise
+    monkeypatch.setattr(StandardDropoutAddNorm, "normalise", lambda norm, x: normalise(norm, x.float()))
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float32), ("cpu", torch.bfloat16)])
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_norms_of_pytorch_are_float32_under_a_gpus_autocast(norm, device, dtype):
+    enabled = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, True)  # torch.autocast would look for the GPU, and its fake needs none
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            x = torch.empty(4, 8, dtype=torch.bfloat16, device=device)
+            assert norm(x, (8,), torch.empty(8, device=device)).dtype == dtype
+    finally:
+        torch.set_autocast_enabled(device, enabled)
+
+
+@pytest.mark.parametrize("residual", ["auto", "bf16"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_autocast_keeps_sixteen_bits_and_copies_of_the_weights(device, residual, request):
+    if device == "cuda":
+        request.getfixturevalue("widens")
+    config = preset("125m", residual=residual)
     *_, activations = tracked(lambda: GPT(config), from_gpt(config), 2, autocast=True)
-    kept = memory.kept_activations(from_gpt(config), Training(micro_batch=2))
+    kept = memory.kept_activations(from_gpt(config), Training(micro_batch=2, residual=residual, device=device))
     copies = 2 * memory.matmul_weights(from_gpt(config))
     loss = 4 * 2 * config.sequence * config.vocabulary  # on the CPU; a GPU keeps more, see MEASURED
     within(kept + copies + loss, activations, 0.005)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_narrow_stream_is_kept_wide_by_each_norm_unless_compiled(compiled, widens):
+    config = GPTConfig(width=128, layers=3, heads=2, vocabulary=256, sequence=256, residual="bf16")
+    model, tokens, kept = GPT(config), torch.zeros(4, 256, dtype=torch.long), {}
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor):
+        memory_of = tensor.untyped_storage()
+        if memory_of.data_ptr() not in own:
+            kept[memory_of.data_ptr()] = memory_of
+        return tensor
+
+    # What Inductor is given to compile: decomposed, and cut in two where the least has to be kept.
+    forward = torch.compile(model, backend="aot_eager_decomp_partition") if compiled else model
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        logits = forward(tokens)
+    counted = sum(each.nbytes() for each in kept.values())
+    assert logits.requires_grad
+    plan = memory.kept_activations(from_gpt(config), Training(micro_batch=4, residual="bf16", compiled=compiled))
+    within(plan + 2 * memory.matmul_weights(from_gpt(config)), counted, 0.005)
+
+
+def test_a_traced_loss_has_a_gradient_beside_the_logits():
+    decoder = from_gpt(GPTConfig(width=64, layers=1, heads=2, vocabulary=4096, sequence=512))
+    with FakeTensorMode(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        x, weight = (torch.empty(n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (2 * 512, 4096))
+        targets, tracker = torch.zeros(2 * 512, dtype=torch.long), MemTracker()
+        tracker.track_external(x, weight, targets)
+        with tracker:
+            before = tracker.get_tracker_snapshot("current")[x.device]["Total"]
+            cross_entropy(F.linear(x, weight), targets, inplace=True)
+            most = tracker.get_tracker_snapshot("peak")[x.device]["Total"] - before
+    held = 2 * 2 * 512 * 4096
+
+    def planned(**options):
+        return memory.train(decoder, Training(micro_batch=2, loss="fused", **options))["logits and loss"]
+
+    within(planned(compiled=True), most, 0.01)
+    assert planned() == planned(compiled=True, device="cpu") == held  # in place; on a CPU, the compiler's own
 
 
 @pytest.mark.parametrize("case", MEASURED["cases"], ids=lambda c: f"{c['preset']}-{c['batch']}")

@@ -3,15 +3,19 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from tilewright.models.gpt import StandardDropoutAddNorm
 from tilewright.plan import memory
 from tilewright.plan.decoder import from_gpt, load
 from tilewright.plan.gpt import LLAMA, preset
 from tilewright.plan.memory import Training
 from tilewright.plan.roofline import step_ops
-from tilewright.plan.step import CATEGORIES, SHARES, How, Rates, launches, step
+from tilewright.plan.step import CATEGORIES, SHARES, How, Rates, _norms, launches, step
 
 H200 = Rates({"bf16": 787e12, "tf32": 400e12, "fp32": 50e12}, 4.27e12, 13e-6, 2e-6)
 XEON = Rates({"bf16": 1e12, "fp32": 1e11}, 1.2e10, 4e-6, 3e-6)
@@ -114,6 +118,45 @@ def test_fewer_bytes_between_products_is_what_fusion_gives():
     fused = timed(load("1b", ["gpt_block=optimized"]), dataclasses.replace(training, loss="fused"), How())
     assert eager.seconds > compiled.seconds > fused.seconds
     assert eager.parts["product"] == compiled.parts["product"] == fused.parts["product"]
+
+
+class Moved(TorchDispatchMode):
+    """Counts what ops read and write of tensors of one size; a norm's backward reads twice, for weight and bias too."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.bytes = elements, 0
+
+    def __torch_dispatch__(self, op, types, arguments=(), options=None):
+        out = op(*arguments, **(options or {}))
+        read, written = (
+            sum(t.nbytes for t in tree_leaves(found) if isinstance(t, torch.Tensor) and t.numel() == self.elements)
+            for found in (arguments, out)
+        )
+        self.bytes += written + read * (2 if op == torch.ops.aten.native_layer_norm_backward.default else 1)
+        return out
+
+
+@pytest.mark.parametrize(("residual", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
+def test_eager_norms_move_what_autocast_has_them_move(residual, dtype):
+    """One more norm in a chain, widened and rounded as a GPU's autocast does it."""
+    rows, width = 64, 768
+
+    def moved(count):
+        norm = StandardDropoutAddNorm(width, 0.0, norm="layer", bias=True)
+        branches = [torch.zeros(rows, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
+        stream, outputs = torch.zeros(rows, width, dtype=dtype, requires_grad=True), []
+        inputs, gradients = (stream, *branches, *norm.parameters()), [branch.detach() for branch in branches]
+        with Moved(rows * width) as mode:
+            for branch in branches:
+                stream = branch + stream
+                outputs.append(norm.normalise(stream.float()).bfloat16())
+            torch.autograd.grad(outputs, inputs, gradients)
+        return mode.bytes
+
+    model, training = from_gpt(preset("125m", sequence=rows)), Training(residual=residual)
+    planned = sum(work.calls * work.cost.bytes for work in _norms(model, training, How()))
+    assert planned == (2 * model.layers + 1) * (moved(4) - moved(3))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

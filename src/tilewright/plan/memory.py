@@ -49,6 +49,7 @@ class Training:
     attention: str = "flash"
     loss: str = "plain"
     compiled: bool = False  # by torch.compile
+    device: str = "cuda"  # or "cpu", whose autocast leaves norms alone and which has no kernels of Tilewright's
     mlp_recompute: bool = False  # the MLP's activation is computed again in backward
     kahan: bool = False  # bfloat16 parameters carry what rounding cost them
     accumulation: int | None = None  # micro batches a step; None: 1, or as many as a pipeline needs
@@ -118,9 +119,19 @@ def check_parallel(decoder: Decoder, training: Training) -> None:
         raise UserError(f"{decoder.layers // training.pipeline} layers a stage are not {training.interleave} pieces.")
 
 
+def norm_bytes(decoder: Decoder, training: Training) -> int:
+    """Of a number of the residual stream as a norm takes it, which it keeps for backward.
+
+    PyTorch's own norms are float32 under a GPU's autocast, which makes each of them a copy of a stream that is not. A
+    compiler keeps the stream as it is, and widens it again in backward.
+    """
+    eager = decoder.gpt_block == "standard" and not training.compiled and training.device == "cuda"
+    return 4 if eager and training.precision == "amp" else training.residual_bytes
+
+
 def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     """Bytes a token that one layer keeps for backward, on one tensor-parallel rank, without full recompute."""
-    c, r, t = training.compute_bytes, training.residual_bytes, training.tensor
+    c, r, n, t = training.compute_bytes, training.residual_bytes, norm_bytes(decoder, training), training.tensor
     h, heads, f = decoder.width, decoder.heads, decoder.ffn
     selective = training.recompute == "selective"
     # There, norms, activation and the output product are computed again, from the residual stream as the layer got it.
@@ -129,7 +140,7 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     statistics = 4.0 if decoder.norm == "rms" else 8.0
     masks = h if decoder.dropout > 0 and decoder.gpt_block == "standard" else 0
     kept_sums = 2 if decoder.dropout > 0 and decoder.gpt_block == "optimized" else 1  # one cannot be made twice alike
-    norms = kept_sums * r * h + masks if cheap else 2 * (r * h + c * h + statistics + masks)
+    norms = kept_sums * r * h + masks if cheap else 2 * (n * h + c * h + statistics + masks)
     norms += (decoder.norms - 2) * (c * h + statistics)  # norms behind a branch keep their input
     queries, keys = heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
     attention = c * (queries + 2 * keys) + c * queries
@@ -172,7 +183,7 @@ def kept_activations(
         total = (decoder.layers if layers is None else layers) * layer_activation_bytes(decoder, training)
     if last:  # the final norm and the head's input
         mask = h if decoder.dropout > 0 and decoder.gpt_block == "standard" else 0
-        total += (c + r) * h + (4 if decoder.norm == "rms" else 8) + mask
+        total += (c + norm_bytes(decoder, training)) * h + (4 if decoder.norm == "rms" else 8) + mask
     return training.micro_batch * decoder.sequence * total
 
 
@@ -208,7 +219,9 @@ def _loss_parts(decoder: Decoder, training: Training, tokens: int) -> tuple[floa
     if training.loss == "linear_fused":  # a part of the logits, and the head's gradient, which forward has computed
         gradient = training.stored_bytes * decoder.vocabulary / training.tensor * decoder.width
         return min(held / 8, LOGITS_AT_ONCE) + gradient, gradient
-    return held, held
+    # Traced, the fused loss returns a gradient of its own, and forward has both; backward then scales it in place.
+    traced = training.loss == "fused" and training.compiled and training.device == "cuda"
+    return (2 * held if traced else held), held
 
 
 def train(decoder: Decoder, training: Training) -> Anatomy:

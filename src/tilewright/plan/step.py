@@ -21,7 +21,7 @@ from tilewright.plan import cost
 from tilewright.plan.cost import Cost
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import products
-from tilewright.plan.memory import LOGITS_AT_ONCE, Training, matmul_weights, optimizer_bytes
+from tilewright.plan.memory import LOGITS_AT_ONCE, Training, matmul_weights, norm_bytes, optimizer_bytes
 
 CATEGORIES = ("product", "attention", "fused", "pointwise", "optimizer", "copy")  # as `measure.profile` tells them
 
@@ -258,8 +258,9 @@ def _norms(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     """Dropout, add and norm."""
     rows, h, dropout = training.micro_batch * decoder.sequence, decoder.width, decoder.dropout > 0
     c, r = training.compute_bytes, training.residual_bytes
+    n = norm_bytes(decoder, dataclasses.replace(training, device=how.device))
     style, category = _style(decoder, training, how)
-    share = SHARES[style] * r * h / (r * h + ROW_ENDS[style])
+    share = SHARES[style] * n * h / (n * h + ROW_ENDS[style])
     of = cost.separate_dropout_add_norm if style == "eager" else cost.dropout_add_norm
     in_layers = decoder.norms * decoder.layers
     for backward in (False, True):
@@ -269,7 +270,9 @@ def _norms(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
         if style == "eager":
             # Autocast has norms in float32, rounded or widened by a kernel of its own; in backward the gradients of
             # weight and bias are another pass.
-            more = (8 if training.precision == "amp" else 0) + (2 * r if backward else 0)
+            more = (8 if training.precision == "amp" else 0) + (2 * n if backward else 0)
+            if n > r:  # so is the stream widened; backward rounds the norm's gradient, and not the branch's any more
+                more += 6 if backward else 8
             yield Work(category, cost.elementwise(rows * h, more, 1), calls, share)
         if style == "compiled" and dropout and not backward:
             yield Work(category, Cost(PHILOX_FLOPS * rows * h, 0, 0), calls, 1.0)
