@@ -92,10 +92,12 @@ def test_the_kernels_themselves_are_the_same_within_rounding(monkeypatch):
     assert all(layer.output > 0 for layer in proof.layers if layer.name.startswith("blocks"))
 
 
-def test_a_compiled_run_is_the_same_within_rounding():
+def test_a_compiled_run_is_the_same_within_rounding(monkeypatch):
+    compiled, compile = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, **more: compiled.append(more) or compile(*given, **more))
     proof = proved(steps=2, compile="default", model={"layers": 1})
-    assert proof.verdict == "same within rounding", proof.why
-    assert proof.losses["best"] != proof.losses["float32"]  # else it was not the compiled run that was looked at
+    assert proof.verdict in ("same within rounding", "bit-identical"), proof.why
+    assert compiled  # else it was not the compiled run that was looked at
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"model": {"attention": "auto", "dropout": 0.5}}])
