@@ -117,7 +117,7 @@ def test_the_field_says_what_a_scalar_means():
         ("model.width: 64", "c.yaml:1: a key must be the name of a field"),
         ("[a]: 64", "c.yaml:1: a key must be the name of a field"),
         ("model:\n  loss: fusd", "c.yaml:2: model.loss is 'fusd'; choose plain, fused or linear_fused; did you mean"),
-        ("compile: fast", "c.yaml:1: compile is 'fast'; choose none, default, reduce-overhead or max-autotune"),
+        ("compile: fast", "c.yaml:1: compile is 'fast'; choose none, default, reduce-overhead, max-autotune or"),
         ("seed: 1\nmodel: {preset: 1B}", "c.yaml:2: model.preset is '1B'; choose 125m, 350m"),
         ("model:\n  preset: 125m\n  heads: 7", "c.yaml:3: width 768 does not divide into 7 heads"),
         ("optimizer:\n\n  beta2: 1", "c.yaml:3: optimizer.beta2 is 1.0; it must be below 1."),

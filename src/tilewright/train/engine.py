@@ -20,7 +20,7 @@ from tilewright.errors import UserError
 from tilewright.models import GPT
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train import optimizers
-from tilewright.train.config import Train
+from tilewright.train.config import RECORDING, Train
 from tilewright.train.world import World
 
 
@@ -49,7 +49,7 @@ def precision_of(config: Train, device: torch.device) -> str:
 
 def check_levers(config: Train, device: torch.device, accumulation: int) -> None:
     """Refuse levers that do not go together, or not on this kind of device."""
-    records = config.compile in ("reduce-overhead", "max-autotune")
+    records = config.compile in RECORDING
     if config.cuda_graphs and device.type != "cuda":
         raise UserError("cuda_graphs needs a GPU; leave it out on this machine.")
     if config.cuda_graphs and records:
@@ -59,7 +59,7 @@ def check_levers(config: Train, device: torch.device, accumulation: int) -> None
     if accumulation > 1 and records:
         raise UserError(
             f"compile={config.compile} would overwrite the gradients that {accumulation} micro batches add up; choose "
-            "compile=default, or cuda_graphs=true, or one micro batch a step."
+            "another mode, or cuda_graphs=true, or one micro batch a step."
         )
 
 
@@ -114,7 +114,7 @@ class Engine:
         """Add the gradients of a micro batch to those there are, or set them; its mean loss."""
         if self.config.cuda_graphs:
             return self._replay(tokens, first)
-        if self.config.compile in ("reduce-overhead", "max-autotune"):
+        if self.config.compile in RECORDING:
             torch.compiler.cudagraph_mark_step_begin()
         with torch.profiler.record_function("tilewright.forward"):
             loss = self._loss(tokens)

@@ -35,7 +35,7 @@ from tilewright.plan.gpt import LEVERS
 from tilewright.plan.memory import train as plan_memory
 from tilewright.train.checkpoint import Checkpoints
 from tilewright.train.checkpoint_files import short
-from tilewright.train.config import Train
+from tilewright.train.config import RECORDING, Train
 from tilewright.train.configuration import write_yaml
 from tilewright.train.data import Batches, open_batches
 from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
@@ -152,7 +152,7 @@ class _Run:
         if self.device.type == "cuda":
             closing.enter_context(torch.cuda.device(self.device))
         self.sizes = batch_sizes(config, self.world.ranks)
-        self.records = config.cuda_graphs or config.compile in ("reduce-overhead", "max-autotune")
+        self.records = config.cuda_graphs or config.compile in RECORDING
         check_levers(config, self.device, self.sizes.accumulation)
         self.precision = precision_of(config, self.device)
         self.plan = planned(config, self.precision, self.sizes.micro, self.sizes.accumulation, self.world.ranks)

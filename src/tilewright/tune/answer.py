@@ -85,6 +85,7 @@ class Answer:
     best: Record | None
     ablations: list[Ablation] = field(default_factory=list)
     proof: Proof | None = None
+    work: list[dict[str, Any]] = field(default_factory=list)  # of a step of the best run, each a `measure.work.Work`
     discarded: dict[str, int] = field(default_factory=dict)  # why the plan left points out, and how many
     budget: float = 0.0  # seconds
     elapsed: float = 0.0

@@ -5,6 +5,7 @@ Pure functions of the records, so that whoever reads a study later comes to the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from tilewright.tune.record import Record
 from tilewright.tune.space import Space, key
 
 NOISE, MOST_NOISE = 0.005, 0.02  # speeds this near are the same; however wide their spreads, no more than this
+ALIKE = 0.01  # two runs of one point that say the same
 CONFIRMATION = "confirmation"
 SHAKEN = 0.1  # between two runs of the reference the machine changed by this: what ran there has to run again
 _AGAIN = 3  # times that a run is repeated, at most
@@ -29,9 +31,9 @@ def latest(records: Iterable[Record]) -> dict[str, Record]:
 def _counting(runs: Sequence[Record]) -> Record:
     """Of the runs of one point the one that counts.
 
-    One that failed the second time has failed; what nobody finished, or had time for, says nothing. Else it is the
-    middle one of those that were run again, the first having been lucky perhaps, or where the machine was steady in
-    none of them, that in which it was most so. Of references it is the first that was measured.
+    One that failed the second time has failed; what nobody finished, or had time for, says nothing. Of two it is the
+    second, the first having been lucky perhaps, and of more the middle one; or where the machine was steady in none
+    that was run again, that in which it was most so. Of references it is the first that was measured.
     """
     if runs[0].purpose == "reference":
         return next((run for run in runs if run.outcome == "done"), runs[0])
@@ -39,17 +41,22 @@ def _counting(runs: Sequence[Record]) -> Record:
     failed = next((run for run in again if run.measurement is None), None)
     if failed is not None:
         return failed
-    steady = sorted((run for run in again if run.doubt <= SHAKEN), key=lambda run: run.tokens_per_second or 0.0)
-    if steady:
-        return steady[(len(steady) - 1) // 2]
-    return min((runs[0], *again), key=lambda run: run.doubt)
+    steady = [run for run in again if run.doubt <= SHAKEN]
+    if len(steady) > 1:
+        first = [run for run in runs[:1] if run.outcome == "done" and run.doubt <= SHAKEN]
+        ranked = sorted((*first, *steady), key=lambda run: run.tokens_per_second or 0.0)
+        return ranked[(len(ranked) - 1) // 2]
+    return steady[0] if steady else min((runs[0], *again), key=lambda run: run.doubt)
 
 
 def confirmed(records: Iterable[Record], record: Record) -> bool:
-    """Whether a run was measured once more, each time on a steady machine."""
-    if record.purpose != CONFIRMATION or record.doubt > MOST_NOISE:
+    """Whether a run was measured once more, each time on a steady machine, and two of those times it was as fast."""
+    if record.doubt > MOST_NOISE:
         return False
-    return sum(r.point == record.point and r.outcome == "done" and r.doubt <= SHAKEN for r in records) > 1
+    runs = [r for r in records if r.point == record.point and r.outcome == "done" and r.doubt <= SHAKEN]
+    speeds = sorted(run.tokens_per_second or 0.0 for run in runs)
+    again = any(run.purpose == CONFIRMATION for run in runs)
+    return again and any(slow >= (1 - ALIKE) * fast for slow, fast in itertools.pairwise(speeds))
 
 
 def fastest(records: Iterable[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from tilewright.errors import UserError
 from tilewright.measure.profile import profile_steps
 from tilewright.train.checkpoint_files import short
-from tilewright.train.config import Train
+from tilewright.train.config import RECORDING, Train
 from tilewright.train.engine import Engine, check_levers, device_of, restored_modes
 from tilewright.train.figures import Figures, memory
 from tilewright.train.loop import Pending, Shown, batch_sizes
@@ -265,7 +265,7 @@ class _Run:
         self.batch = own.batch.to(device, PRECISIONS[self.engine.precision][0])
         self.micro_batches = self.batch.split(micro)
         self.limit = torch.tensor(math.inf, device=device)
-        self.records = config.cuda_graphs or config.compile in ("reduce-overhead", "max-autotune")
+        self.records = config.cuda_graphs or config.compile in RECORDING
         self.peak = self.step = 0
         self.pending: Pending | None = None
         self.before: Pending | None = None  # the last step that was read

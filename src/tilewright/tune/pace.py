@@ -6,7 +6,8 @@ import statistics
 import time
 
 # Seconds that a trial takes by its compile mode, before one has run: on a CPU, and on a GPU.
-_USUAL = {"none": (10.0, 20.0), "max-autotune": (300.0, 300.0)}
+_TUNED = (300.0, 300.0)
+_USUAL = {"none": (10.0, 20.0), "max-autotune": _TUNED, "max-autotune-no-cudagraphs": _TUNED}
 _COMPILED = (20.0, 60.0)
 _PROOF = 40.0  # seconds, but for compiling
 _MARGIN = 1.2

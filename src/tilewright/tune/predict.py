@@ -13,7 +13,7 @@ from typing import Any
 
 from tilewright.plan import memory, step
 from tilewright.plan.decoder import from_gpt
-from tilewright.train.config import Train
+from tilewright.train.config import RECORDING, Train
 from tilewright.train.recompute import planned, policies
 from tilewright.tune.record import Prediction
 
@@ -21,7 +21,6 @@ BEYOND = ("fragmentation", "CUDA context")
 PROCESS_BYTES = 410 * 2**20  # of the interpreter with torch and a small model at work, on Linux
 _LOOSE = 0.1  # of all tensors, what a CPU's allocator holds beside them
 _DOUBT = 0.05  # of the bytes: what is predicted to be over by less is tried
-_RECORDS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make CUDA graphs
 
 Parts = dict[str, float]
 
@@ -50,7 +49,7 @@ def predict(run: Train, machine: Mapping[str, Any], own: bool = False) -> Predic
     decoder, training = from_gpt(run.model), planned(run, precision, sizes.micro, sizes.accumulation, 1)
     how = step.How(
         products=precision if precision in ("fp32", "tf32") else "bf16",
-        recorded=run.cuda_graphs or run.compile in _RECORDS,
+        recorded=run.cuda_graphs or run.compile in RECORDING,
         attention=run.model.attention,
         device=device,
     )
@@ -60,7 +59,8 @@ def predict(run: Train, machine: Mapping[str, Any], own: bool = False) -> Predic
     held: Parts = {}
     floor = 0.0
     for policy in dict.fromkeys(chosen):  # within a budget, blocks of two kinds: each kind counts by its share of them
-        share, alike = chosen.count(policy) / len(chosen), dataclasses.replace(training, recompute=policy)
+        share = chosen.count(policy) / len(chosen)
+        alike = dataclasses.replace(training, recompute=policy, device=device)
         timed = step.step(decoder, alike, how, rates)
         floor += share * timed.floor
         _add(seconds, timed.parts, share)

@@ -242,11 +242,35 @@ def _tradeoff(answer: Answer, figures: dict[str, Any]) -> str:
 
 def _kernels(answer: Answer, figures: dict[str, Any]) -> str:
     note = (
-        "A trace has no FLOPs and no bytes, so they are the plan's, summed up by kind of work; the seconds are the "
-        "profile's, the ceilings were measured on this machine. Under it, every kernel of one step."
+        "One step of the best run, observed op by op: the FLOPs and bytes that each cannot avoid, its inputs read once "
+        "and its results written once, over the time of its kernels, under the ceilings measured on this machine. An "
+        "op that multiplies no matrices counts one FLOP an element. What lies in a cache can pass the memory's limit."
     )
-    profile = anatomy.step_profile(answer)
-    kernels = (profile or {}).get("kernels", [])
+    drawn = anatomy.roofline(answer)
+    table = _observed(answer) if answer.work else _profiled(answer)
+    return _section("Kernels and their limit", note, _plot("roofline", "Roofline", drawn, figures), table)
+
+
+def _observed(answer: Answer) -> str:
+    """Every kind of work of the step that was observed."""
+    total = sum(each["seconds"] for each in answer.work) or 1.0
+    longest = max(each["seconds"] for each in answer.work) or 1.0
+    rows = []
+    for each in answer.work:
+        colour, at = anatomy.CATEGORIES.get(each["category"], plots.GREY), anatomy.point(answer, each)
+        bar = f"<i class=bar style='width:{max(0.5, 100 * each['seconds'] / longest):.1f}%;background:{colour}'></i>"
+        rows.append([
+            _name(f"{each['op']} {each['shapes']}", bar), _swatch(colour, each["category"]), _name(each["kernel"]),
+            _number(each["seconds"], milliseconds), _number(each["calls"], "{:,.4g}".format),
+            _number(each["seconds"] / total, "{:.1%}".format), _number(at.share if at else None, "{:.0%}".format),
+        ])  # fmt: skip
+    header = ["Op", "Kind", "Longest kernel", "Time a step", "Calls", "Share", "Of its limit"]
+    return _table(header, rows, sortable=True)
+
+
+def _profiled(answer: Answer) -> str:
+    """Where no step was observed: every kernel of the profile, of which nobody knows what it had to do."""
+    kernels = (anatomy.step_profile(answer) or {}).get("kernels", [])
     longest = max((each["share"] for each in kernels), default=0.0) or 1.0
     rows = []
     for each in kernels:
@@ -258,10 +282,7 @@ def _kernels(answer: Answer, figures: dict[str, Any]) -> str:
             _number(share, "{:.1%}".format),
         ])  # fmt: skip
     header = ["Kernel", "Kind", "Time a step", "Calls", "Share"]
-    table = _table(header, rows, sortable=True) if rows else ""
-    return _section(
-        "Kernels and their limit", note, _plot("roofline", "Roofline", anatomy.roofline(answer), figures), table
-    )
+    return _table(header, rows, sortable=True) if rows else ""
 
 
 def _memory(answer: Answer, figures: dict[str, Any]) -> str:

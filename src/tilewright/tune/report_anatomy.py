@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.errors import UserError
 from tilewright.tune.answer import Answer
 from tilewright.tune.record import Prediction, Record
 from tilewright.tune.report_plots import (
@@ -19,7 +18,6 @@ from tilewright.tune.report_plots import (
     Drawn,
     Figure,
     axis,
-    clean,
     dots,
     figure,
     logarithmic,
@@ -31,7 +29,6 @@ IDLE = "#dfe3e8"
 _KINDS = ("product", "attention", "fused", "pointwise", "optimizer", "communication", "copy", "other")
 CATEGORIES = dict(zip(_KINDS, COLOURS, strict=False))  # those of `measure.profile`, and their colours
 _SHADES = ("#3d5a80", "#7a9cc6", "#b7a57a", "#5f7d63", "#b4b9bf")
-_REST = "pointwise and fused"
 _DASHES = ("solid", "dash", "dot")
 _PARTS = ("weights", "gradients", "optimizer", "temporary buffers")  # which both the plan and a measurement know
 # What the plan counts as activations in parts, and a measurement can only see together.
@@ -188,66 +185,39 @@ def _placed(pieces: list[dict[str, Any]], colours: Mapping[str, str]) -> list[di
 # Roofline
 
 
-def plan_work(answer: Answer) -> tuple[str, dict[str, tuple[float, float]]] | str:
-    """The precision of the best run, and the FLOPs and bytes of a step of it by kind, as the plan counts them."""
-    from tilewright.plan.decoder import from_gpt
-    from tilewright.plan.roofline import step_ops
-    from tilewright.train.configuration import from_dict
-    from tilewright.train.loop import batch_sizes
-    from tilewright.train.recompute import planned
-
-    if answer.best is None or answer.best.prediction is None or "model" not in answer.start:
-        return "A model of one's own has no plan: its FLOPs and bytes are not known, only its kernels' times."
-    try:
-        run = from_dict(configuration(answer))
-        sizes = batch_sizes(run, 1)
-        precision = run.precision if run.precision != "auto" else "bf16" if answer.machine.get("gpu") else "fp32"
-        training = planned(run, precision, sizes.micro, sizes.accumulation, 1)
-        ops = list(step_ops(from_gpt(run.model), training))
-    except UserError as error:
-        return f"The plan does not know this run: {clean(error)}"
-    work: dict[str, tuple[float, float]] = {}
-    for op in ops:
-        kind = next((name for name in ("product", "attention", "optimizer") if name in op.name), _REST)
-        calls = op.calls * (1 if kind == "optimizer" else sizes.accumulation)
-        flops, moved = work.get(kind, (0.0, 0.0))
-        work[kind] = flops + calls * op.cost.flops, moved + calls * op.cost.bytes
-    return precision, work
-
-
 @dataclass(frozen=True)
 class Point:
-    """A kind of work on the roofline; `limit` is the FLOPs a second that the ceilings allow at its intensity."""
+    """Some work of the best run's on the roofline; `limit` is the FLOPs a second that the ceilings allow for it."""
 
-    kind: str
-    colour: str
+    work: Mapping[str, Any]  # as `measure.work` has it
     intensity: float
     flops_per_second: float
     limit: float
 
+    @property
+    def share(self) -> float:
+        """Of the limit, what it reaches."""
+        return self.flops_per_second / self.limit
+
+
+def point(answer: Answer, work: Mapping[str, Any]) -> Point | None:
+    """Where some work lies; None where nobody knows what it had to do, or what the machine can."""
+    copy_rate, rates = _ceilings(answer)
+    if not (rates and copy_rate and work["flops"] and work["bytes"] and work["seconds"]):
+        return None
+    intensity = work["flops"] / work["bytes"]
+    top = rates.get(work["dtype"]) or rates.get("fp32") or max(rates.values())
+    return Point(work, intensity, work["flops"] / work["seconds"], min(top, copy_rate * intensity))
+
 
 def roofline_points(answer: Answer) -> list[Point] | str:
-    """Each kind of work of the best run: the plan's FLOPs and bytes, and the seconds of the profile."""
-    profile, copy_rate, rates = step_profile(answer), *_ceilings(answer)
-    if profile is None:
-        return NO_PROFILE
-    if not rates or not copy_rate:
+    """All work of a step of the best run, what took longest first."""
+    if answer.best is None or not answer.work:
+        return "No step of a best run was observed, so nobody can say what its kernels had to do."
+    if not all(_ceilings(answer)):
         return "The ceilings of this machine were not measured, so there is nothing to hold the kernels against."
-    found = plan_work(answer)
-    if isinstance(found, str):
-        return found
-    precision, work = found
-    peak = rates.get(precision, rates.get("bf16" if "bf16" in precision else "fp32", max(rates.values())))
-    seconds = {each["name"]: each["seconds"] for each in profile["categories"]}
-    seconds[_REST] = seconds.get("pointwise", 0.0) + seconds.get("fused", 0.0)
-    points = []
-    for kind, (flops, moved) in work.items():
-        if flops and moved and seconds.get(kind):
-            top = peak if kind in ("product", "attention") else rates.get("fp32", peak)
-            colour = CATEGORIES.get(kind, CATEGORIES["fused"])
-            limit = min(top, copy_rate * flops / moved)
-            points.append(Point(kind, colour, flops / moved, flops / seconds[kind], limit))
-    return points or "The profile and the plan have no kind of work in common."
+    points = [found for work in answer.work if (found := point(answer, work)) is not None]
+    return points or "Of none of the kernels that were observed is it known what they had to do."
 
 
 def _ceilings(answer: Answer) -> tuple[float, dict[str, float]]:
@@ -256,7 +226,7 @@ def _ceilings(answer: Answer) -> tuple[float, dict[str, float]]:
 
 
 def roofline(answer: Answer) -> Drawn:
-    """Each kind of work of the best run under the ceilings that were measured."""
+    """Each op of a step of the best run under the ceilings that were measured; the longer it takes, the larger."""
     points, (copy_rate, rates) = roofline_points(answer), _ceilings(answer)
     if isinstance(points, str):
         return points
@@ -270,17 +240,25 @@ def roofline(answer: Answer) -> Drawn:
         dash = _DASHES[i % len(_DASHES)]
         traces.append(_ceiling([rate / copy_rate, right], [rate / unit] * 2, dash, GREY))
         legend.append((dash, GREY, f"{name}, {_digits(rate / unit)} {word}"))
-    for point in points:
-        share = point.flops_per_second / point.limit
-        much = f"{share:.0%} of the limit" if share <= 1.05 else "more than the plan's bytes allow, so not comparable"
-        reached = f"{_digits(point.flops_per_second / unit)} {word}, {much}"
-        marker = {"size": 13, "color": point.colour, "line": {"color": "white", "width": 1}}
-        at = [point.intensity], [point.flops_per_second / unit]
-        traces.append(dots(*at, [f"{point.kind}: {reached}"], marker=marker))
-        legend.append(("●", point.colour, f"{point.kind}, {reached}"))
+    longest = max(point.work["seconds"] for point in points)
+    for kind in dict.fromkeys(point.work["category"] for point in points):
+        mine = [point for point in points if point.work["category"] == kind]
+        colour, seconds = CATEGORIES.get(kind, GREY), sum(point.work["seconds"] for point in mine)
+        sizes = [6 + 16 * (point.work["seconds"] / longest) ** 0.5 for point in mine]
+        texts = [
+            f"{shown(point.work['op'])} {shown(point.work['shapes'])}<br>"
+            f"{_digits(point.flops_per_second / unit)} {word}, {point.share:.0%} of its limit, "
+            f"{milliseconds(point.work['seconds'])} a step"
+            for point in mine
+        ]  # fmt: skip
+        marker = {"size": sizes, "color": colour, "opacity": 0.8, "line": {"color": "white", "width": 1}}
+        heights = [point.flops_per_second / unit for point in mine]
+        traces.append(dots([point.intensity for point in mine], heights, texts, marker=marker))
+        reached = sum(point.work["seconds"] * point.share for point in mine) / seconds
+        legend.append(("●", colour, f"{kind}, {milliseconds(seconds)} at {reached:.0%} of the limit"))
     heights = [value for trace in traces for value in trace["y"]]
     y = axis(word, **logarithmic(min(heights) / 1.5, max(heights) * 1.5))
-    return figure(traces, 380, axis("FLOPs a byte", **logarithmic(left, right)), y, legend)
+    return figure(traces, 420, axis("FLOPs a byte", **logarithmic(left, right)), y, legend)
 
 
 def _digits(value: float) -> str:

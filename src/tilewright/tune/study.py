@@ -5,7 +5,8 @@
     confirm    the best run once more, between two of the reference, and whatever may still be faster than it
     prove      the best run beside the standard float32 model; what turns out wrong is struck, and the next is proved
 
-With the time that is left it begins again, until none is or nothing is left to try.
+With the time that is left it begins again, until none is or nothing is left to try. Then one step of the best is
+observed, kernel by kernel.
 
 Every trial is a process of its own, and every finished one is in the ledger at once: whoever is killed loses the trial
 at hand and nothing else. Several workers may run the same study through one storage; each compares its trials with its
@@ -50,6 +51,7 @@ HOPELESS = 1.25  # a trial that takes this much longer than the best is ended ea
 SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
 _CONFIRMATIONS = 4  # runs that are repeated before the study leaves it at that
 _PROOFS = 3  # runs that may turn out wrong before the study gives up
+_OVERRUN = 20.0  # seconds beyond the budget in which the best run is still observed
 _POLL = 0.5  # seconds between two looks at what other workers do
 
 
@@ -138,6 +140,7 @@ class _Study:
         self.records: list[Record] = []  # as they were last read
         self.proof: Proof | None = None
         self.proved: str | None = None  # the key of the run that it is of
+        self.work: list[dict[str, Any]] = []  # of a step of it, as `measure.work` has it
         self.wrong: set[str] = set()
         self.reference = 0.0  # tokens a second of the run as given, when it last ran here
         self.since = REFERENCE_EVERY  # trials since then
@@ -194,7 +197,7 @@ class _Study:
             self._confirm()  # where the proof had to come first
             # Whatever else is found has to be run and proved as well.
             if len(self._read()) == known or self.pace.left < self.pace.another:
-                return
+                return self._observe()
 
     def _search(self) -> None:
         while self.pace.left > max((1 - SEARCH) * self.pace.span, self._expected(self.space.origin)):
@@ -220,7 +223,11 @@ class _Study:
         spare = self.pace.left - (self._end_takes(best) if best is not None else 0.0)
         if spoilt is not None and spoilt.point not in running and self._expected(spoilt.point) < spare:
             return spoilt.point, CONFIRMATION
-        while (point := self.search.next(records, dear)) is not None and self._expected(point) >= spare:
+        # What comes after the first proof has to be confirmed and proved anew, should it be better.
+        twice = self.proved is not None
+        while (point := self.search.next(records, dear)) is not None and (
+            self._expected(point) + twice * (self._expected(point) + self._expected(self.space.origin)) >= spare
+        ):
             dear.append(point)
         return point, "search"
 
@@ -299,6 +306,21 @@ class _Study:
             self.proof = Proof("not proven", "the runs that were faster were wrong, and this one was not looked at.")
             self.ledger.note("wrong", sorted(self.wrong))
 
+    def _observe(self) -> None:
+        """See what each kernel of the best run has to do, for the report; it may overrun the budget by a little."""
+        best, _ = self._proved_best()
+        if best is None or key(best.point) != self.proved:
+            return
+        run = self.space.at(best.point)
+        limit = min(self.pace.limit(run.compile), self.pace.left + _OVERRUN)
+        self.shown.trial("kernels", best.point, None)
+        job = {
+            "kind": "observe", "configuration": dataclasses.asdict(run), "warm": 3,
+            "own_model": self.settings.own_model, "path": list(self.settings.path), "memory_cap": 0,
+        }  # fmt: skip
+        ended = run_child(job, Limits(limit, limit), self.shown.event, self.settings.command)
+        self.work = (ended.value or {}).get("work", [])
+
     def _proof_job(self, best: Record) -> dict[str, Any]:
         return {
             "kind": "prove", "best": dataclasses.asdict(self.space.at(best.point)), "steps": 8,
@@ -332,7 +354,8 @@ class _Study:
         answer = answered(
             self.space, self.records, best, name=self.settings.name, proof=proof,
             budget=self.settings.budget, elapsed=self.pace.elapsed, interrupted=interrupted,
-            discarded={reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}, **facts,
+            discarded={reason: reasons.count(reason) for reason in dict.fromkeys(reasons)},
+            work=self.work if best is not None and key(best.point) == self.proved else [], **facts,
         )  # fmt: skip
         folder = self.settings.folder
         write_json(folder / "answer.json", {"schema": SCHEMA, "command": "tune", **answer.as_dict()})
@@ -344,6 +367,8 @@ class _Study:
         best, proof = self._best(), self.proof
         if best is None or proof is None or key(best.point) == self.proved or proof.verdict not in VERDICTS[:3]:
             return best, proof
+        if best.point == self.space.origin:  # which asks nobody to change anything
+            return best, None
         proved = fastest((r for r in self.records if key(r.point) == self.proved), self.cap, self.wrong)
         return (proved, proof) if proved is not None else (best, Proof("not proven", "no time was left to look at it."))
 

@@ -1,4 +1,4 @@
-"""One piece of a study's work in a process of its own: measure a run, probe the machine, prove the winner.
+"""One piece of a study's work in a process of its own: measure a run, probe the machine, prove or observe the winner.
 
 A kernel that fails can poison the whole CUDA context of its process, and peak memory is a property of a process: so
 each trial is a fresh `python -m tilewright.tune.trial`. It reads one line of JSON, the job, from standard input, and
@@ -112,7 +112,7 @@ def _end() -> NoReturn:
 
 def attempt(line: str, say: Say) -> dict[str, Any]:
     """Do a job, whatever comes of it: the event of its result. What went wrong in full goes to standard error."""
-    kinds = {"measure": measure, "probe": _probe, "prove": _prove}
+    kinds = {"measure": measure, "probe": _probe, "prove": _prove, "observe": observe}
     try:
         job = json.loads(line)
         outcome, value = kinds[job["kind"]](job, say)
@@ -175,14 +175,49 @@ def peak_host_bytes() -> int:
 
 def measure(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     """Train by the real loop until its speed is known; the outcome, and a `Measurement`."""
-    say({"event": "alive", "what": "starting"})
-    from tilewright.train.configuration import from_dict
-    from tilewright.train.loop import Shown, batch_sizes, train
     from tilewright.train.profile import TAKES
 
     meter = Meter(job, TAKES if job["profile"] else 0, say)
+    try:
+        _train(job, meter.most, say, step=meter.step, profile=meter.profile)
+    except _Enough as enough:
+        return str(enough), dataclasses.asdict(meter.measurement())
+    raise RuntimeError(f"the run was asked to end after {meter.steps} steps, before its speed was known.")
+
+
+def observe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
+    """Train until one step has been observed; the outcome, and the step's `Work`."""
+    from tilewright.measure.work import Observation
+
+    # A replay shows no ops; without it the kernels are the same.
+    mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+    compile = job["configuration"]["compile"]
+    run = {**job["configuration"], "cuda_graphs": False, "compile": mode.get(compile, compile)}
+    observation = Observation(compiled=compile != "none")
+    found: list[dict[str, Any]] = []
+
+    def step(figures: Figures, steps: int) -> None:
+        if figures.step == job["warm"]:
+            observation.begin()
+        elif figures.step == job["warm"] + 1:  # it is told of a step when the next is on its way: that one was observed
+            found.extend(work.as_dict() for work in observation.end())
+            raise _Enough("done")
+
+    try:
+        _train({**job, "configuration": run, "profile": False}, job["warm"] + 3, say, step=step)
+    except _Enough as enough:
+        return str(enough), {"work": found}
+    raise RuntimeError("the run ended before a step was observed.")
+
+
+def _train(job: Job, steps: int, say: Say, **told: Callable[..., None]) -> None:
+    """The run of a job, which whoever is `told` of its steps may end."""
+    say({"event": "alive", "what": "starting"})
+    from tilewright.train.configuration import from_dict
+    from tilewright.train.loop import Shown, train
+
     with tempfile.TemporaryDirectory(dir=job.get("folder"), ignore_cleanup_errors=True) as folder:
-        config = _short_run(from_dict(job["configuration"]), folder, meter.most, job["profile"])
+        config = _short_run(from_dict(job["configuration"]), folder, steps, job["profile"])
         _cap_memory(config, job["memory_cap"])
         run: Callable[[Train, Shown], object] = train
         if job["own_model"]:
@@ -190,21 +225,14 @@ def measure(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
 
             say({"event": "alive", "what": f"calling {job['own_model']}"})
             own = own_model.load(job["own_model"], job["path"], seed=config.seed)
-            tokens, run = own.batch.tokens, functools.partial(own_model.train, own)
-        else:
-            tokens = batch_sizes(config, 1).global_ * config.model.sequence
+            run = functools.partial(own_model.train, own)
         shown = Shown(
             begin=lambda facts: say({"event": "alive", "what": "the first step, which compiles"}),
-            step=meter.step,
             say=lambda text: say({"event": "alive", "what": text}),
-            profile=meter.profile,
             trace=False,
+            **told,
         )
-        try:
-            run(config, shown)
-        except _Enough as enough:
-            return str(enough), dataclasses.asdict(meter.measurement(tokens))
-    raise RuntimeError(f"the run was asked to end after {meter.steps} steps, before its speed was known.")
+        run(config, shown)
 
 
 def _short_run(config: Train, folder: str, steps: int, profile: bool) -> Train:
@@ -283,12 +311,13 @@ class Meter:
         self._profile = found
         self._say({"event": "alive", "what": "profiled"})
 
-    def measurement(self, tokens_per_step: int) -> Measurement:
+    def measurement(self) -> Measurement:
         """What the steps that counted say."""
+        last = self._counted[-1]
         allocated = [one.memory_allocated for one in self._counted if one.memory_allocated is not None]
         used = [(one.mfu, one.hfu) for one in self._counted if one.mfu is not None and one.hfu is not None]
         return Measurement(
-            tokens_per_step=tokens_per_step,
+            tokens_per_step=round(last.tokens_per_second * last.seconds),
             step_seconds=[one.seconds for one in self._counted],
             first_step_seconds=self._first,
             data_wait=statistics.median(one.data_wait for one in self._counted),
