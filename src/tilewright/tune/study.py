@@ -313,6 +313,8 @@ class _Study:
             return
         run = self.space.at(best.point)
         limit = min(self.pace.limit(run.compile), self.pace.left + _OVERRUN)
+        if limit <= 0:
+            return
         self.shown.trial("kernels", best.point, None)
         job = {
             "kind": "observe", "configuration": dataclasses.asdict(run), "warm": 3,
