@@ -1,6 +1,7 @@
 """Write the tables in README.md and docs/ from the JSON in results/; with --check, fail where they have drifted.
 
-A table stands between `<!-- table: NAME results/PATH.json -->` and `<!-- end -->`; NAME is a function below.
+A table stands between `<!-- table: NAME results/PATH.json ... -->` and `<!-- end -->`; NAME is a function below, of one
+result or of several.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tilewright.tune.answer import Answer
+from tilewright.tune.choose import latest
+
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"(?P<begin><!-- table: (?P<name>\w+) (?P<path>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(?P<begin><!-- table: (?P<name>\w+) (?P<paths>\S+(?: \S+)*) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+)
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -177,8 +183,8 @@ def headline(result: dict[str, Any]) -> str:
     return markdown(header, rows) + "\n" + machine(result) + "\n"
 
 
-def tune(result: dict[str, Any]) -> str:
-    """What `tilewright tune` printed."""
+def block(result: dict[str, Any]) -> str:
+    """A GPT with each block."""
     trial = result["trial"]
     model = trial["model"]
     rows = []
@@ -205,6 +211,52 @@ def tune(result: dict[str, Any]) -> str:
         f"{model['dropout']}, {trial['precision']}; MFU by {result['flops_convention']}, peak {result['peak_source']}; "
         f"{drift}{machine(result)}\n\n{markdown(header, rows)}"
     )
+
+
+def _asked(answer: Answer) -> str:
+    start = answer.start
+    return f"{start['model']['preset']}, {start['global_batch']} x {start['model']['sequence']}"
+
+
+def tune(tree: dict[str, Any]) -> str:
+    """Every run of a study: its speed, and what was predicted of it before it ran."""
+    answer = Answer.from_dict(tree)
+    origin = {name: values[0] for name, values in answer.levers.items()}
+    rows = []
+    ranked = sorted(latest(answer.records).values(), key=lambda record: -(record.tokens_per_second or 0.0))
+    for record in ranked:
+        changes = [f"{name} {value}" for name, value in record.point.items() if value != origin[name]]
+        name = ", ".join(changes).replace("model.", "").replace(" True", "") or "as given"
+        found, expected = record.measurement, record.prediction
+        if found is None or expected is None:
+            rows.append([name, record.outcome, *[""] * 5])
+            continue
+        rows.append([
+            f"**{name}**" if answer.best and record.point == answer.best.point else name,
+            f"{record.tokens_per_second:,.0f}",
+            f"{record.tokens_per_second / answer.reference.tokens_per_second:.2f}x",
+            f"{found.seconds * 1e3:.1f} ms", f"{expected.seconds * 1e3:.1f}",
+            f"{found.bytes / 1e9:.1f} GB", f"{expected.bytes / 1e9:.1f}",
+        ])  # fmt: skip
+    header = [f"GPT {_asked(answer)}", "tokens/s", "ratio", "step", "predicted", "peak memory", "predicted"]
+    given = f"{len(answer.records)} trials in {answer.elapsed:.0f} s. "
+    return markdown(header, rows) + f"\n{given}{' '.join(answer.sentences)}\n\n{machine(tree)}\n"
+
+
+def tuned(*trees: dict[str, Any]) -> str:
+    """Studies, a line each: the run as given, torch.compile's, and what the study chose."""
+    rows = []
+    for tree in trees:
+        answer = Answer.from_dict(tree)
+        best, given = answer.best, answer.reference
+        compiled = next(r for r in answer.records if r.point == {**given.point, "compile": "default"})
+        rows.append([
+            _asked(answer), f"{given.tokens_per_second:,.0f}", f"{compiled.tokens_per_second:,.0f}",
+            f"{best.tokens_per_second:,.0f}", f"{answer.ratio:.2f}x",
+            f"{best.measurement.bytes / given.measurement.bytes:.2f}x", answer.proof.verdict,
+        ])  # fmt: skip
+    header = ["GPT", "tokens/s as given", "torch.compile", "tuned", "speed", "memory", "the same model?"]
+    return markdown(header, rows) + "\n" + machine(trees[-1]) + "\n"
 
 
 def memory(result: dict[str, Any]) -> str:
@@ -252,10 +304,11 @@ def train(result: dict[str, Any]) -> str:
     return text
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
         activation,
+        block,
         cross_entropy,
         dropout_add_norm,
         dropout_add_norm_small,
@@ -266,6 +319,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
         rope,
         train,
         tune,
+        tuned,
     )
 }
 
@@ -274,8 +328,8 @@ def render(text: str) -> str:
     """The text with every table made anew."""
 
     def table(match: re.Match[str]) -> str:
-        result = json.loads((ROOT / match["path"]).read_text(encoding="utf-8"))
-        return match["begin"] + TABLES[match["name"]](result) + match["end"]
+        results = [json.loads((ROOT / path).read_text(encoding="utf-8")) for path in match["paths"].split()]
+        return match["begin"] + TABLES[match["name"]](*results) + match["end"]
 
     rendered, tables = BLOCK.subn(table, text)
     if tables != text.count("<!-- table: "):

@@ -76,6 +76,21 @@ def test_a_kernel_past_the_dispatcher_is_seen_with_what_it_reads_and_writes(monk
     assert work.watching is None
 
 
+@pytest.mark.parametrize("loss", ["fused", "linear_fused"])
+def test_a_step_that_is_observed_runs_the_kernels_that_it_ever_runs(loss, monkeypatch):
+    model = GPT(GPTConfig(**{**vars(SMALL), "gpt_block": "optimized", "layers": 1, "loss": loss})).to(DEVICE)
+    tokens = torch.randint(512, (3, 32), device=DEVICE)
+    started = []
+    start = _op.Launch._start
+    monkeypatch.setattr(_op.Launch, "_start", lambda self, *args: (started.append(self.name), start(self, *args)))
+    model(tokens, tokens).backward()
+    alone = started.copy()
+    started.clear()
+    found = observed(lambda: model(tokens, tokens).backward())
+    assert started == alone and len(set(alone)) > 3
+    assert set(alone) <= {each.op for each in found}
+
+
 def test_an_observation_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         observed(lambda: 1 / 0)

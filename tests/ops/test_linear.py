@@ -31,6 +31,7 @@ from ops.contract import (
     randn,
 )
 from tilewright.measure.numerics import relative_error, tolerance
+from tilewright.measure.work import Observation
 from tilewright.ops import _cublaslt
 from tilewright.ops._cublaslt import Description, Epilogue, Preference
 from tilewright.ops.linear import linear, linear_parts, reference
@@ -581,6 +582,28 @@ def test_who_knows_only_pytorchs_ops_sees_them(emulator):
 
     assert isinstance(linear(x.detach().as_subclass(Subclass), weight.detach()), Subclass)
     assert not emulator.epilogues
+
+
+@pytest.mark.parametrize("parts", [(), (8, 16)], ids=["whole", "parts"])
+def test_who_observes_a_step_sees_the_products_that_ever_run(parts, emulator):
+    x, weight, bias = of_linear((6, 16), 24, BF16, BF16)
+
+    def step():
+        results = linear_parts(x, weight, bias, parts) if parts else (linear(x, weight, bias),)
+        sum(result.sum() for result in results).backward()
+
+    step()
+    alone, emulator.launched = emulator.epilogues, []
+    observation = Observation(compiled=False)
+    observation.begin()
+    step()
+    found = observation.end()
+    assert alone and emulator.epilogues == alone
+    forward, backward = sorted(
+        (each for each in found if each.op == "tilewright::product"), key=lambda each: each.shapes
+    )
+    assert (forward.shapes, backward.shapes) == ("6x16, 16x24, 6x24, 24", "6x24, 24x16, 6x16")
+    assert sum(each.flops for each in found if each.dtype) == 3 * 2 * 6 * 16 * 24
 
 
 @pytest.mark.parametrize("sizes", [(12, 16), (16, 12)], ids=str)

@@ -64,7 +64,7 @@ def test_fusing_and_the_datasheet_lower_the_floor():
 
 
 def test_a_measured_step_is_not_below_its_floor():
-    study = json.loads((RESULTS / "tune_1b.json").read_text(encoding="utf-8"))
+    study = json.loads((RESULTS / "block_1b.json").read_text(encoding="utf-8"))
     trial = study["trial"]
     assert len(study["rows"]) == 2
     for row in study["rows"]:

@@ -16,8 +16,11 @@ from tilewright.plan.gpt import GPTConfig
 from tilewright.train import optimizers
 from tilewright.train.config import OPTIMIZERS, PRECISIONS, Model, Optimizer, Train
 from tilewright.train.configuration import read
+from tilewright.tune.answer import Answer
+from tilewright.tune.choose import latest
 from tilewright.tune.predict import BEYOND, PROCESS_BYTES, misfit, predict
 from tilewright.tune.record import Prediction
+from tilewright.tune.study import space_of
 
 RESULTS = Path(__file__).parents[2] / "results" / "h200"
 
@@ -76,19 +79,32 @@ def test_the_peak_agrees_with_an_h200(case):
     assert expected(case).bytes == pytest.approx(case["peak_allocated"] - doubled(case), rel=0.08)
 
 
-@pytest.mark.parametrize(
-    ("compile", "levers", "measured"),
-    [
-        ("reduce-overhead", {"gpt_block": "optimized", "residual": "bf16"}, 34.58e9),
-        ("none", {"gpt_block": "optimized", "residual": "bf16"}, 28.19e9),
-        ("none", {"residual": "bf16"}, 30.94e9),
-        ("none", {"gpt_block": "optimized"}, 30.71e9),
-    ],
-)
-def test_so_do_the_peaks_that_a_study_of_125m_measured(compile, levers, measured):
-    model = Model(width=768, layers=12, heads=12, vocabulary=50368, sequence=2048, loss="fused", **levers)
-    found = predict(Train(model=model, global_batch=32, micro_batch=32, compile=compile), H200)
-    assert found.bytes == pytest.approx(measured, rel=0.02)
+def studied(name):
+    """Of a study on an H200: (the run, what is predicted of it, what was measured), each run once."""
+    tree = committed(name)
+    answer, space = Answer.from_dict(tree), space_of(tree)
+    runs = [record for record in latest(answer.records).values() if record.outcome == "done"]
+    return [(run.point, predict(space.at(run.point), tree["ceilings"]), run.measurement) for run in runs]
+
+
+@pytest.mark.parametrize("name", ["tune_125m", "tune_1b"])
+def test_so_do_the_runs_of_a_study(name):
+    for point, expected, found in studied(name):
+        assert expected.bytes == pytest.approx(found.bytes, rel=0.02), point
+        assert expected.seconds == pytest.approx(found.seconds, rel=0.05), point
+
+
+def test_the_ten_most_different_runs_of_a_study_are_ranked_as_measured():
+    runs = studied("tune_125m")
+    chosen = [max(runs, key=lambda run: run[2].seconds)]
+    while len(chosen) < 10:  # the one that is furthest from all that were chosen, by its levers
+
+        def apart(run):
+            near = min(sum(run[0][name] != other[0][name] for name in run[0]) for other in chosen)
+            return near, run[2].seconds
+
+        chosen.append(max((run for run in runs if run not in chosen), key=apart))
+    assert tau([(expected.seconds, found.seconds) for _, expected, found in chosen]) >= 0.7
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not watched(case)], ids=named)

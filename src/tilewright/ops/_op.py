@@ -42,9 +42,12 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None and type(tensor) not in PLAIN:
             return True
-    if torch.compiler.is_compiling():
-        return True
-    watch = work.watching  # which sees the kernels themselves
+    return torch.compiler.is_compiling() or has_mode()
+
+
+def has_mode() -> bool:
+    """Whether a dispatch mode is on, but for the one that sees the kernels themselves."""
+    watch = work.watching
     return torch._C._len_torch_dispatch_stack() > (watch is not None and watch.is_mode)
 
 

@@ -274,7 +274,7 @@ def _fits(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) ->
             return False
     if torch._C._are_functorch_transforms_active():
         return False
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() == 0
+    return torch.compiler.is_compiling() or not _op.has_mode()
 
 
 def _dtype(x: Tensor) -> torch.dtype:

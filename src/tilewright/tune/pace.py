@@ -54,8 +54,8 @@ class Pace:
         return _USUAL.get(mode, _COMPILED)[self._on_gpu]
 
     def limit(self, mode: str) -> float:
-        """Seconds after which a trial has hung, or is not worth its time."""
-        most = max(60.0, 4 * self.expected(mode), self.budget / 6)
+        """Seconds after which a trial has hung, or is not worth its time: a third of all there is, for the dearest."""
+        most = max(60.0, min(4 * self.expected(mode), self.budget / 3), self.budget / 6)
         return max(30.0, min(most, self.left))
 
     def proof(self, first_step: float = 0.0) -> float:

@@ -178,6 +178,7 @@ class _Child:
         chunk = os.read(pipe, CHUNK)
         self.errors += chunk
         del self.errors[:-LONGEST_LOG]
+        self.heard = time.monotonic()  # a compiler that says what it tries is at work
         return len(chunk) > 0
 
     def _hear_events(self, pipe: int) -> bool:

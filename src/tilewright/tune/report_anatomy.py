@@ -199,6 +199,11 @@ class Point:
         """Of the limit, what it reaches."""
         return self.flops_per_second / self.limit
 
+    @property
+    def believable(self) -> bool:
+        """Caches take a little beyond the limit; who is far beyond it found that there was nothing to do."""
+        return self.share < 1.5
+
 
 def point(answer: Answer, work: Mapping[str, Any]) -> Point | None:
     """Where some work lies; None where nobody knows what it had to do, or what the machine can."""
@@ -207,7 +212,8 @@ def point(answer: Answer, work: Mapping[str, Any]) -> Point | None:
         return None
     intensity = work["flops"] / work["bytes"]
     top = rates.get(work["dtype"]) or rates.get("fp32") or max(rates.values())
-    return Point(work, intensity, work["flops"] / work["seconds"], min(top, copy_rate * intensity))
+    found = Point(work, intensity, work["flops"] / work["seconds"], min(top, copy_rate * intensity))
+    return found if found.believable else None
 
 
 def roofline_points(answer: Answer) -> list[Point] | str:

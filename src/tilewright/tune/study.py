@@ -186,7 +186,7 @@ class _Study:
     # The parts of a study
 
     def _work(self) -> None:
-        self.ledger.propose([(point, "search") for point in self.settings.first])
+        self.ledger.propose([(point, "search") for point in sorted(self.settings.first, key=self._expected)])
         while True:
             known = len(self._read())
             self.pace.begin()
