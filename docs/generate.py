@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.tune.answer import Answer
-from tilewright.tune.choose import latest
+from tilewright.tune.choose import confirmed, latest
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
@@ -244,7 +244,7 @@ def tune(tree: dict[str, Any]) -> str:
 
 
 def tuned(*trees: dict[str, Any]) -> str:
-    """Studies, a line each: the run as given, torch.compile's, and what the study chose."""
+    """Studies, a line each: the run as given, torch.compile's, and what the study chose, measured once or more."""
     rows = []
     for tree in trees:
         answer = Answer.from_dict(tree)
@@ -254,9 +254,10 @@ def tuned(*trees: dict[str, Any]) -> str:
             _asked(answer), f"{given.tokens_per_second:,.0f}", f"{compiled.tokens_per_second:,.0f}",
             f"{best.tokens_per_second:,.0f}", f"{answer.ratio:.2f}x",
             f"{best.measurement.bytes / given.measurement.bytes:.2f}x", answer.proof.verdict,
+            "confirmed" if confirmed(answer.records, best) else "once", tree["machine"]["commit"],
         ])  # fmt: skip
     header = ["GPT", "tokens/s as given", "torch.compile", "tuned", "speed", "memory", "the same model?"]
-    return markdown(header, rows) + "\n" + machine(trees[-1]) + "\n"
+    return markdown([*header, "measured", "commit"], rows) + f"\n{machine(trees[-1]).split('; commit')[0]}.\n"
 
 
 def memory(result: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from tilewright import ops
 from tilewright.measure import work
 from tilewright.measure.work import Asked, Observation, read_work
 from tilewright.models import GPT
-from tilewright.ops import _op
+from tilewright.ops import _op, optimizer
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.flops import products
 from tilewright.plan.gpt import GPTConfig
@@ -47,6 +47,45 @@ def test_a_gather_reads_the_rows_it_takes():
     table, rows = torch.ones(1000, 8, device=DEVICE), torch.tensor([3, 5], device=DEVICE)
     (found,) = observed(lambda: torch.nn.functional.embedding(rows, table))
     assert found.bytes == 2 * 8 * 4 * 2 + 2 * 8
+
+
+def test_what_is_only_a_shape_or_hardly_touched_does_not_count():
+    big, rows, few = (
+        torch.ones(1000, 8, device=DEVICE),
+        torch.tensor([3, 5], device=DEVICE),
+        torch.ones(2, 8, device=DEVICE),
+    )
+    found = by_op(observed(lambda: (torch.zeros_like(big), big.new_zeros(3), big.index_put_((rows,), few))))
+    moved = {op.removeprefix("aten::"): each.bytes for (op, _), each in found.items()}
+    assert moved["zeros_like"] == big.nbytes and moved["new_zeros"] == 12
+    assert moved["index_put_"] == 3 * few.nbytes + rows.nbytes  # the rows as they were, what comes, and both written
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_counts_every_head_of_the_queries(heads, causal):
+    q, k, v = (torch.ones(2, count, 16, 32, device=DEVICE, requires_grad=True) for count in (4, heads, heads))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    found = observed(lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=heads < 4).sum().backward())
+    products = sum(each.flops for each in found if each.dtype)
+    exact = 14 * 2 * 4 * 16 * 16 * 32  # two products, and five; who computes no scores anew has four of them
+    assert products in (exact / (1 + causal), exact * 12 / 14)
+
+
+def test_an_op_that_nobody_knows_does_not_stop_the_step():
+    q = torch.ones(1, 1, 128, 16, device=DEVICE)
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged, device=DEVICE)
+    found = observed(lambda: (nested * 2, q @ q.transpose(-1, -2)))
+    assert any(each.flops >= 2 * 128 * 128 * 16 for each in found)
+
+
+def test_a_kernel_that_works_in_place_reads_and_writes():
+    weight = torch.ones(5000, device=DEVICE)
+    state = optimizer.new_state(weight, "adamw")
+    (found,) = observed(lambda: optimizer.update(weight, weight, state, rule="adamw", lr=0.1))
+    assert found.bytes == pytest.approx(
+        7 * weight.nbytes, rel=0.01
+    )  # parameter and two moments there and back, gradient
 
 
 @pytest.mark.parametrize("block", ["standard", "optimized"])
@@ -147,6 +186,30 @@ def test_a_compiled_kernel_has_the_tensors_of_its_arguments():
     assert found["triton_poi_fused_add_0"].bytes == 32 * 8 * 2 + 8 * 4 + 32 * 8 * 4
     assert found["aten::mm"].flops == found["aten::addmm"].flops == 2 * 4 * 8 * 2
     assert found["aten::addmm"].bytes == (2 + 32 + 16 + 8) * 4
+
+
+def test_a_product_or_attention_that_was_compiled_has_its_flops():
+    def event(name, shapes, kind="float", values=()):
+        arguments = {"Input Dims": shapes, "Input type": [kind if shape else "Scalar" for shape in shapes]}
+        return {
+            "cat": "cpu_op",
+            "name": name,
+            "ts": 0,
+            "dur": 5,
+            "tid": 1,
+            "args": {**arguments, "Concrete Inputs": values},
+        }
+
+    def flops(*given, **more):
+        return [each.flops for each in read_work([event(*given, **more)], [], compiled=True)]
+
+    assert flops("triton_tem_fused_addmm_3", [[8], [4, 16], [16, 8], [4, 8]]) == [2 * 4 * 16 * 8]
+    assert flops("triton_tem_fused_attention_3", [[4, 16], [4, 16], [4, 16]]) == []  # better nothing than wrong
+    shapes = [[2, 4, 16, 32], [2, 1, 16, 32], [2, 1, 16, 32], [], []]
+    name = "aten::_scaled_dot_product_flash_attention"
+    for causal in ("True", "False"):
+        found = flops(name, shapes, values=["", "", "", "0.", causal])
+        assert found == [4 * 2 * 4 * 16 * 16 * 32 / (2 if causal == "True" else 1)]
 
 
 def test_a_compiled_step_has_the_products_of_an_eager_one():

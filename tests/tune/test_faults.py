@@ -10,12 +10,13 @@ import torch
 
 from tilewright.measure.machine import describe
 from tilewright.train.configuration import read
-from tilewright.tune import study
+from tilewright.tune import jobs
 from tilewright.tune.answer import Answer
 from tilewright.tune.process import TRIAL
+from tilewright.tune.settings import Settings
 from tilewright.tune.space import open_space
 from tilewright.tune.storage import in_folder
-from tilewright.tune.study import Settings, reread, run
+from tilewright.tune.study import reread, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SILENCE = 10.0  # seconds; to import torch, and to begin with a GPU, takes some of them
@@ -109,7 +110,7 @@ FIXED = (
 
 def test_a_study_ends_by_itself_with_the_right_best_and_each_fault_in_its_record(tmp_path, monkeypatch):
     """Each fault is tried before the best run, which never stops talking on standard output."""
-    monkeypatch.setattr(study, "SILENCE", SILENCE)
+    monkeypatch.setattr(jobs, "SILENCE", SILENCE)
     (tmp_path / "faulty.py").write_text(MODEL)
     folder = tmp_path / "study"
     space = open_space(read(None, FIXED), device=DEVICE, search=["micro_batch"], of_any_model=True)

@@ -16,13 +16,15 @@ import pytest
 import tilewright
 from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict, read
-from tilewright.tune import cache, pace, study
+from tilewright.tune import cache, jobs, pace, study
 from tilewright.tune.answer import Answer
-from tilewright.tune.choose import confirmed, latest
+from tilewright.tune.choose import confirmed, doubted, latest
 from tilewright.tune.drift import corrected
+from tilewright.tune.jobs import probe
 from tilewright.tune.record import Measurement, Record
+from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.space import key, open_space
-from tilewright.tune.study import Settings, Shown, probe, reread, run
+from tilewright.tune.study import reread, run
 from tune import light_child
 
 RULE = {
@@ -161,12 +163,12 @@ def _path(space, best):
 
 
 def test_a_winner_that_turns_out_wrong_is_struck_and_the_next_one_proved(tmp_path, monkeypatch):
-    real, proved = study.run_child, []
+    real, proved = jobs.run_child, []
 
     def wrong_at_first(job, *arguments, **options):
         ended = real(job, *arguments, **options)
         if job["kind"] == "prove":
-            proved.append(job["best"])
+            proved.append(job["configuration"])
             if len(proved) == 1:
                 layers = [{"name": "0", "output": float("nan"), "output_standard": 0.0, "gradient": float("inf"),
                            "gradient_standard": 1e-3}]  # fmt: skip
@@ -179,7 +181,7 @@ def test_a_winner_that_turns_out_wrong_is_struck_and_the_next_one_proved(tmp_pat
                 return dataclasses.replace(ended, value=value)
         return ended
 
-    monkeypatch.setattr(study, "run_child", wrong_at_first)
+    monkeypatch.setattr(jobs, "run_child", wrong_at_first)
     said = []
     answer = run(settings(tmp_path / "study"), Shown(say=said.append))
     assert len(proved) == 2 and proved[0] != proved[1] and answer.proof.verdict == "same within rounding"
@@ -191,7 +193,7 @@ def test_a_winner_that_turns_out_wrong_is_struck_and_the_next_one_proved(tmp_pat
 @pytest.mark.parametrize(("by", "dropout", "struck"), [(1e-5, 0.0, False), (0.02, 0.0, True), (0.02, 0.1, False)])
 def test_a_winner_whose_losses_are_off_at_its_own_batch_is_struck(tmp_path, monkeypatch, by, dropout, struck):
     """A proof is small: a kernel that is wrong only where tensors are large passes it. With dropout nobody can tell."""
-    real = study.run_child
+    real = jobs.run_child
 
     def off_where_optimized(job, *arguments, **options):
         ended = real(job, *arguments, **options)
@@ -200,7 +202,7 @@ def test_a_winner_whose_losses_are_off_at_its_own_batch_is_struck(tmp_path, monk
             return dataclasses.replace(ended, value={**ended.value, "losses": losses})
         return ended
 
-    monkeypatch.setattr(study, "run_child", off_where_optimized)
+    monkeypatch.setattr(jobs, "run_child", off_where_optimized)
     given, said = settings(tmp_path / "study"), []
     start = dataclasses.replace(given.space.start, model=dataclasses.replace(given.space.start.model, dropout=dropout))
     space = dataclasses.replace(given.space, start=start)
@@ -210,13 +212,13 @@ def test_a_winner_whose_losses_are_off_at_its_own_batch_is_struck(tmp_path, monk
 
 
 def test_a_proof_that_cannot_run_recommends_nothing(tmp_path, monkeypatch):
-    real = study.run_child
+    real = jobs.run_child
 
     def no_proof(job, *arguments, **options):
         ended = real(job, *arguments, **options)
         return dataclasses.replace(ended, value=None, error="out of memory") if job["kind"] == "prove" else ended
 
-    monkeypatch.setattr(study, "run_child", no_proof)
+    monkeypatch.setattr(jobs, "run_child", no_proof)
     (tmp_path / "study").mkdir()
     (tmp_path / "study/best.yaml").write_text("of an earlier answer")
     answer = run(settings(tmp_path / "study"))
@@ -368,7 +370,7 @@ def test_what_the_cache_kept_is_compared_by_the_reference_of_its_time():
 
 def changing(monkeypatch, change):
     """Let `change(job, measured)` change what the light child has measured."""
-    real = study.run_child
+    real = jobs.run_child
 
     def child(job, *arguments, **options):
         ended = real(job, *arguments, **options)
@@ -376,7 +378,7 @@ def changing(monkeypatch, change):
             return dataclasses.replace(ended, value=change(job, ended.value))
         return ended
 
-    monkeypatch.setattr(study, "run_child", child)
+    monkeypatch.setattr(jobs, "run_child", child)
 
 
 def slower(measured, factor):
@@ -404,7 +406,7 @@ def test_noise_does_not_eat_up_levers_one_after_the_other(tmp_path, monkeypatch)
 
 def growing_slow(monkeypatch, slowness):
     """A machine whose nth trial takes `slowness(n)` times as long, and that a second after the one before."""
-    real, trials = study.run_child, []
+    real, trials = jobs.run_child, []
 
     def child(job, *arguments, **options):
         if job["kind"] == "measure":
@@ -412,7 +414,7 @@ def growing_slow(monkeypatch, slowness):
             job["light"] = {**RULE, "step_seconds": RULE["step_seconds"] * slowness(len(trials))}
         return real(job, *arguments, **options)
 
-    monkeypatch.setattr(study, "run_child", child)
+    monkeypatch.setattr(jobs, "run_child", child)
     clock = types.SimpleNamespace(time=lambda: 1000.0 + len(trials), monotonic=time.monotonic, sleep=time.sleep)
     monkeypatch.setattr(study, "time", clock)
     return trials
@@ -455,6 +457,17 @@ def test_which_of_several_runs_of_a_point_counts():
     other = timed({"x": 1}, 1180.0, 3.0, "confirmation")  # than the first: a third has to say who is right
     assert counts(first, other) is other and not confirmed([first, other], other)
     assert counts(first, other, steady) is first and confirmed([first, other, steady], first)
+    middle = timed({"x": 1}, 1100.0, 6.0, "confirmation")  # two that agree do not vouch for a third
+    assert not confirmed([middle, first, steady], middle)
+
+
+def test_an_unlucky_second_run_does_not_put_a_run_out():
+    simple = [timed({"x": 1}, 1430.0, 1.0), timed({"x": 1}, 1400.0, 3.0, "confirmation")]
+    other = [timed({"x": 2}, 1425.0, 2.0), timed({"x": 2}, 1424.0, 4.0, "confirmation")]
+    records = [*simple, *other]
+    assert doubted(records, other[1]) is simple[1]
+    again = timed({"x": 1}, 1428.0, 5.0, "confirmation")
+    assert counts(*simple, again) is again and doubted([*records, again], again) is None
 
 
 def counts(*runs):
@@ -462,7 +475,7 @@ def counts(*runs):
 
 
 def test_a_reference_that_failed_at_first_can_still_be_the_best(tmp_path, monkeypatch):
-    real, runs = study.run_child, []
+    real, runs = jobs.run_child, []
 
     def child(job, *arguments, **options):
         runs.append(job)
@@ -471,7 +484,7 @@ def test_a_reference_that_failed_at_first_can_still_be_the_best(tmp_path, monkey
             return dataclasses.replace(ended, outcome="crashed", error="died.", value=None)
         return ended
 
-    monkeypatch.setattr(study, "run_child", child)
+    monkeypatch.setattr(jobs, "run_child", child)
     slower_levers = {name: {value: [1.25, 1.0] for value in values} for name, values in RULE["levers"].items()}
     given = settings(tmp_path / "study", {**RULE, "levers": slower_levers})
     runs.clear()
@@ -504,7 +517,7 @@ def test_a_run_that_was_fast_once_has_to_be_so_again(tmp_path, monkeypatch):
 
 
 def test_a_run_that_fails_the_second_time_is_not_the_answer(tmp_path, monkeypatch):
-    real, runs = study.run_child, []
+    real, runs = jobs.run_child, []
 
     def child(job, *arguments, **options):
         ended = real(job, *arguments, **options)
@@ -514,7 +527,7 @@ def test_a_run_that_fails_the_second_time_is_not_the_answer(tmp_path, monkeypatc
                 return dataclasses.replace(ended, outcome="crashed", error="died.", value=None)
         return ended
 
-    monkeypatch.setattr(study, "run_child", child)
+    monkeypatch.setattr(jobs, "run_child", child)
     answer = run(settings(tmp_path / "study"))
     crashed = [record for record in answer.records if record.outcome == "crashed"]
     assert crashed and {record.purpose for record in crashed} == {"confirmation"}
@@ -531,9 +544,9 @@ def test_a_faster_run_that_was_found_after_the_proof_is_not_taken_for_proved(tmp
         self.ledger.propose([(self.space.parse("model.gpt_block=optimized"), "search")])
         self._run(self._take())
         if again == "crashed":
-            real = study.run_child
+            real = jobs.run_child
             monkeypatch.setattr(
-                study,
+                jobs,
                 "run_child",
                 lambda *job, **options: dataclasses.replace(real(*job, **options), outcome=again, value=None),
             )
@@ -614,14 +627,14 @@ def test_what_there_is_no_time_for_does_not_end_the_search(tmp_path, monkeypatch
 
 def test_a_trial_that_hangs_does_not_take_the_whole_budget(tmp_path, monkeypatch):
     limits = []
-    real = study.run_child
+    real = jobs.run_child
 
     def child(job, limit, *arguments, **options):
         limits.append((job["kind"], limit.seconds))
         return real(job, limit, *arguments, **options)
 
     given = settings(tmp_path / "study", budget=480.0)
-    monkeypatch.setattr(study, "run_child", child)
+    monkeypatch.setattr(jobs, "run_child", child)
     run(given)
     most = {kind: max(seconds for each, seconds in limits if each == kind) for kind in ("measure", "prove", "observe")}
     assert most["measure"] <= 480 / 6 and most["observe"] <= 480 / 6 and most["prove"] <= 480 + 60 + 10

@@ -7,12 +7,13 @@ import types
 import pytest
 
 from tilewright.train.configuration import from_dict, read
-from tilewright.tune import pace, study
+from tilewright.tune import jobs, pace, study
 from tilewright.tune.choose import confirmed
 from tilewright.tune.predict import predict
 from tilewright.tune.process import Ended
+from tilewright.tune.settings import Settings
 from tilewright.tune.space import key, open_space, value_of
-from tilewright.tune.study import Settings, run
+from tilewright.tune.study import run
 
 MACHINE = {
     "machine": {"gpu": {"name": "NVIDIA H200"}, "torch": "2.11", "triton": "3.6"}, "device": "cuda",
@@ -51,7 +52,7 @@ class World:
                 "done", None, "", {"verdict": "same within rounding", "why": "", "layers": [], "losses": losses}
             )
         if job["kind"] == "observe":
-            self.now += 15.0
+            self.now += min(15.0, limits.seconds)
             return Ended("done", None, "", {"work": []})
         run = from_dict(job["configuration"])
         point = {name: value_of(run, name) for name in self.space.levers}
@@ -90,13 +91,14 @@ def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, 
     sure = []
     for seed in range(6):
         world = World(space, seed)
-        monkeypatch.setattr(study, "run_child", world.child)
+        monkeypatch.setattr(jobs, "run_child", world.child)
         clock = types.SimpleNamespace(
             time=lambda world=world: 1e9 + world.now,
             monotonic=lambda world=world: world.now,
             sleep=lambda seconds: None,
         )
         monkeypatch.setattr(study, "time", clock)
+        monkeypatch.setattr(jobs, "time", clock)
         monkeypatch.setattr(pace, "time", clock)
         asked = tuple(map(space.parse, tries))
         place = tmp_path / str(seed), "s", f"sqlite:///{tmp_path}/{seed}.db"

@@ -64,7 +64,7 @@ def tune(
     """
     from tilewright.tune.api import tune as run
     from tilewright.tune.report import write_report
-    from tilewright.tune.study import Shown
+    from tilewright.tune.settings import Shown
 
     seconds(budget)  # a mistake in a word shows before torch is loaded
     if memory is not None:

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import json
 import math
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,12 @@ from tilewright.measure.profile import category, device_work, interval, synchron
 
 _WINDOW = "tilewright.work."
 _MOST = 80  # kinds of work that are told apart
-# These do not read what they change.
-_OVERWRITE = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_")
-_GATHER = ("embedding", "index", "index_select", "gather")  # read of their first argument what comes out, and no more
+# These do not read what they change, and those not what they are called on.
+_OVERWRITE = re.compile(r"(copy|fill|zero|normal|uniform|bernoulli|random|_foreach_zero|_foreach_copy)_$")
+_SHAPE_ONLY = re.compile(r"\w+_like$|new_\w+$|nll_loss_backward$")
+# Of a table these read what comes out, and no more; the others write what goes in.
+_GATHER = ("embedding", "index", "index_select", "gather", "nll_loss_forward")
+_SCATTER = ("index_put_", "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_")
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _SIZES = {  # bytes of an element, and what products of them run as; by the names that a trace has for dtypes
     "c10::BFloat16": (2, "bf16"), "c10::Half": (2, "bf16"), "float": (4, "fp32"), "double": (8, "fp64"),
@@ -71,21 +75,14 @@ class Work:
     flops: float
     bytes: float
 
-    def limit(self, bytes_per_second: float, flops_per_second: dict[str, float]) -> float:
-        """Seconds below which the same work cannot go at these rates; 0 where it is not known what the work is.
-
-        >>> Work("aten::mm", "", "bf16", "gemm", "product", 1, 2.0, 400.0, 100.0).limit(50.0, {"bf16": 400.0})
-        2.0
-        """
-        rate = flops_per_second.get(self.dtype) or flops_per_second.get("fp32") or math.inf
-        return max(self.bytes / bytes_per_second, self.flops / rate)
-
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Watch(TorchDispatchMode):
     """Opens a window around each launch that it is told of and, as a mode, around each op; keeps what was asked."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,11 +96,16 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside or _only_looks(op):
+        has_schema = isinstance(op, torch._ops.OpOverload)  # and is no op of ops
+        if self._inside or (has_schema and _only_looks(op)):
             return op(*args, **kwargs)
         with self.window():
             out = op(*args, **kwargs)
-        self.asked.append(_asked(op, args, kwargs, out))
+        asked = Asked(str(op), "", "", 0.0, 0.0)
+        if has_schema:
+            with contextlib.suppress(Exception):  # whatever somebody's op takes, the step goes on
+                asked = _asked(op, args, kwargs, out)
+        self.asked.append(asked)
         return out
 
     @contextlib.contextmanager
@@ -117,17 +119,26 @@ class Watch(TorchDispatchMode):
             self._inside = False
 
     @contextlib.contextmanager
-    def launch(self, kernel: str, tensors: Iterable[torch.Tensor | None], flops: float = 0.0) -> Iterator[None]:
-        """Around the launch of a kernel that no dispatcher knows; `tensors` are all that it reads or writes."""
+    def launch(
+        self, kernel: str, tensors: Sequence[torch.Tensor | None], flops: float = 0.0, changed: Sequence[int] = ()
+    ) -> Iterator[None]:
+        """Around the launch of a kernel that no dispatcher knows.
+
+        Args:
+            tensors: all that it reads or writes.
+            flops: of its products; 0 where it has none.
+            changed: which of the tensors it reads and writes.
+        """
         if self._inside:  # an op whose window is open
             yield
             return
         with self.window():
             yield
         some = [tensor for tensor in tensors if tensor is not None]
+        moved = [*some, *(tensor for index in changed if (tensor := tensors[index]) is not None)]
         dtype = _dtype(some[0]) if flops else ""
         self.asked.append(
-            Asked(kernel, _shapes(some), dtype, flops or sum(map(_elements, some)), sum(map(_bytes, some)))
+            Asked(kernel, _shapes(some), dtype, flops or sum(map(_elements, moved)), sum(map(_bytes, moved)))
         )
 
 
@@ -135,10 +146,10 @@ watching: Watch | None = None  # who is looking, if anybody
 
 
 def launching(
-    kernel: str, tensors: Iterable[torch.Tensor | None], flops: float = 0.0
+    kernel: str, tensors: Sequence[torch.Tensor | None], flops: float = 0.0, changed: Sequence[int] = ()
 ) -> contextlib.AbstractContextManager[None]:
     """`Watch.launch`, if anybody is looking."""
-    return contextlib.nullcontext() if watching is None else watching.launch(kernel, tensors, flops)
+    return contextlib.nullcontext() if watching is None else watching.launch(kernel, tensors, flops, changed)
 
 
 class Observation:
@@ -152,23 +163,26 @@ class Observation:
     """
 
     def __init__(self, compiled: bool) -> None:
-        self._compiled, self._watch = compiled, Watch()
+        self._compiled, self._watch, self._stack = compiled, Watch(), contextlib.ExitStack()
 
     def begin(self) -> None:
         global watching
         synchronize()
-        self._stack = contextlib.ExitStack()
         self._profiler = self._stack.enter_context(profile(record_shapes=True))
         if not self._compiled:
             self._stack.enter_context(self._watch)
         watching = self._watch
 
-    def end(self) -> list[Work]:
-        """The work of the step, what took longest first."""
+    def close(self) -> None:
+        """Stop observing, whatever came of it."""
         global watching
-        synchronize()
         watching = None
         self._stack.close()
+
+    def end(self) -> list[Work]:
+        """The work of the step, what took longest first."""
+        synchronize()
+        self.close()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(path))
@@ -186,7 +200,9 @@ def read_work(events: Sequence[dict[str, Any]], asked: Sequence[Asked], compiled
         if event.get("cat") in ("cpu_op", "user_annotation"):
             name = event["name"]
             if name.startswith(_WINDOW):
-                windows.append((*interval(event), asked[int(name.removeprefix(_WINDOW))]))
+                index = int(name.removeprefix(_WINDOW))
+                if index < len(asked):  # an op that raised was asked for nothing
+                    windows.append((*interval(event), asked[index]))
             elif compiled and (told := _told(event)) is not None:
                 windows.append((*interval(event), told))
     windows.sort(key=lambda window: window[:2])
@@ -245,36 +261,41 @@ def _asked(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> As
         changes = argument.alias_info is not None and argument.alias_info.is_write
         if changes:
             written += _tensors(value)
-        if not (changes and (argument.is_out or short in _OVERWRITE)):
+        unread = argument.name == "self" and _SHAPE_ONLY.match(short)
+        if not unread and not (changes and (argument.is_out or _OVERWRITE.match(short))):
             read += _tensors(value)
     for returned, value in zip(op._schema.returns, out if isinstance(out, tuple) else (out,), strict=False):
         if returned.alias_info is None:
             written += _tensors(value)
-    flops = _flops(op, args, kwargs, out)
-    moved = sum(map(_bytes, (*read, *written)))
-    if short in _GATHER and read and written:
-        moved += min(_bytes(read[0]), _bytes(written[0])) - _bytes(read[0])
+    shapes, flops = _shapes(read or written), _flops(op, args, kwargs, out)
     operands = [tensor for tensor in read if tensor.ndim > 1]
     dtype = _dtype(operands[0]) if flops and operands else ""
-    return Asked(name, _shapes(read or written), dtype, flops or sum(map(_elements, (*read, *written))), moved)
+    if short in _GATHER and read and written:
+        read[0] = min(read[0], written[0], key=_bytes)
+    elif short in _SCATTER and len(read) > 1:
+        source = max(read[1:], key=_bytes)
+        read[0], written[0] = (min(table, source, key=_bytes) for table in (read[0], written[0]))
+    moved = (*read, *written)
+    return Asked(name, shapes, dtype, flops or sum(map(_elements, moved)), sum(map(_bytes, moved)))
 
 
 def _flops(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
     """Of products and attention; 0 of anything else."""
-    from torch.utils import flop_counter  # which imports Triton
-
-    formula = flop_counter.flop_registry.get(op._overloadpacket)
-    if formula is not None:
-        count = float(formula(*args, **kwargs, out_val=out))
-    elif "scaled_dot_product" in op.name() or "fused_attention" in op.name():  # those of a CPU are in no registry
+    if "scaled_dot_product" in op.name():
         shapes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
-        backward = "backward" in op.name()
-        count_of: Any = flop_counter.sdpa_backward_flop_count if backward else flop_counter.sdpa_flop_count
-        count = float(count_of(*shapes[: 4 if backward else 3]))
-    else:
-        return 0.0
-    given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | kwargs
-    return count / 2 if given.get("is_causal") else count
+        given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | kwargs
+        return _attention(op.name(), shapes, bool(given.get("is_causal")))
+    from torch.utils.flop_counter import flop_registry  # which imports Triton
+
+    formula = flop_registry.get(op._overloadpacket)
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+
+
+def _attention(name: str, shapes: Sequence[Sequence[int]], causal: bool) -> float:
+    """Two products forward and five backward, of every head of the queries."""
+    backward = "backward" in name
+    query, key = shapes[1:3] if backward else shapes[:2]
+    return (10.0 if backward else 4.0) * math.prod(query) * key[-2] / (2 if causal else 1)
 
 
 def _told(event: dict[str, Any]) -> Asked | None:
@@ -288,16 +309,36 @@ def _told(event: dict[str, Any]) -> Asked | None:
     elements = [float(math.prod(shape)) for shape, _, _ in pairs]
     moved = sum(count * size for count, (_, size, _) in zip(elements, pairs, strict=True))
     flops = 0.0
-    if name.endswith("mm"):
+    if name.startswith(("triton_tem", "triton_mm")):
+        flops = _of_template([shape for shape, _, _ in pairs])
+        if not flops:
+            return None
+    elif name.endswith("mm"):
         left, right = (shape for shape, _ in (given[1:3] if "add" in name else given[:2]))
         flops = 2.0 * math.prod(left) * right[-1]
-    elif "scaled_dot_product" in name:  # causal, as all that is trained here; its results are not among its arguments
-        backward = "backward" in name
-        query, key = (shape for shape, _ in (given[1:3] if backward else given[:2]))
-        flops = (5.0 if backward else 2.0) * math.prod(query) * key[-2]
-        moved += (3 if backward else 1) * math.prod(query) * pairs[0][1]
+    elif "scaled_dot_product" in name:  # whose results are not among its arguments
+        flops = _attention(name, [shape for shape, _ in given], _is_causal(name, arguments.get("Concrete Inputs", ())))
+        moved += (3 if "backward" in name else 1) * elements[0] * pairs[0][1]
     shapes = _joined([shape for shape, _, _ in pairs])
-    return Asked(name, shapes, pairs[0][2] if flops else "", flops or sum(elements), moved)
+    return Asked(name, shapes, _runs_as(pairs[0][2]) if flops else "", flops or sum(elements), moved)
+
+
+def _of_template(shapes: Sequence[Sequence[int]]) -> float:
+    """FLOPs of a product whose matrices are among these; 0 where no three of them fit together.
+
+    >>> _of_template([(8,), (4, 16), (16, 8), (4, 8)])
+    1024.0
+    """
+    for left, right, out in itertools.permutations((shape for shape in shapes if len(shape) == 2), 3):
+        if left[1] == right[0] and (left[0], right[1]) == tuple(out):
+            return 2.0 * math.prod(left) * right[1]
+    return 0.0
+
+
+def _is_causal(name: str, values: Sequence[str]) -> bool:
+    op = getattr(torch.ops.aten, name.removeprefix("aten::"))
+    index = [argument.name for argument in op.default._schema.arguments].index("is_causal")
+    return index < len(values) and values[index] == "True"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -305,8 +346,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _dtype(tensor: torch.Tensor) -> str:
-    name = _DTYPES.get(tensor.dtype, "")
-    return "tf32" if name == "fp32" and tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32 else name
+    return _runs_as(_DTYPES.get(tensor.dtype, str(tensor.dtype)))
+
+
+def _runs_as(name: str) -> str:
+    return "tf32" if name == "fp32" and torch.backends.cuda.matmul.allow_tf32 and torch.cuda.is_available() else name
 
 
 def _elements(tensor: torch.Tensor) -> float:

@@ -160,8 +160,11 @@ class Launch:
     to inspect. The first call goes through Triton and keeps the binary; later ones start it directly.
     """
 
-    def __init__(self, kernel: Any, device: torch.device, constants: tuple[Any, ...], warps: int) -> None:
+    def __init__(
+        self, kernel: Any, device: torch.device, constants: tuple[Any, ...], warps: int, changed: Sequence[int] = ()
+    ) -> None:
         self.kernel, self.device, self.constants, self.warps = kernel, device, constants, warps
+        self.changed = changed  # which of its tensors it reads and writes
         self.binary: Any = None
         op = kernel.fn.__module__.rpartition(".")[2].removesuffix("_kernels")
         self.name = f"tilewright::{op}.{kernel.fn.__name__}"
@@ -171,7 +174,7 @@ class Launch:
             with torch.cuda.device(self.device):
                 return self(grid, tensors, scalars)
         if work.watching is not None:
-            with work.watching.launch(self.name, tensors):
+            with work.watching.launch(self.name, tensors, changed=self.changed):
                 return self._start(grid, tensors, scalars)
         self._start(grid, tensors, scalars)
 

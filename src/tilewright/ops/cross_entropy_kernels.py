@@ -389,4 +389,4 @@ def prepare_launch(device: torch.device, classes: int, dtypes: tuple[Any, ...], 
 
 @functools.cache
 def scale_launch(device: torch.device, columns: int, dtype: torch.dtype, factor: torch.dtype) -> _op.Launch:
-    return _op.Launch(scale_rows, device, (columns, _block(columns, 4096)), 4)
+    return _op.Launch(scale_rows, device, (columns, _block(columns, 4096)), 4, (0,))

@@ -122,7 +122,8 @@ def launch(
     tiles = -(-rows // block_rows) * -(-columns // block_columns)
     constants: tuple[Any, ...] = (block_rows, block_columns, block_inner, 8, stages, first, last)
     flops = 2.0 * rows * columns * inner
-    with work.launching("tilewright::linear_cross_entropy.add_product", (left, right, total, scales), flops):
+    tensors, changed = (left, right, total, scales), () if first else (2,)
+    with work.launching("tilewright::linear_cross_entropy.add_product", tensors, flops, changed):
         add_product[(min(tiles, _op.multiprocessors(total.device)),)](
             TensorDescriptor(left, list(left.shape), list(left.stride()), [block_inner, block_rows]),
             TensorDescriptor(right, list(right.shape), list(right.stride()), [block_inner, block_columns]),

@@ -252,7 +252,8 @@ def _launch(
     """The kernel for tensors of these dtypes, None for those that are absent."""
     from tilewright.ops import optimizer_kernels as kernels
 
-    return _op.Launch(kernels.update, device, (rule, stochastic, even), TILE // BLOCK)
+    in_place = (0, *range(2, 7))  # the parameter and its states
+    return _op.Launch(kernels.update, device, (rule, stochastic, even), TILE // BLOCK, in_place)
 
 
 def update(

@@ -63,11 +63,13 @@ def tune(
         answer = tilewright.tune("model.preset=1b", "global_batch=16", budget="8m")
         print(answer.sentences)
     """
+    from tilewright.tune.jobs import probe
     from tilewright.tune.ledger import Ledger
     from tilewright.tune.own_model import check_name
+    from tilewright.tune.settings import Settings, Shown
     from tilewright.tune.space import open_space
     from tilewright.tune.storage import checked, in_folder
-    from tilewright.tune.study import Settings, Shown, probe, run, space_of
+    from tilewright.tune.study import run, space_of
 
     if model:
         check_name(model)

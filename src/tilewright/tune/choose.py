@@ -5,7 +5,6 @@ Pure functions of the records, so that whoever reads a study later comes to the 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -50,13 +49,20 @@ def _counting(runs: Sequence[Record]) -> Record:
 
 
 def confirmed(records: Iterable[Record], record: Record) -> bool:
-    """Whether a run was measured once more, each time on a steady machine, and two of those times it was as fast."""
-    if record.doubt > MOST_NOISE:
-        return False
-    runs = [r for r in records if r.point == record.point and r.outcome == "done" and r.doubt <= SHAKEN]
-    speeds = sorted(run.tokens_per_second or 0.0 for run in runs)
-    again = any(run.purpose == CONFIRMATION for run in runs)
-    return again and any(slow >= (1 - ALIKE) * fast for slow, fast in itertools.pairwise(speeds))
+    """Whether the run that counts was measured on a steady machine, and another time as well, and was as fast then."""
+    others = [run for run in _steady(records, record) if run.began != record.began]
+    again = any(run.purpose == CONFIRMATION for run in (record, *others))
+    speed = record.tokens_per_second or 0.0
+    return (
+        again
+        and record.doubt <= MOST_NOISE
+        and any(abs((run.tokens_per_second or 0.0) - speed) <= ALIKE * speed for run in others)
+    )
+
+
+def _steady(records: Iterable[Record], record: Record) -> list[Record]:
+    """The runs of a record's point that were measured to the end on a steady machine."""
+    return [run for run in records if run.point == record.point and run.outcome == "done" and run.doubt <= SHAKEN]
 
 
 def fastest(records: Iterable[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:
@@ -94,19 +100,21 @@ def doubted(
     again = Counter(key(record.point) for record in records if record.purpose == CONFIRMATION)
     found = [
         record for name, record in latest(records).items()
-        if again[name] < _AGAIN and record.purpose != "reference" and _may_win(record, best, cap) and name not in wrong
+        if again[name] < _AGAIN and record.purpose != "reference" and name not in wrong
         if (record.doubt > SHAKEN if shaken else not confirmed(records, record))
+        if _may_win(records, record, best, cap)
     ]  # fmt: skip
-    return max(found, key=lambda record: (record.point == best.point, _possible(record)), default=None)
+    return max(found, key=lambda record: (record.point == best.point, _possible(records, record)), default=None)
 
 
-def _may_win(record: Record, best: Record, cap: float) -> bool:
+def _may_win(records: Sequence[Record], record: Record, best: Record, cap: float) -> bool:
     if record.point == best.point:
         return True
     if not record.measurement or record.measurement.bytes > cap or record.outcome not in ("done", "stopped early"):
         return False
-    margin = -NOISE if record.doubt > MOST_NOISE else NOISE
-    return _possible(record) > (1 + margin) * (best.tokens_per_second or 0.0)
+    unsure = record.doubt > MOST_NOISE or len(_steady(records, record)) > 1  # and it is not confirmed
+    margin = -NOISE if unsure else NOISE
+    return _possible(records, record) > (1 + margin) * (best.tokens_per_second or 0.0)
 
 
 def _sound(records: Iterable[Record], cap: float, wrong: Iterable[str]) -> list[Record]:
@@ -117,13 +125,16 @@ def _sound(records: Iterable[Record], cap: float, wrong: Iterable[str]) -> list[
     ]  # fmt: skip
 
 
-def _possible(record: Record) -> float:
-    return (record.tokens_per_second or 0.0) * (1 + record.doubt)
+def _possible(records: Sequence[Record], record: Record) -> float:
+    """Tokens a second that a point may have: of two runs that differ, nobody knows which was the unlucky one."""
+    runs = (record, *_steady(records, record))
+    return max((run.tokens_per_second or 0.0) * (1 + run.doubt) for run in runs)
 
 
 def _as_fast(record: Record, top: Record) -> bool:
     """Whether a run is as fast as the fastest, as far as the two could be told apart."""
     if record.measurement is None or top.measurement is None:
         return False
-    noise = min(MOST_NOISE, max(NOISE, record.measurement.spread, top.measurement.spread))
+    noise = max(NOISE, record.measurement.spread, top.measurement.spread, record.doubt, top.doubt)
+    noise = min(MOST_NOISE, noise)
     return (record.tokens_per_second or 0.0) >= (1 - noise) * (top.tokens_per_second or 0.0)

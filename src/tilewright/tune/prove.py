@@ -66,7 +66,7 @@ def prove(job: Mapping[str, Any], say: Say) -> Proof:
         job: `best`, the run as a dict; `own_model` and `path`, where it is of a user's; `steps` and `seed`.
         say: is told {"event": "alive", ...} every step.
     """
-    best = from_dict(job["best"])
+    best = from_dict(job["configuration"])
     best = dataclasses.replace(best, seed=job["seed"], model=dataclasses.replace(best.model, dropout=0.0))
     own = job.get("own_model")
     device = device_of(best)

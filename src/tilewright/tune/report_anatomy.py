@@ -211,7 +211,9 @@ def point(answer: Answer, work: Mapping[str, Any]) -> Point | None:
     if not (rates and copy_rate and work["flops"] and work["bytes"] and work["seconds"]):
         return None
     intensity = work["flops"] / work["bytes"]
-    top = rates.get(work["dtype"]) or rates.get("fp32") or max(rates.values())
+    top = rates.get(work["dtype"] or "fp32")
+    if top is None:  # of products in fp8, say
+        return None
     found = Point(work, intensity, work["flops"] / work["seconds"], min(top, copy_rate * intensity))
     return found if found.believable else None
 

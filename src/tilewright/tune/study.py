@@ -21,8 +21,6 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +28,16 @@ import tilewright
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.train.configuration import from_dict
-from tilewright.tune import cache
 from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, first_step, write_best
-from tilewright.tune.choose import CONFIRMATION, MOST_NOISE, NOISE, SHAKEN, best_of, doubted, fastest
+from tilewright.tune.choose import CONFIRMATION, best_of, doubted, fastest
 from tilewright.tune.drift import corrected, first_reference
-from tilewright.tune.explain import explain
+from tilewright.tune.jobs import Jobs
 from tilewright.tune.ledger import Claim, Ledger, StorageLost
 from tilewright.tune.pace import Pace
 from tilewright.tune.predict import misfit, predict
-from tilewright.tune.process import TRIAL, Limits, run_child
-from tilewright.tune.record import Measurement, Prediction, Record
+from tilewright.tune.record import Prediction, Record
 from tilewright.tune.search import Search
+from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.space import Point, Space, key
 from tilewright.tune.storage import in_folder
 from tilewright.tune.verdict import at_its_own_size
@@ -48,53 +45,10 @@ from tilewright.tune.verdict import at_its_own_size
 SEARCH, REFINE = 0.65, 0.8  # of the time are over when searching, and refining, end
 REFERENCE_EVERY = 5  # the run as given is every fifth of the trials
 HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
-SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
 _CONFIRMATIONS = 4  # runs that are repeated before the study leaves it at that
 _PROOFS = 3  # runs that may turn out wrong before the study gives up
 _OVERRUN = 20.0  # seconds beyond the budget in which the best run is still observed
 _POLL = 0.5  # seconds between two looks at what other workers do
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a study is to do."""
-
-    space: Space
-    machine: dict[str, Any]  # as `probe` measured it
-    folder: Path  # of best.yaml, answer.json, the journal
-    name: str
-    storage: str  # an SQLAlchemy URL
-    budget: float  # seconds
-    resume: bool = False
-    memory_cap: float | None = None  # bytes
-    own_model: str = ""  # package.module:factory
-    path: tuple[str, ...] = ()  # where that package is
-    fresh: bool = False  # measure although the cache has it
-    first: tuple[Point, ...] = ()  # points to try before any other
-    command: Sequence[str] = TRIAL
-
-
-@dataclass(frozen=True)
-class Shown:
-    """How a study tells whoever watches."""
-
-    begin: Callable[[dict[str, Any]], None] = lambda facts: None
-    trial: Callable[[str, Point, Prediction | None], None] = lambda what, point, prediction: None
-    event: Callable[[dict[str, Any]], None] = lambda event: None
-    record: Callable[[Record, Record | None], None] = lambda record, best: None
-    say: Callable[[str], None] = lambda text: None
-
-
-def probe(
-    device: str, *, own_model: str = "", path: Sequence[str] = (), command: Sequence[str] = TRIAL
-) -> dict[str, Any]:
-    """What this machine can do, and of a model of somebody's own how large its batch is; from a process of its own."""
-    job = {"kind": "probe", "device": device, "seconds": 2.0, "own_model": own_model, "path": list(path)}
-    ended = run_child(job, Limits(120.0, 120.0), command=command)
-    if ended.value is None:
-        what = f"{own_model} and the machine were" if own_model else "The machine was"
-        raise UserError(ended.error if ended.outcome == "refused" else f"{what} not measured: {ended.error}")
-    return ended.value
 
 
 def run(settings: Settings, shown: Shown | None = None) -> Answer:
@@ -132,6 +86,7 @@ class _Study:
             raise UserError(f"The budget is {settings.budget:g} s; give some time, such as --budget 5m.")
         self.settings, self.shown, self.space = settings, shown, settings.space
         self.pace = Pace(settings.budget, self.space.device)
+        self.jobs = Jobs(settings, shown, self.pace)
         self.machine = settings.machine
         self.cap = settings.memory_cap or math.inf
         self.search = Search(
@@ -142,9 +97,7 @@ class _Study:
         self.proved: str | None = None  # the key of the run that it is of
         self.work: list[dict[str, Any]] = []  # of a step of it, as `measure.work` has it
         self.wrong: set[str] = set()
-        self.reference = 0.0  # tokens a second of the run as given, when it last ran here
         self.since = REFERENCE_EVERY  # trials since then
-        self.to_keep: list[tuple[str, Record]] = []  # for the cache, when it is known how steady the machine was
 
     def run(self) -> Answer:
         settings, interrupted = self.settings, False
@@ -291,11 +244,7 @@ class _Study:
             limit = deadline + 2 * first_step(self.records, best) + 60.0 - self.pace.elapsed
             if attempt and limit < 30.0:
                 break
-            self.shown.trial("proof", best.point, None)
-            began = self.pace.elapsed
-            ended = run_child(self._proof_job(best), Limits(limit, limit), self.shown.event, self.settings.command)
-            self.pace.note_proof(self.pace.elapsed - began)
-            proof, self.proved = Proof.from_dict(ended.value, ended.error), key(best.point)
+            proof, self.proved = self.jobs.prove(best.point, limit), key(best.point)
             self.proof = self._at_its_own_size(best, proof)
             if self.proof.verdict != "wrong":
                 return
@@ -311,23 +260,11 @@ class _Study:
         best, _ = self._proved_best()
         if best is None or key(best.point) != self.proved:
             return
-        run = self.space.at(best.point)
-        limit = min(self.pace.limit(run.compile), self.pace.left + _OVERRUN)
-        if limit <= 0:
-            return
-        self.shown.trial("kernels", best.point, None)
-        job = {
-            "kind": "observe", "configuration": dataclasses.asdict(run), "warm": 3,
-            "own_model": self.settings.own_model, "path": list(self.settings.path), "memory_cap": 0,
-        }  # fmt: skip
-        ended = run_child(job, Limits(limit, limit), self.shown.event, self.settings.command)
-        self.work = (ended.value or {}).get("work", [])
-
-    def _proof_job(self, best: Record) -> dict[str, Any]:
-        return {
-            "kind": "prove", "best": dataclasses.asdict(self.space.at(best.point)), "steps": 8,
-            "seed": self.space.start.seed, "own_model": self.settings.own_model, "path": list(self.settings.path),
-        }  # fmt: skip
+        limit = min(self.pace.limit(self.space.at(best.point).compile), self.pace.left + _OVERRUN)
+        if limit >= self._expected(best.point):
+            self.work = self.jobs.observe(best.point, limit)
+        else:
+            self.shown.say("No time is left to observe the kernels of the best run.")
 
     def _proof_takes(self, best: Record) -> float:
         return self.pace.proof(first_step(self.records, best))
@@ -350,7 +287,7 @@ class _Study:
     def _answer(self, facts: dict[str, Any], interrupted: bool) -> Answer:
         with contextlib.suppress(StorageLost):
             self._read()
-        self._keep()
+        self.jobs.keep(self.records)
         reasons = list(self.search.discarded.values())
         best, proof = self._proved_best()
         answer = answered(
@@ -379,7 +316,7 @@ class _Study:
     def _take(self, purpose: str = "") -> Claim | None:
         """The next that waits, one of a purpose first; before it the run as given, where it is time for that."""
         failed = [r for r in self.records if r.purpose == "reference" and r.outcome != "done"]
-        if self.since >= REFERENCE_EVERY and (self.reference or len(failed) < 2):
+        if self.since >= REFERENCE_EVERY and (self.jobs.reference or len(failed) < 2):
             self.ledger.propose([(self.space.origin, "reference")])
             return self.ledger.take("reference")
         return self.ledger.take(purpose)
@@ -397,70 +334,31 @@ class _Study:
     def _run(self, claim: Claim) -> None:
         self.since = 1 if claim.purpose == "reference" else self.since + 1
         try:
-            record = self._measure(claim)
+            stops = claim.purpose not in ("reference", CONFIRMATION)
+            prediction = self.search.prediction(claim.point)
+            record = self.jobs.measure(claim, prediction, self.ledger.worker, self._hopeless() if stops else 0.0)
         except BaseException:  # Ctrl-C: somebody may take it later
             self.ledger.release(claim)
             raise
         self.ledger.finish(claim, record)
         self._read()
         if claim.purpose == "reference":
-            self._keep()
+            self.jobs.keep(self.records)
         self.shown.record(next((r for r in self.records if r.began == record.began), record), self._best())
-
-    def _measure(self, claim: Claim) -> Record:
-        run, prediction = self.space.at(claim.point), self.search.prediction(claim.point)
-        self.shown.trial(claim.purpose, claim.point, prediction)
-        # What is kept is compared by the reference it had: so it counts beside the same one only.
-        what = {"run": dataclasses.asdict(run), "reference": dataclasses.asdict(self.space.start)}
-        name = cache.key(what, self.machine)
-        keeps = claim.purpose != "reference" and not self.settings.own_model  # whose code may have changed
-        fresh = self.settings.fresh or claim.purpose == CONFIRMATION
-        kept = cache.get(name) if keeps and not fresh else None
-        if kept is not None:
-            found = self._explained(prediction, kept.measurement)
-            changes: dict[str, Any] = {"prediction": prediction, "differences": found, "worker": self.ledger.worker}
-            return dataclasses.replace(kept, point=claim.point, purpose=claim.purpose, **changes)
-        began, limit = time.time(), self.pace.limit(run.compile)
-        ended = run_child(self._job(claim), Limits(limit, min(SILENCE, limit)), self.shown.event, self.settings.command)
-        measured = Measurement(**ended.value) if ended.value is not None else None
-        if claim.purpose == "reference" and measured is not None:
-            self.reference = measured.tokens_per_second
-        record = Record(
-            claim.point, claim.purpose, ended.outcome, ended.error, ended.log, prediction, measured,
-            self._explained(prediction, measured), began, time.time(), self.ledger.worker, reference=self.reference,
-        )  # fmt: skip
-        self.pace.note(run.compile, record.ended - record.began)
-        if keeps and self.reference and measured is not None and measured.spread < MOST_NOISE:
-            self.to_keep.append((name, record))
-        return record
-
-    def _keep(self) -> None:
-        """Into the cache with what ran while the machine was steady, as a run of the reference after it shows."""
-        doubts = {record.began: record.doubt for record in self.records}
-        for name, record in self.to_keep:
-            if doubts.get(record.began, 0.0) <= SHAKEN:
-                cache.put(name, record)
-        self.to_keep.clear()
-
-    def _job(self, claim: Claim) -> dict[str, Any]:
-        return {
-            "kind": "measure", "configuration": dataclasses.asdict(self.space.at(claim.point)),
-            "own_model": self.settings.own_model, "path": list(self.settings.path), "warm": 3, "fewest": 5, "most": 200,
-            "seconds": min(20.0, max(1.0, self.settings.budget / 80)), "spread": NOISE, "profile": True,
-            "stop_above": 0.0 if claim.purpose in ("reference", CONFIRMATION) else self._hopeless(),
-            "memory_cap": int(self.settings.memory_cap or 0),
-        }  # fmt: skip
 
     def _hopeless(self) -> float:
         """Seconds of a step that cannot be the best's any more, as fast as this machine is now; 0: nobody knows."""
         best, first = self._best(), first_reference(self.records)
-        if best is None or best.measurement is None or not best.tokens_per_second or not first or not self.reference:
+        if (
+            best is None
+            or best.measurement is None
+            or not best.tokens_per_second
+            or not first
+            or not self.jobs.reference
+        ):
             return 0.0
-        now = best.tokens_per_second * self.reference / first
+        now = best.tokens_per_second * self.jobs.reference / first
         return HOPELESS * best.measurement.tokens_per_step / now
-
-    def _explained(self, prediction: Prediction | None, measured: Measurement | None) -> list[Any]:
-        return explain(prediction, measured, self.space.device) if prediction and measured else []
 
     def _predict(self, point: Point) -> Prediction | None:
         return predict(self.space.at(point), self.machine) if not self.settings.own_model else None

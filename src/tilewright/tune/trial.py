@@ -193,13 +193,15 @@ def observe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
     compile = job["configuration"]["compile"]
     run = {**job["configuration"], "cuda_graphs": False, "compile": mode.get(compile, compile)}
-    observation = Observation(compiled=compile != "none")
+    observation: Observation | None = None
     found: list[dict[str, Any]] = []
 
     def step(figures: Figures, steps: int) -> None:
+        nonlocal observation
         if figures.step == job["warm"]:
+            observation = Observation(_is_compiled())
             observation.begin()
-        elif figures.step == job["warm"] + 1:  # it is told of a step when the next is on its way: that one was observed
+        elif observation is not None:  # it is told of a step when the next is on its way: that one was observed
             found.extend(work.as_dict() for work in observation.end())
             raise _Enough("done")
 
@@ -207,7 +209,17 @@ def observe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
         _train({**job, "configuration": run, "profile": False}, job["warm"] + 3, say, step=step)
     except _Enough as enough:
         return str(enough), {"work": found}
+    finally:
+        if observation is not None:
+            observation.close()
     raise RuntimeError("the run ended before a step was observed.")
+
+
+def _is_compiled() -> bool:
+    """Whether anything has been compiled by now: by our lever, or by somebody's own model."""
+    import torch._dynamo.utils
+
+    return bool(torch._dynamo.utils.counters["frames"]["ok"])
 
 
 def _train(job: Job, steps: int, say: Say, **told: Callable[..., None]) -> None:

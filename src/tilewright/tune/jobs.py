@@ -1,0 +1,113 @@
+"""What a study has its children do, each in a process of its own: probe the machine, measure, prove, observe a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tilewright.errors import UserError
+from tilewright.tune import cache
+from tilewright.tune.answer import Proof
+from tilewright.tune.choose import CONFIRMATION, MOST_NOISE, NOISE, SHAKEN
+from tilewright.tune.explain import explain
+from tilewright.tune.ledger import Claim
+from tilewright.tune.pace import Pace
+from tilewright.tune.process import TRIAL, Ended, Limits, run_child
+from tilewright.tune.record import Measurement, Prediction, Record
+from tilewright.tune.settings import Settings, Shown
+from tilewright.tune.space import Point
+
+SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
+
+
+def probe(
+    device: str, *, own_model: str = "", path: Sequence[str] = (), command: Sequence[str] = TRIAL
+) -> dict[str, Any]:
+    """What this machine can do, and of a model of somebody's own how large its batch is; from a process of its own."""
+    job = {"kind": "probe", "device": device, "seconds": 2.0, "own_model": own_model, "path": list(path)}
+    ended = run_child(job, Limits(120.0, 120.0), command=command)
+    if ended.value is None:
+        what = f"{own_model} and the machine were" if own_model else "The machine was"
+        raise UserError(ended.error if ended.outcome == "refused" else f"{what} not measured: {ended.error}")
+    return ended.value
+
+
+class Jobs:
+    """The children of one worker of a study."""
+
+    def __init__(self, settings: Settings, shown: Shown, pace: Pace) -> None:
+        self.settings, self.shown, self.pace, self.space = settings, shown, pace, settings.space
+        self.reference = 0.0  # tokens a second of the run as given, when it last ran here
+        self._to_keep: list[tuple[str, Record]] = []  # for the cache, when it is known how steady the machine was
+
+    def measure(self, claim: Claim, prediction: Prediction | None, worker: str, stop_above: float) -> Record:
+        """Run a trial, or take it from the cache; one whose steps take more seconds than `stop_above` ends early."""
+        run = self.space.at(claim.point)
+        self.shown.trial(claim.purpose, claim.point, prediction)
+        # What is kept is compared by the reference it had: so it counts beside the same one only.
+        what = {"run": dataclasses.asdict(run), "reference": dataclasses.asdict(self.space.start)}
+        name = cache.key(what, self.settings.machine)
+        keeps = claim.purpose != "reference" and not self.settings.own_model  # whose code may have changed
+        fresh = self.settings.fresh or claim.purpose == CONFIRMATION
+        kept = cache.get(name) if keeps and not fresh else None
+        if kept is not None:
+            found = self._explained(prediction, kept.measurement)
+            changes: dict[str, Any] = {"prediction": prediction, "differences": found, "worker": worker}
+            return dataclasses.replace(kept, point=claim.point, purpose=claim.purpose, **changes)
+        began, limit = time.time(), self.pace.limit(run.compile)
+        job = {
+            **self._job("measure", claim.point), "warm": 3, "fewest": 5, "most": 200,
+            "seconds": min(20.0, max(1.0, self.settings.budget / 80)), "spread": NOISE, "profile": True,
+            "stop_above": stop_above, "memory_cap": int(self.settings.memory_cap or 0),
+        }  # fmt: skip
+        ended = self._run(job, limit, min(SILENCE, limit))
+        measured = Measurement(**ended.value) if ended.value is not None else None
+        if claim.purpose == "reference" and measured is not None:
+            self.reference = measured.tokens_per_second
+        record = Record(
+            claim.point, claim.purpose, ended.outcome, ended.error, ended.log, prediction, measured,
+            self._explained(prediction, measured), began, time.time(), worker, reference=self.reference,
+        )  # fmt: skip
+        self.pace.note(run.compile, record.ended - record.began)
+        if keeps and self.reference and measured is not None and measured.spread < MOST_NOISE:
+            self._to_keep.append((name, record))
+        return record
+
+    def keep(self, records: Sequence[Record]) -> None:
+        """Into the cache with what ran while the machine was steady, as a run of the reference after it shows."""
+        doubts = {record.began: record.doubt for record in records}
+        for name, record in self._to_keep:
+            if doubts.get(record.began, 0.0) <= SHAKEN:
+                cache.put(name, record)
+        self._to_keep.clear()
+
+    def prove(self, point: Point, limit: float) -> Proof:
+        """The run beside the standard float32 model."""
+        self.shown.trial("proof", point, None)
+        began = self.pace.elapsed
+        ended = self._run({**self._job("prove", point), "steps": 8, "seed": self.space.start.seed}, limit, limit)
+        self.pace.note_proof(self.pace.elapsed - began)
+        return Proof.from_dict(ended.value, ended.error)
+
+    def observe(self, point: Point, limit: float) -> list[dict[str, Any]]:
+        """The work of a step of the run; nothing where that did not come to an end."""
+        self.shown.trial("kernels", point, None)
+        ended = self._run({**self._job("observe", point), "warm": 3, "memory_cap": 0}, limit, limit)
+        if ended.value is None:
+            self.shown.say(f"The kernels of the best run were not observed: {ended.error}")
+        return (ended.value or {}).get("work", [])
+
+    def _job(self, kind: str, point: Point) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "kind": kind, "configuration": dataclasses.asdict(self.space.at(point)),
+            "own_model": settings.own_model, "path": list(settings.path),
+        }  # fmt: skip
+
+    def _run(self, job: dict[str, Any], seconds: float, silence: float) -> Ended:
+        return run_child(job, Limits(seconds, silence), self.shown.event, self.settings.command)
+
+    def _explained(self, prediction: Prediction | None, measured: Measurement | None) -> list[Any]:
+        return explain(prediction, measured, self.space.device) if prediction and measured else []

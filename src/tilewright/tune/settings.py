@@ -1,0 +1,42 @@
+"""What a study is to do, and how it tells whoever watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.tune.process import TRIAL
+from tilewright.tune.record import Prediction, Record
+from tilewright.tune.space import Point, Space
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a study is to do."""
+
+    space: Space
+    machine: dict[str, Any]  # as `probe` measured it
+    folder: Path  # of best.yaml, answer.json, the journal
+    name: str
+    storage: str  # an SQLAlchemy URL
+    budget: float  # seconds
+    resume: bool = False
+    memory_cap: float | None = None  # bytes
+    own_model: str = ""  # package.module:factory
+    path: tuple[str, ...] = ()  # where that package is
+    fresh: bool = False  # measure although the cache has it
+    first: tuple[Point, ...] = ()  # points to try before any other
+    command: Sequence[str] = TRIAL
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How a study tells whoever watches."""
+
+    begin: Callable[[dict[str, Any]], None] = lambda facts: None
+    trial: Callable[[str, Point, Prediction | None], None] = lambda what, point, prediction: None
+    event: Callable[[dict[str, Any]], None] = lambda event: None
+    record: Callable[[Record, Record | None], None] = lambda record, best: None
+    say: Callable[[str], None] = lambda text: None
