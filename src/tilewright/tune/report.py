@@ -244,7 +244,8 @@ def _kernels(answer: Answer, figures: dict[str, Any]) -> str:
     note = (
         "One step of the best run, observed op by op: the FLOPs and bytes that each cannot avoid, its inputs read once "
         "and its results written once, over the time of its kernels, under the ceilings measured on this machine. An "
-        "op that multiplies no matrices counts one FLOP an element. What lies in a cache can pass the memory's limit."
+        "op that multiplies no matrices counts one FLOP an element. What lies in a cache can pass the memory's limit; "
+        "what takes next to no time is at the lower edge."
     )
     drawn = anatomy.roofline(answer)
     table = _observed(answer) if answer.work else _profiled(answer)

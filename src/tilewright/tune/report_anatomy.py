@@ -249,6 +249,9 @@ def roofline(answer: Answer) -> Drawn:
         traces.append(_ceiling([rate / copy_rate, right], [rate / unit] * 2, dash, GREY))
         legend.append((dash, GREY, f"{name}, {_digits(rate / unit)} {word}"))
     longest = max(point.work["seconds"] for point in points)
+    # What takes next to no time is at the lower edge: a launch that moves ten bytes would be miles below everything.
+    counts = [point for point in points if point.work["seconds"] > 0.002 * longest]
+    lowest = min(point.flops_per_second for point in counts) / unit / 3
     for kind in dict.fromkeys(point.work["category"] for point in points):
         mine = [point for point in points if point.work["category"] == kind]
         colour, seconds = CATEGORIES.get(kind, GREY), sum(point.work["seconds"] for point in mine)
@@ -260,7 +263,7 @@ def roofline(answer: Answer) -> Drawn:
             for point in mine
         ]  # fmt: skip
         marker = {"size": sizes, "color": colour, "opacity": 0.8, "line": {"color": "white", "width": 1}}
-        heights = [point.flops_per_second / unit for point in mine]
+        heights = [max(lowest, point.flops_per_second / unit) for point in mine]
         traces.append(dots([point.intensity for point in mine], heights, texts, marker=marker))
         reached = sum(point.work["seconds"] * point.share for point in mine) / seconds
         legend.append(("●", colour, f"{kind}, {milliseconds(seconds)} at {reached:.0%} of the limit"))
