@@ -380,15 +380,14 @@ class MemoryWatch:
 
     Parts have the names that `plan` gives them. The peak is that of all steps since the watch was made, which makes
     torch's count of it start anew. What a captured CUDA graph keeps is held all the time, and no mark sees it come.
-    `copies` are bytes of 16-bit weights that are held all the time: they count with what is at work, not as buffers.
 
     >>> model = torch.nn.Linear(2, 2, bias=False)
     >>> MemoryWatch(model, torch.optim.SGD(model.parameters())).table()
     {'weights': 16, 'gradients': 0, 'optimizer': 0}
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, copies: int = 0) -> None:
-        self._model, self._optimizer, self._copies = model, optimizer, copies
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
         self._device = next(model.parameters()).device
         self._before = self._kept = self._gradients = self._rest = 0
         if self._device.type == "cuda":
@@ -405,8 +404,7 @@ class MemoryWatch:
 
     def after_optimizer(self) -> None:
         """With nothing of the step left but gradients, the rest is workspaces, buffers and data."""
-        held = self._weights() + self._states() + self._gradients_now() + self._copies
-        self._rest = self._allocated() - held
+        self._rest = self._allocated() - self._weights() - self._states() - self._gradients_now()
 
     def table(self) -> dict[str, int]:
         """Bytes by part: of weights, gradients and optimizer; and on a GPU of all that torch and the driver know of.

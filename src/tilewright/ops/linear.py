@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.ops import _cublaslt, _op
-from tilewright.ops.rounded import rounded
 from tilewright.plan.cost import product as cost
 
 __all__ = ["cost", "linear", "linear_parts", "reference"]
@@ -257,7 +256,7 @@ def _prepared(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]
     frozen = not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
     if frozen or not _fits(dtype, x, weight, bias):
         return None
-    return x.to(dtype), weight, bias, rounded(weight, dtype)
+    return x.to(dtype), weight, bias, weight if weight.dtype is dtype else weight.detach().to(dtype)
 
 
 def _fits(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from tilewright.ops import _cublaslt, _op
 from tilewright.ops.cross_entropy import AHEAD, Options, begin, check_loss, launch, scale
 from tilewright.ops.cross_entropy import reference as loss_of_logits
-from tilewright.ops.rounded import rounded
 from tilewright.plan.cost import linear_cross_entropy as cost
 
 __all__ = ["cost", "linear_cross_entropy", "reference"]
@@ -135,7 +134,7 @@ def _run(
     targets, rows = targets.reshape(-1), targets.numel()
     wanted = needs_x or needs_weight or needs_bias
     memory = memory or min(_MOST, rows * classes * dtype.itemsize // 8)
-    w, b = rounded(weight, dtype), None if bias is None else bias.to(dtype)
+    w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute)
     loss = targets.new_zeros(rows, dtype=compute)
     lse = torch.zeros_like(loss) if wants_lse else None

@@ -24,8 +24,6 @@ model, against 1.3 %. Between two codes stochastic rounding chooses by a probabi
 that the mean of what is stored is what was to be stored; only a v above 0 is never stored as 0, because the m above it
 would then be divided by nothing but eps. Tensors below 4,096 elements keep float32 states.
 
-Of a float32 parameter of which a 16-bit copy is kept (`ops.rounded`), that is written too.
-
 Random bits are Philox of (seed, element, step): the same run draws the same ones. The step counter is a tensor on the
 device, as are `grad_scale`, by which gradients are divided, and `found_inf`: where that is not 0, nothing changes.
 
@@ -43,7 +41,6 @@ import torch.nn.functional as F
 
 from tilewright.errors import UserError
 from tilewright.ops import _op
-from tilewright.ops.rounded import kept, written
 from tilewright.plan.cost import Cost
 
 __all__ = ["adafactor", "cost", "decode", "encode", "new_state", "reference", "update"]
@@ -305,17 +302,12 @@ def update(
         return
     rate, lr = (lr, 0.0) if isinstance(lr, torch.Tensor) and lr.is_cuda else (None, float(lr))
     flat, gradient = _op.packed((parameter, gradient))
-    copy = kept(parameter) if parameter.dtype == torch.float32 and flat is parameter else None
-    if copy is not None and (copy.dtype != torch.bfloat16 or not copy.is_contiguous()):
-        copy = None
-    tensors = (flat, gradient, *[state.get(name) for name in _STATES], rate, grad_scale, found_inf, copy)
+    tensors = (flat, gradient, *[state.get(name) for name in _STATES], rate, grad_scale, found_inf)
     elements = flat.numel()
     launch = _launch(parameter.device, _op.dtypes(tensors), rule, stochastic, elements % 8 == 0)
     numbers = (lr, weight_decay, beta1, beta2, 1 - beta1, 1 - beta2, _log(beta1), _log(beta2), epsilon)
     launch((-(-elements // TILE), 1), tensors, (*numbers, seed, elements))
-    if copy is not None:
-        written(parameter)
-    elif flat is not parameter:
+    if flat is not parameter:
         parameter.copy_(flat)
     else:
         torch.autograd.graph.increment_version(parameter)

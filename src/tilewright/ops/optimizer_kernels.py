@@ -112,14 +112,11 @@ def _correction(step, log_beta):
 @triton.jit(do_not_specialize=["seed", "elements"])
 def update(
     parameter, gradient, mean, square, mean_scale, square_scale, compensation, step, lr_tensor, grad_scale, found_inf,
-    copy, lr: tl.float32, weight_decay: tl.float32, beta1: tl.float32, beta2: tl.float32, rest1: tl.float32,
+    lr: tl.float32, weight_decay: tl.float32, beta1: tl.float32, beta2: tl.float32, rest1: tl.float32,
     rest2: tl.float32, log_beta1: tl.float32, log_beta2: tl.float32, epsilon: tl.float32, seed: tl.int64,
     elements: tl.int64, RULE: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """`rest` is 1 - beta; `lr_tensor`, where there is one, stands for lr; EVEN says that 8 divides `elements`.
-
-    `copy`, of a float32 parameter, is the same in bfloat16.
-    """
+    """`rest` is 1 - beta; `lr_tensor`, where there is one, stands for lr; EVEN says that 8 divides `elements`."""
     first = tl.program_id(0).to(tl.int64) * (_ROWS * _BLOCK)
     at = first + tl.arange(0, _ROWS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     block = first // _BLOCK + tl.arange(0, _ROWS)
@@ -166,8 +163,6 @@ def update(
 
     if parameter.dtype.element_ty == tl.float32:
         tl.store(parameter + at, p, inside)
-        if copy is not None:
-            tl.store(copy + at, _nearest(p), inside)
     elif STOCHASTIC:
         tl.store(parameter + at, _cut(p, _draws(seed, first, drawn, 0)), inside)
     else:

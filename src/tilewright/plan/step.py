@@ -188,15 +188,7 @@ def _update(decoder: Decoder, training: Training, how: How) -> Work:
         each = ADAFACTOR_BYTES
     elif how.device == "cpu" and _is_own(training):
         each = CPU_BYTES.get(name, CPU_BYTES["other"])
-    if _keeps_rounded(decoder, training, how):
-        each += 2 * matmul_weights(decoder) / n
     return Work("optimizer", cost.elementwise(n, math.ceil(each), 12), 1, share)
-
-
-def _keeps_rounded(decoder: Decoder, training: Training, how: How) -> bool:
-    """Whether the optimizer writes the weights in 16 bits too, and the products read those."""
-    ours = _block(decoder, how) == "optimized" and not training.compiled and training.optimizer != "sgd"
-    return ours and training.precision == "amp"
 
 
 def _is_own(training: Training) -> bool:
@@ -326,7 +318,6 @@ def _gradients(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     # The table's gradient begins as zeros and, tied, is added to the head's.
     table = cost.elementwise(decoder.vocabulary * h, (4 if decoder.tied else 1) * stored, 1)
     yield Work("pointwise", table, 1, share)
-    if training.precision == "amp" and not _keeps_rounded(decoder, training, how):
-        # Weights are rounded, and their gradients widened where a product has not.
+    if training.precision == "amp":  # weights are rounded, and their gradients widened where a product has not
         rounded = cost.elementwise(matmul_weights(decoder), 6, 0)
         yield Work("copy" if how.device == "cpu" else "pointwise", rounded, 1 if style == "fused" else 2, share)

@@ -18,9 +18,6 @@ from torch import Tensor, nn
 
 from tilewright.errors import UserError
 from tilewright.models import GPT
-from tilewright.nn import Linear
-from tilewright.ops import rounded
-from tilewright.ops._op import runs_kernel
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train import optimizers
 from tilewright.train.config import RECORDING, Train
@@ -91,29 +88,11 @@ class Engine:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         self.optimizer = optimizers.build(self.model, config.optimizer, precision=self.precision, seed=config.seed)
-        self.rounded = self._keep_rounded()
         self.forward: Any = self.model
         if config.compile != "none":
             self.forward = torch.compile(self.model, mode=None if config.compile == "default" else config.compile)
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._static: Any = None  # the batch that the graphs read
-
-    def _keep_rounded(self) -> list[Tensor]:
-        """Keep 16-bit copies of a GPT's weights, where its products read them and the optimizer's kernel writes them.
-
-        Not of anybody's model: who writes to the `.data` of a weight would not be noticed.
-        """
-        writes = isinstance(self.optimizer, (optimizers.AdamW, optimizers.FusedOptimizer))
-        if self.precision != "bf16" or self.config.compile != "none" or not writes:
-            return []
-        if not isinstance(self.model, GPT) or self.model.config.gpt_block != "optimized":
-            return []
-        weights = [module.weight for module in self.model.modules() if isinstance(module, Linear)]
-        weights.append(self.model.token.weight)  # which is the head's as well
-        kept = [weight for weight in weights if weight.numel() >= optimizers.LARGE and runs_kernel(weight)]
-        for parameter in kept:
-            rounded.keep(parameter)
-        return kept
 
     def tensors(self) -> dict[str, Any]:
         """Everything that a checkpoint must hold, in place."""
@@ -164,8 +143,6 @@ class Engine:
             self._graphs[first] = (graph, loss.detach())
         self._static.copy_(tokens)
         graph, recorded = self._graphs[first]
-        for parameter in self.rounded:
-            rounded.kept(parameter)
         graph.replay()
         return recorded.clone()
 

@@ -1,9 +1,9 @@
 """The optimizer of a run, from its configuration.
 
-Where torch has the rule fused and parameters are float32, torch's own is used; of AdamW on a GPU, for all but the large
-tensors. Everything else is `FusedOptimizer`. That and large tensors run the kernel of `tilewright.ops.optimizer`. All
-take two tensors of one element from the loop, as attributes, and never wait for the device: `grad_scale` divides the
-gradients, and a `found_inf` of 1 makes `step` change nothing, not even the count of steps.
+Where torch has the rule fused and parameters are float32, torch's own is used. Everything else is `FusedOptimizer`,
+over the kernel of `tilewright.ops.optimizer`. Both take two tensors of one element from the loop, as attributes, and
+never wait for the device: `grad_scale` divides the gradients, and a `found_inf` of 1 makes `step` change nothing, not
+even the count of steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw
 
 from tilewright.errors import UserError
 from tilewright.ops import optimizer as op
@@ -24,7 +23,6 @@ KINDS: dict[str, tuple[str, torch.dtype | None]] = {
     "adamw": ("adamw", torch.float32), "adamw_8bit": ("adamw", torch.int8), "adamw_bf16": ("adamw", torch.bfloat16),
     "lion": ("lion", None), "adafactor": ("adafactor", torch.float32), "sgd": ("sgd", torch.float32),
 }  # fmt: skip
-LARGE = 2**19  # elements from which a launch of its own takes less time than its share of another
 # The dtype of parameters, and how it is rounded.
 PRECISIONS = {
     "fp32": (torch.float32, "nearest"), "tf32": (torch.float32, "nearest"), "bf16": (torch.float32, "nearest"),
@@ -146,46 +144,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                     self.state.pop(parameter, None)
 
 
-class AdamW(torch.optim.AdamW):
-    """torch's own, with the same states, whose large tensors are each one launch of the kernel of `ops.optimizer`.
-
-    torch's divides gradients by `grad_scale` and writes them back, four bytes an element that nobody reads; the kernel
-    does not, and writes the 16-bit copy of a parameter where one is kept. Small tensors are torch's, many to a launch.
-    """
-
-    def __init__(self, groups: Any, **options: Any) -> None:
-        super().__init__(groups, **options, fused=True)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        given = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-        for group in self.param_groups:
-            due = [parameter for parameter in group["params"] if parameter.grad is not None]
-            large = [parameter for parameter in due if parameter.numel() >= LARGE and not parameter.grad.is_sparse]
-            of_torch = [parameter for parameter in due if parameter.numel() < LARGE or parameter.grad.is_sparse]
-            shared: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"], **given}
-            shared["beta1"], shared["beta2"] = group["betas"]
-            _count([self.state[parameter]["step"] for parameter in large], given["found_inf"])
-            for parameter in large:
-                state = self.state[parameter]
-                named = {"mean": state["exp_avg"], "square": state["exp_avg_sq"], "step": state["step"]}
-                op.update(parameter, parameter.grad, named, rule="adamw", epsilon=group["eps"], **shared)
-            if of_torch:
-                names = ("exp_avg", "exp_avg_sq", "step")
-                means, squares, steps = ([self.state[p][name] for p in of_torch] for name in names)
-                gradients = [p.grad for p in of_torch]
-                adamw(
-                    of_torch, gradients, means, squares, [], steps, fused=True, amsgrad=False, maximize=False,
-                    eps=group["eps"], **shared,
-                )  # fmt: skip
-        return loss
-
-
 def _count(steps: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
     """All counters in one launch; a step that `found_inf` takes back is not counted."""
     if steps and found_inf is None:
@@ -238,12 +196,8 @@ def build(
     rule, dtype = KINDS[config.name]
     if wanted == torch.float32 and config.name == "adamw":
         betas = (config.beta1, config.beta2)
-        numbers: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon}
-        if all(parameter.is_cuda for parameter in parameters):
-            made: torch.optim.Optimizer = AdamW(groups, **numbers)
-        else:
-            made = torch.optim.AdamW(groups, **numbers, fused=True)
-        return _with_state(made, ("exp_avg", "exp_avg_sq"), counts=True)
+        adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+        return _with_state(adamw, ("exp_avg", "exp_avg_sq"), counts=True)
     if wanted == torch.float32 and rule == "sgd":
         sgd = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.beta1, fused=True)
         return _with_state(sgd, ("momentum_buffer",) if config.beta1 > 0 else ())
