@@ -104,14 +104,13 @@ def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, 
         place = tmp_path / str(seed), "s", f"sqlite:///{tmp_path}/{seed}.db"
         answer = run(Settings(space, MACHINE, *place, BUDGET, fresh=True, first=asked))
 
-        assert BUDGET * 0.69 < world.now < BUDGET + 20.0  # what there is is used, and no more
+        assert BUDGET * 0.75 < world.now < BUDGET + 20.0  # what there is is used, and no more
         assert answer.proof.verdict == "same within rounding"
         first = answer.reference.tokens_per_second
         done = [record.tokens_per_second / first for record in answer.records if record.outcome == "done"]
-        assert answer.ratio >= 0.985 * max(done)
+        assert answer.ratio >= 0.99 * max(done)
         sure.append(confirmed(answer.records, answer.best))
         if not tries:
             reached = world.seconds(answer.best.point)
             assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > 0.93 * reached
-    # A peer that is autotuned takes a third of the time. Without, only what an ablation finds at the end is not sure.
-    assert tries or sum(sure) >= 4
+    assert sum(sure) >= 4  # but where what wins was found too late to be run again

@@ -56,7 +56,7 @@ def tune(
         first: runs to try before any other: `name=value` of levers, several with commas between.
         fresh: measure again what was measured before.
         out: the folder of studies.
-        shown: a `tune.study.Shown`, told what happens.
+        shown: a `tune.settings.Shown`, told what happens.
 
     Example::
 
