@@ -175,9 +175,11 @@ def _gradient(
     row, tile, target, ignored, known, x_target, top, total, weights, logits, weight, denominator, upstream, gradient,
     offset, stride, smoothing, z_loss, softcap,
     COLUMNS: tl.constexpr, STRIDE: tl.constexpr, CLASSES: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
-    EACH: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, DOUBLE: tl.constexpr,
+    EACH: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, DOUBLE: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
+    """PAST: what is written makes room in L2 first, for logits that are to be read again."""
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    CACHE: tl.constexpr = ".cs" if PAST else ""
     start = row * STRIDE
     begin = tile * TILE
     lane = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
@@ -204,7 +206,8 @@ def _gradient(
             g = tl.exp2((x - top) * _LOG2E) * pull
             if SMOOTH:
                 g -= _factor(weight, offset + column, inside, COMPUTE) * spread
-            tl.store(gradient + start + column, (g * slope).to(gradient.dtype.element_ty), inside)
+            g = (g * slope).to(gradient.dtype.element_ty)
+            tl.store(gradient + start + column, g, inside, cache_modifier=CACHE)
         if (target >= begin) & (target < begin + TILE) & (target < COLUMNS):
             tl.debug_barrier()  # after the store above, which another thread did
             g = tl.exp2((x_target - top) * _LOG2E) * pull - hit
@@ -271,7 +274,7 @@ def tiles(
                         _gradient(
                             row, tile, local, ignored, known, x_target, top, total, weights, logits, weight,
                             denominator, upstream, gradient, offset, stride, smoothing, z_loss, softcap,
-                            COLUMNS, STRIDE, CLASSES, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE,
+                            COLUMNS, STRIDE, CLASSES, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE, False,
                         )  # fmt: skip
                 else:
                     if SMOOTH:
@@ -306,7 +309,7 @@ def tiles(
                     _gradient(
                         row, tile, local, ignored, known, x_target, top, total, weights, logits, weight, denominator,
                         upstream, gradient, offset, stride, smoothing, z_loss, softcap,
-                        COLUMNS, STRIDE, CLASSES, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE,
+                        COLUMNS, STRIDE, CLASSES, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE, APART,
                     )  # fmt: skip
 
 
@@ -369,7 +372,8 @@ def tiles_launch(
         warps = max(1, block * size // 1024)
         tile = tile if given else -(-columns // block) * block
     else:
-        tile, block, warps = 16384 // size, 8192 // size, 8
+        tile, warps = 16384 // size, 8
+        block = tile
     tiles_a_row = -(-columns // tile)
     each = 16 // size
     parts = 1 if given else tiles_a_row
