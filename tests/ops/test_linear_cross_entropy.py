@@ -143,6 +143,21 @@ def test_logits_are_never_held_beyond_the_memory_and_ignored_tokens_are_not_comp
     assert max(rows for rows, _ in seen) == 16  # the default is an eighth, and 16 is the least
 
 
+def test_a_first_pass_has_its_logits_in_the_memory_of_the_gradient(monkeypatch):
+    monkeypatch.setattr(OP, "_SUMMED_FROM", 10**9)
+    leaves, targets, _ = problem(torch.bfloat16, {}, ignored=False)
+    places = []
+    compute = OP._logits
+    monkeypatch.setattr(
+        OP, "_logits", lambda x, w, b, out: (places.append((out.shape, out.data_ptr())), compute(x, w, b, out))[1]
+    )
+    _, _, dweight, _ = run(linear_cross_entropy, leaves, targets, {"memory": 1})
+    first = [(shape, at) for shape, at in places if shape[1] == CLASSES]
+    assert first and all(0 <= at - dweight.data_ptr() < dweight.nbytes for _, at in first)
+    assert sum(shape[0] for shape, _ in first) == TOKENS
+    assert not any(0 <= at - dweight.data_ptr() < dweight.nbytes for shape, at in places if shape[1] < CLASSES)
+
+
 def test_what_ignored_tokens_hold_reaches_nothing_however_the_sum_is_made(memory):
     leaves, targets, _ = problem(torch.bfloat16, {})
     clean = run(linear_cross_entropy, leaves, targets, {"memory": memory})
@@ -345,12 +360,13 @@ def test_cost_is_three_products():
 
 
 @on_gpu
-@pytest.mark.parametrize(("memory", "limit"), [(None, None), (64 * 10**6, 64 * 10**6)])
-def test_peak_memory_is_what_was_allowed(memory, limit):
+@pytest.mark.parametrize(("memory", "ignored"), [(None, 0), (64 * 10**6, 0), (32 * 10**6, 0), (32 * 10**6, 2048)])
+def test_peak_memory_is_what_was_allowed(memory, ignored):
     x = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = torch.randn(50304, 1024, device="cuda", dtype=torch.bfloat16).requires_grad_()
     targets = torch.randint(50304, (8192,), device="cuda")
-    limit = limit or 8192 * 50304 * 2 // 8
+    targets[:ignored] = -100
+    limit = memory or 8192 * 50304 * 2 // 8
     linear_cross_entropy(x, weight, targets, memory=memory).backward()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

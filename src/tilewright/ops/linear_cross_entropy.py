@@ -14,7 +14,8 @@ The weight's gradient is a sum over chunks, and between chunks it is kept
   than bfloat16 (`linear_cross_entropy_kernels`): neither a float32 buffer, which would be larger than the logits are,
   nor a sum that is rounded to bfloat16 at every chunk;
 - for a float16 weight, and for small chunks, where adding up would cost more than the product itself: nowhere. A
-  second pass computes the logits again, by columns, and writes each row of the gradient once.
+  second pass computes the logits again, by columns, and writes each row of the gradient once. Until then the
+  gradient's memory is free, and holds the logits of the first pass.
 
 Floor: three products of 2 x tokens x classes x width FLOPs.
 """
@@ -153,11 +154,17 @@ def _run(
 
     pitch = -(-classes // 64) * 64  # rows of logits begin on 128 bytes, whatever the vocabulary
     chunk, again, scales = _plan(memory, pitch * dtype.itemsize, count, dweight, dx if index is None else None)
+    if again and dweight is not None:
+        free = dweight.numel() // pitch
+        if index is not None:  # of what is not taken as it lies, there are copies
+            free = min(free, memory // (2 * width * dtype.itemsize))
+        chunk = max(chunk, _room(free, 1, count))
     chunks = -(-count // chunk)
     if dweight is not None and count == 0:
         dweight.zero_()
     statistics: list[tuple[Tensor, Tensor]] = []  # of the chunks, for a second pass
-    buffer = x.new_empty(chunk, pitch)
+    home = dweight if again and dweight is not None and chunk * pitch <= dweight.numel() else None
+    buffer = x.new_empty(chunk, pitch) if home is None else home.view(-1)[: chunk * pitch].view(chunk, pitch)
     buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
     for number in range(chunks):
         part = slice(number * chunk, min((number + 1) * chunk, count))
@@ -188,9 +195,10 @@ def _run(
             else:
                 dx[at] = z @ w
     if again and dweight is not None:
-        del buffer, z
+        del buffer, z, some, some_loss
         if index is not None:
             tokens, targets = tokens[index], targets[index]
+            memory = max(memory // 2, memory - tokens.numel() * dtype.itemsize)
             upstream = upstream[index] if upstream is not None and upstream.ndim else upstream
         given = tuple(torch.cat(parts) for parts in zip(*statistics, strict=True))
         _again(tokens, w, b, targets, class_weight, denominator, options, upstream, memory, given, dweight)
@@ -360,8 +368,9 @@ def linear_cross_entropy(
         bias: ``(V,)``.
         class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
             ``tilewright.ops.cross_entropy``. Ignored tokens are not computed at all.
-        memory: bytes of logits to hold at a time; at least those of 16 tokens or 16 classes are. Left out: an eighth
-            of all, and 512 MiB at most. More is faster, up to a point.
+        memory: bytes to take for logits at a time, beside the gradients; at least those of 16 tokens or 16 classes are.
+            Left out: an eighth of all, and 512 MiB at most. More is faster, up to a point. (Where some tokens are
+            ignored and a second pass is needed, a copy of the others comes on top of half of it.)
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
