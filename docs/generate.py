@@ -279,14 +279,18 @@ def memory(result: dict[str, Any]) -> str:
     return f"{machine(result)}\n\n{markdown([*header, ''], rows)}"
 
 
-def train(result: dict[str, Any]) -> str:
-    """Every lever of `tilewright train`, beside the first row of its group."""
-    text, groups = machine(result) + "\n", {}
-    for case in result["cases"]:
-        groups.setdefault(case["group"], []).append(case)
+def train(*results: dict[str, Any]) -> str:
+    """Every lever of `tilewright train`, beside what its group is compared with."""
+    text, groups = "\n\n".join(dict.fromkeys(map(machine, results))) + "\n", {}
+    for result in results:
+        for case in result["cases"]:
+            groups.setdefault(case["group"], []).append(case)
     for name, cases in groups.items():
         rows = []
-        first = cases[0]
+        against = cases[0].get("against", cases[0]["case"])
+        first = next((case for case in cases if case["case"] == against), None)
+        if first is None:
+            raise ValueError(f"{name}: the results have no {against!r} to compare with; measure it in the same run")
         for case in cases:
             if "error" in case:
                 rows.append([case["case"], f"failed: {case['error']}", *[""] * 5])

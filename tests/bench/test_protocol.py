@@ -1,5 +1,8 @@
+import pytest
+
 from ops.contract import on_gpu
 from tilewright.bench import dropout_add_norm, protocol
+from tilewright.errors import UserError
 from tilewright.measure.ceilings import Ceilings
 from tilewright.plan.cost import Cost
 
@@ -30,3 +33,13 @@ def test_an_impossible_figure_is_an_error_and_a_failing_peer_shows_its_error():
         measured = protocol.measure_case(functions, Cost(0, x.nbytes, x.nbytes), Ceilings(1e14, 1e15), from_graph=True)
     assert measured["implementations"]["broken"] == {"error": "ValueError: no such kernel"}
     assert measured["implementations"]["copy"]["median"] > 0
+
+
+def test_a_part_of_the_cases_is_chosen_by_label_and_a_wrong_one_names_some():
+    def ask(only):
+        return protocol.Ask(print, print, only=only).chosen(dropout_add_norm.cases(False), dropout_add_norm._label)
+
+    assert ask("") == list(dropout_add_norm.cases(False))
+    assert {(c["dtype"], c["norm"]) for c in ask("fp32 rms")} == {("fp32", "rms")}
+    with pytest.raises(UserError, match="'fp8'.*bf16 layer p=0.1"):
+        ask("fp8")

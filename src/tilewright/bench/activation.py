@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from tilewright.bench.protocol import Case, Pass, Prepared, build, forward_backward, run_cases
+from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, forward_backward, run_cases
 from tilewright.measure.machine import package_version
 from tilewright.ops.activation import bias_gelu, cost, geglu, swiglu
 from tilewright.plan.cost import Cost
@@ -104,9 +104,6 @@ def _label(case: Case) -> str:
     return f"{name:22} {case['rows']} x {case['width']}"
 
 
-def run(quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[Case], None]) -> Case:
+def run(ask: Ask) -> Case:
     """Measure every case."""
-    return run_cases(
-        "activation", list(cases(quick)), prepare, _limits, _label, peers=("liger-kernel",), jobs=jobs,
-        progress=progress, save=save,
-    )  # fmt: skip
+    return run_cases("activation", cases(ask.quick), prepare, _limits, _label, peers=("liger-kernel",), ask=ask)

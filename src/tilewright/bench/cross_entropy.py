@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from tilewright.bench.protocol import Case, Pass, Prepared, build, run_cases
+from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, run_cases
 from tilewright.measure.machine import package_version
 from tilewright.ops import cross_entropy
 from tilewright.ops.cross_entropy import cost
@@ -75,10 +75,9 @@ def _limits(case: Case) -> dict[str, Cost]:
     return {"forward_backward": cost(case["tokens"], case["vocabulary"])}
 
 
-def run(quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[Case], None]) -> Case:
+def run(ask: Ask) -> Case:
     """Measure every case."""
     return run_cases(
-        "cross_entropy", list(cases(quick)), prepare, _limits, lambda case: f"V={case['vocabulary']}",
-        peers=("liger-kernel",), jobs=jobs, progress=progress, save=save, from_graph=lambda case, step: False,
-        with_memory=True,
+        "cross_entropy", cases(ask.quick), prepare, _limits, lambda case: f"V={case['vocabulary']}",
+        peers=("liger-kernel",), ask=ask, from_graph=lambda case, step: False, with_memory=True,
     )  # fmt: skip

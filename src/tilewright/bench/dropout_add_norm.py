@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewright.bench.protocol import Pass, Prepared, build, forward_backward, run_cases, sentence
+from tilewright.bench.protocol import Ask, Pass, Prepared, build, forward_backward, run_cases, sentence
 from tilewright.measure.clock import interleaved_graph_time, interleaved_wall_time
 from tilewright.measure.machine import package_version
 from tilewright.ops import dropout_add_norm
@@ -66,18 +66,16 @@ def cases(quick: bool) -> Iterator[dict[str, Any]]:
                     yield {"dtype": dtype, "norm": norm, "p": p, "rows": ROWS, "width": width}
 
 
-def run(
-    quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
+def run(ask: Ask) -> dict[str, Any]:
     """Measure every case, then the small one."""
     result = run_cases(
-        "dropout_add_norm", list(cases(quick)), prepare, _limits, _label, peers=("liger-kernel",), jobs=jobs,
-        progress=progress, save=save, from_graph=lambda case, step: step == "backward" or case["p"] == 0.0,
+        "dropout_add_norm", cases(ask.quick), prepare, _limits, _label, peers=("liger-kernel",), ask=ask,
+        from_graph=lambda case, step: step == "backward" or case["p"] == 0.0,
     )  # fmt: skip
     with torch.cuda.stream(torch.cuda.Stream()):
         result["small"] = _small()
-    progress(_small_line(result["small"]))
-    save(result)
+    ask.progress(_small_line(result["small"]))
+    ask.save(result)
     return result
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from tilewright.bench.protocol import Case, Pass, Prepared, build, run_cases
+from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, run_cases
 from tilewright.measure.machine import package_version
 from tilewright.ops import linear_cross_entropy
 from tilewright.ops.linear_cross_entropy import cost
@@ -76,10 +76,9 @@ def _label(case: Case) -> str:
     return f"H={case['width']} V={case['vocabulary']}"
 
 
-def run(quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[Case], None]) -> Case:
+def run(ask: Ask) -> Case:
     """Measure every case."""
     return run_cases(
-        "linear_cross_entropy", list(cases(quick)), prepare, _limits, _label,
-        peers=("liger-kernel", "cut-cross-entropy"), jobs=jobs, progress=progress, save=save,
-        from_graph=lambda case, step: False, with_memory=True,
+        "linear_cross_entropy", cases(ask.quick), prepare, _limits, _label,
+        peers=("liger-kernel", "cut-cross-entropy"), ask=ask, from_graph=lambda case, step: False, with_memory=True,
     )  # fmt: skip

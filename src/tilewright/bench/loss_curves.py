@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from tilewright.bench.protocol import Case, head
+from tilewright.bench.protocol import Ask, Case, head
+from tilewright.errors import UserError
 from tilewright.measure.corpus import corpus
 from tilewright.models import GPT
 from tilewright.plan.gpt import CHOICES, GPTConfig
@@ -35,20 +34,22 @@ def _curve(text: torch.Tensor, loss: str, seed: int) -> list[float]:
     return values
 
 
-def run(quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[Case], None]) -> Case:
-    """Train with every loss on one seed and with the plain one on another. `quick` and `jobs` are of no use here."""
-    result = head("loss_curves")
+def run(ask: Ask) -> Case:
+    """Train with every loss on one seed and with the plain one on another."""
+    if ask.only:
+        raise UserError("loss_curves compares all of its runs with each other: leave out --only.")
+    result = head("loss_curves", ask)
     text = torch.frombuffer(bytearray(corpus(1 << 22)), dtype=torch.uint8).long()
     result.update(steps=STEPS, batch=BATCH, model=MODEL, curves={})
     runs = [("plain, another seed", "plain", 1), *((loss, loss, 0) for loss in CHOICES["loss"])]
     for name, loss, seed in runs:
         result["curves"][name] = _curve(text, loss, seed)
-        progress(f"{name}: {result['curves'][name][0]:.3f} to {result['curves'][name][-1]:.3f}")
-        save(result)
+        ask.progress(f"{name}: {result['curves'][name][0]:.3f} to {result['curves'][name][-1]:.3f}")
+        ask.save(result)
     plain = torch.tensor(result["curves"]["plain"])
     result["largest_difference_from_plain"] = {
         name: (torch.tensor(curve) - plain).abs().max().item() for name, curve in result["curves"].items()
     }
-    progress(str(result["largest_difference_from_plain"]))
-    save(result)
+    ask.progress(str(result["largest_difference_from_plain"]))
+    ask.save(result)
     return result

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tilewright.bench.protocol import head, sentence
+from tilewright.bench.protocol import Ask, head, sentence
 from tilewright.models import GPT
 from tilewright.plan.gpt import preset
 
@@ -27,16 +26,20 @@ CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 
 
-def run(
-    quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
-    """Train each case for a few steps; `results/<gpu>/memory.json` holds the whole. `jobs` is of no use here."""
-    result = head("memory")
+def _label(case: tuple[str, int, dict[str, Any]]) -> str:
+    name, batch, options = case
+    return ", ".join([name, f"batch {batch}", *(f"{option} {value}" for option, value in options.items())])
+
+
+def run(ask: Ask) -> dict[str, Any]:
+    """Train each case for a few steps; `results/<gpu>/memory.json` holds the whole."""
+    cases = ask.chosen(CASES[:2] if ask.quick else CASES, _label)
+    result = head("memory", ask)
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     result["context_bytes"] = _device_used() - torch.cuda.memory_reserved()
     result["cases"] = []
-    for name, batch, options in CASES[:2] if quick else CASES:
+    for name, batch, options in cases:
         case = {"preset": name, "batch": batch, **options}
         try:
             measured = _train(name, batch, options)
@@ -45,8 +48,8 @@ def run(
             measured = {"error": sentence(error)}
             line = measured["error"]
         result["cases"].append({**case, **measured})
-        progress(f"{case}: {line}")
-        save(result)
+        ask.progress(f"{_label((name, batch, options))}: {line}")
+        ask.save(result)
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()

@@ -6,7 +6,8 @@ import functools
 import importlib
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,32 @@ from tilewright.measure.results import SCHEMA
 from tilewright.plan.cost import Cost
 
 
-def head(name: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Ask:
+    """What is to be measured, and who hears of it."""
+
+    progress: Callable[[str], None]  # takes a line
+    save: Callable[[dict[str, Any]], None]  # takes what there is, after every case
+    quick: bool = False  # a few cases only
+    only: str = ""  # those with this in their label
+    jobs: int = 1  # processes that compile ahead
+
+    def chosen(self, cases: Iterable[Any], label: Callable[[Any], str]) -> list[Any]:
+        """The cases to measure, out of those there are."""
+        there = list(cases)
+        found = [case for case in there if self.only in label(case)]
+        if not found:
+            labels = "; ".join(label(case) for case in there[:3])
+            raise UserError(f"No case is called {self.only!r}; give a part of a label, such as those of: {labels}.")
+        return found
+
+
+def head(name: str, ask: Ask) -> dict[str, Any]:
     """What stands at the top of a result; refuses to measure where there is nothing to measure on."""
     if not torch.cuda.is_available():
         raise UserError("A benchmark needs a CUDA GPU and PyTorch sees none; `tilewright doctor` says why.")
-    return {"schema": SCHEMA, "benchmark": name, "machine": describe()}
+    part = {"only": ask.only} if ask.only else {}
+    return {"schema": SCHEMA, "benchmark": name, **part, "machine": describe()}
 
 
 def configure(backward_alone: bool) -> None:
@@ -103,15 +125,13 @@ def forward_backward(function: Callable[..., Any], inputs: list[Any]) -> dict[st
 
 def run_cases(
     name: str,
-    cases: list[Case],
+    cases: Iterable[Case],
     prepare: Callable[[Case], Prepared],
     limits: Callable[[Case], dict[str, Cost]],
     label: Callable[[Case], str],
     *,
     peers: tuple[str, ...],
-    jobs: int,
-    progress: Callable[[str], None],
-    save: Callable[[Case], None],
+    ask: Ask,
     from_graph: Callable[[Case, str], bool] = lambda case, step: True,
     with_memory: bool = False,
 ) -> Case:
@@ -120,15 +140,18 @@ def run_cases(
     `limits` are those of each step; `peers` are packages whose versions are noted. Where a step is not timed from
     graphs, it is from events around single calls.
     """
-    result = head(name)
+    cases = ask.chosen(cases, label)
+    result = head(name, ask)
     backward_alone = any("backward" in limits(case) for case in cases)
     configure(backward_alone)
-    compile_ahead(name, cases, jobs, backward_alone, progress)
+    compile_ahead(name, cases, ask.jobs, backward_alone, ask.progress)
     ceilings = measure_ceilings()
     result["ceilings"] = {"copy_bytes_per_second": ceilings.copy_bytes_per_second, "bf16_flops": ceilings.bf16_flops}
     result["peers"] = {peer: package_version(peer) or "missing" for peer in peers}
     result["cases"] = []
-    progress(f"copy {ceilings.copy_bytes_per_second / 1e9:.0f} GB/s, product {ceilings.bf16_flops / 1e12:.0f} TFLOPS")
+    ask.progress(
+        f"copy {ceilings.copy_bytes_per_second / 1e9:.0f} GB/s, product {ceilings.bf16_flops / 1e12:.0f} TFLOPS"
+    )
     with torch.cuda.stream(torch.cuda.Stream()):
         for case in cases:
             torch.compiler.reset()
@@ -143,8 +166,8 @@ def run_cases(
                     for peer, run in functions.items():
                         measured[step]["implementations"][peer]["peak_bytes"] = _peak(run)
             result["cases"].append(measured)
-            progress(_line(label(case), measured, list(limits(case))))
-            save(result)
+            ask.progress(_line(label(case), measured, list(limits(case))))
+            ask.save(result)
             steps.clear()
             torch.cuda.empty_cache()
     return result

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from tilewright.bench.protocol import Case, Pass, Prepared, build, forward_backward, run_cases
+from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, forward_backward, run_cases
 from tilewright.measure.machine import package_version
 from tilewright.ops.rope import cost, rope, rope_tables
 from tilewright.plan.cost import Cost
@@ -97,9 +97,6 @@ def _label(case: Case) -> str:
     return f"{case['heads']} + {case['kv_heads']} heads of {case['head_dim']} {layout}"
 
 
-def run(quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[Case], None]) -> Case:
+def run(ask: Ask) -> Case:
     """Measure every case."""
-    return run_cases(
-        "rope", list(cases(quick)), prepare, _limits, _label, peers=("liger-kernel",), jobs=jobs, progress=progress,
-        save=save,
-    )  # fmt: skip
+    return run_cases("rope", cases(ask.quick), prepare, _limits, _label, peers=("liger-kernel",), ask=ask)

@@ -1,7 +1,8 @@
 """What each lever of `tilewright train` gives: whole training steps on one GPU, every case by the real loop.
 
-Within a group all cases train the same model on the same batch with the same data, and are compared with the first:
+Within a group all cases train the same model on the same batch with the same data, and are compared with one of them:
 what a user has without Tilewright, the standard block under torch.compile, or, where levers are compared, none of them.
+Where that decides, it is run once more at the end, and shows how far the machine has drifted.
 """
 
 from __future__ import annotations
@@ -9,88 +10,99 @@ from __future__ import annotations
 import gc
 import statistics
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tilewright.bench.protocol import head, sentence
+from tilewright.bench.protocol import Ask, head, sentence
 from tilewright.train.configuration import read
 from tilewright.train.loop import Shown, train
 
 Cases = dict[str, tuple[str, ...]]  # label, overrides
 STANDARD = ("model.gpt_block=standard",)
-OPTIMIZED = ("model.gpt_block=optimized", "model.loss=linear_fused")
+OPTIMIZED = ("model.gpt_block=optimized", "model.loss=fused")
 COMPILED = ("compile=default",)
 GRAPHS = ("cuda_graphs=true",)
 STREAM = ("model.residual=bf16",)
 SELECTIVE = ("model.recompute=selective",)
+LEAN = ("model.gpt_block=optimized", "model.loss=linear_fused")  # less memory, in a little more time
 
-PLAIN: Cases = {"standard, compile": STANDARD + COMPILED, "standard, eager": STANDARD}
 BLOCKS: Cases = {
-    **PLAIN,
-    # The peer with the same levers, where they are PyTorch's too.
-    "standard, compile, graphs": STANDARD + COMPILED + GRAPHS,
-    "standard, compile, graphs, bf16 residual": STANDARD + COMPILED + GRAPHS + STREAM,
+    "standard, compile": STANDARD + COMPILED,
+    "standard, eager": STANDARD,
     "optimized, eager": OPTIMIZED,
     "optimized, graphs": OPTIMIZED + GRAPHS,
     "optimized, graphs, bf16 residual": OPTIMIZED + GRAPHS + STREAM,
-    "optimized, graphs, bf16 residual, mlp recompute": (*OPTIMIZED, *GRAPHS, *STREAM, "model.mlp=recompute"),
+    "optimized, linear_fused, graphs, bf16 residual, mlp recompute": (*LEAN, *GRAPHS, *STREAM, "model.mlp=recompute"),
+    "standard, compile, again": STANDARD + COMPILED,
+}
+PEERS: Cases = {  # the standard block with the same levers, where they are PyTorch's too
+    "standard, compile, graphs": STANDARD + COMPILED + GRAPHS,
+    "standard, compile, graphs, bf16 residual": STANDARD + COMPILED + GRAPHS + STREAM,
 }
 LEVERS: Cases = {
-    "optimized": OPTIMIZED,
-    "selective": OPTIMIZED + SELECTIVE,
-    "mlp recompute": (*OPTIMIZED, "model.mlp=recompute"),
-    "residual bf16": OPTIMIZED + STREAM,
-    "full recompute": (*OPTIMIZED, "model.recompute=full"),
-    "budget 20 GiB": (*OPTIMIZED, "model.recompute=budget", "model.recompute_budget=20"),
-    "cuda graphs": OPTIMIZED + GRAPHS,
-    "loss fused": ("model.gpt_block=optimized", "model.loss=fused"),
+    "optimized, linear_fused": LEAN,
+    "selective": LEAN + SELECTIVE,
+    "mlp recompute": (*LEAN, "model.mlp=recompute"),
+    "residual bf16": LEAN + STREAM,
+    "full recompute": (*LEAN, "model.recompute=full"),
+    "budget 20 GiB": (*LEAN, "model.recompute=budget", "model.recompute_budget=20"),
+    "cuda graphs": LEAN + GRAPHS,
+    "loss fused": OPTIMIZED,
     "loss plain": ("model.gpt_block=optimized", "model.loss=plain"),
-    "micro batch 4": (*OPTIMIZED, "micro_batch=4"),
-    "adamw_8bit": (*OPTIMIZED, "optimizer.name=adamw_8bit"),
-    "adamw_bf16": (*OPTIMIZED, "optimizer.name=adamw_bf16"),
-    "bf16_kahan": (*OPTIMIZED, "precision=bf16_kahan"),
-    "bf16_stochastic": (*OPTIMIZED, "precision=bf16_stochastic"),
-    "lion": (*OPTIMIZED, "optimizer.name=lion"),
-    "adafactor": (*OPTIMIZED, "optimizer.name=adafactor"),
-    "sgd": (*OPTIMIZED, "optimizer.name=sgd"),
-    "attention flash": (*OPTIMIZED, "model.attention=flash"),
-    "compile": OPTIMIZED + COMPILED,
+    "micro batch 4": (*LEAN, "micro_batch=4"),
+    "adamw_8bit": (*LEAN, "optimizer.name=adamw_8bit"),
+    "adamw_bf16": (*LEAN, "optimizer.name=adamw_bf16"),
+    "bf16_kahan": (*LEAN, "precision=bf16_kahan"),
+    "bf16_stochastic": (*LEAN, "precision=bf16_stochastic"),
+    "lion": (*LEAN, "optimizer.name=lion"),
+    "adafactor": (*LEAN, "optimizer.name=adafactor"),
+    "sgd": (*LEAN, "optimizer.name=sgd"),
+    "attention flash": (*LEAN, "model.attention=flash"),
+    "compile": LEAN + COMPILED,
 }
 LARGE: Cases = {
-    "8-bit, kahan, selective": (*OPTIMIZED, *SELECTIVE, "precision=bf16_kahan", "optimizer.name=adamw_8bit"),
+    "8-bit, kahan, selective": (*LEAN, *SELECTIVE, "precision=bf16_kahan", "optimizer.name=adamw_8bit"),
 }
+# Steps before those that are measured, and those: some three seconds each. A second after dense work begins a GPU
+# comes to its power limit, and slows down by a tenth for a few steps before it settles.
+STEPS = {"125m": (24, 24), "350m": (14, 14), "1b": (6, 10), "7b": (4, 6)}
 
 
-def _group(preset: str, batch: int, dropout: float, cases: Cases) -> list[dict[str, Any]]:
+def _group(preset: str, batch: int, dropout: float, cases: Cases, among: Cases | None = None) -> list[dict[str, Any]]:
+    """Cases of one model, to be compared with the first of them, or of those they are among."""
+    against = next(iter(among or cases))
     shared = (
         f"model.preset={preset}", f"micro_batch={batch}", f"global_batch={batch}", f"model.dropout={dropout}",
         "data.kind=synthetic", "checkpoint.final=false", "schedule.warmup=0", "optimizer.learning_rate=1e-4",
     )  # fmt: skip
     name = f"{preset}, batch {batch}, dropout {dropout:g}"
-    return [{"group": name, "case": label, "overrides": [*shared, *levers]} for label, levers in cases.items()]
+    return [
+        {"group": name, "case": label, "against": against, "steps": STEPS[preset], "overrides": [*shared, *levers]}
+        for label, levers in cases.items()
+    ]
 
 
 CASES = [
     *_group("125m", 32, 0.0, BLOCKS),
     *_group("1b", 16, 0.0, BLOCKS),
-    *_group("7b", 8, 0.0, LARGE),
-    *_group("350m", 16, 0.0, LEVERS),
     *_group("125m", 32, 0.1, BLOCKS),
     *_group("1b", 16, 0.1, BLOCKS),
+    *_group("7b", 8, 0.0, LARGE),
+    *_group("350m", 16, 0.0, LEVERS),
+    *_group("125m", 32, 0.0, PEERS, among=BLOCKS),
+    *_group("1b", 16, 0.0, PEERS, among=BLOCKS),
 ]
 
 
-def run(
-    quick: bool, jobs: int, progress: Callable[[str], None], save: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
-    """Train each case for a few steps; `results/<gpu>/train.json` holds the whole. `jobs` is of no use here."""
-    result = head("train")
+def run(ask: Ask) -> dict[str, Any]:
+    """Train each case for a few steps; `results/<gpu>/train*.json` hold the whole."""
+    cases = ask.chosen(CASES[:3] if ask.quick else CASES, lambda case: f"{case['group']}, {case['case']}")
+    result = head("train", ask)
     result["cases"] = []
-    for case in CASES[:3] if quick else CASES:
+    for case in cases:
         try:
-            measured = _measure(case["overrides"])
+            measured = _measure(case["overrides"], *case["steps"])
             line = (
                 f"{measured['tokens_per_second']:,.0f} tokens/s, MFU {measured['mfu']:.1%}, "
                 f"{measured['peak_allocated'] / 2**30:.1f} GiB"
@@ -99,8 +111,8 @@ def run(
             measured = {"error": sentence(error)}
             line = measured["error"]
         result["cases"].append({**case, **measured})
-        progress(f"{case['group']}, {case['case']}: {line}")
-        save(result)
+        ask.progress(f"{case['group']}, {case['case']}: {line}")
+        ask.save(result)
         gc.collect()
         torch.compiler.reset()
         torch._C._cuda_clearCublasWorkspaces()
@@ -108,7 +120,7 @@ def run(
     return result
 
 
-def _measure(overrides: list[str], warm: int = 4, steps: int = 10) -> dict[str, Any]:
+def _measure(overrides: list[str], warm: int, steps: int) -> dict[str, Any]:
     found: list[Any] = []
     torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
