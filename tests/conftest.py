@@ -26,3 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if _release("triton") < (3, 7) and interpreted and _release("numpy") >= (2, 4):
         pytest.exit("The interpreter of Triton 3.6 does not work with NumPy 2.4 or later: pip install 'numpy<2.4'.", 4)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Whatever ran before it in the same process, a test draws the same numbers."""
+    torch.manual_seed(0)

@@ -103,8 +103,9 @@ def forward_and_gradients(tensors, keywords):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_forward_and_every_gradient_match_float64_and_are_no_worse_than_torch(dtype, options):
-    torch.manual_seed(0)
-    tensors, keywords = arguments((4, 65, 96), dtype, options)
+    # Rows for more than one round of backward's programs; but the interpreter draws masks slowly, so once is enough.
+    shape = (3, 23, 96) if DEVICE == "cpu" and "p" in options and len(options) > 1 else (4, 65, 96)
+    tensors, keywords = arguments(shape, dtype, options)
     actual, truth, masks, upstream = forward_and_gradients(tensors, keywords)
     assert_near_truth(actual, truth, reduced=260 + 96)
     peer_out = call(torch_ops, tensors, keywords, masks=masks)
@@ -127,10 +128,12 @@ def test_odd_shapes(shape, norm):
 @pytest.mark.parametrize(
     "shape", [(9, 2560), (7, 5120), (16, 4608), (3, 8200), (3, 10240), (3, 16384), (2, 16400), (2, 65536)], ids=str
 )
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_wide_rows(shape, norm):
+@pytest.mark.parametrize(
+    ("norm", "p"), [("layer", 0.1), ("rms", 0.0), *([("layer", 0.0), ("rms", 0.1)] if DEVICE == "cuda" else [])]
+)
+def test_wide_rows(shape, norm, p):
     options = {
-        "p": 0.1,
+        "p": p,
         "norm": norm,
         "with": ("layerscale", "rowscale"),
         "without": ("bias",) if norm == "rms" else (),
@@ -187,11 +190,17 @@ def test_autocast_decides_the_dtype_of_the_output_alone():
     torch.testing.assert_close(out, expected)
 
 
-def test_the_output_is_the_norm_of_the_residual_returned():
-    tensors, keywords = arguments((8, 96), torch.bfloat16, {"p": 0.1})
-    out, residual = call(dropout_add_norm, tensors, keywords, prenorm=True)
-    again = dropout_add_norm(residual.detach(), None, tensors["weight"], tensors["bias"])
-    assert torch.equal(out, again)
+@pytest.mark.parametrize("width", [96, *(pytest.param(width, marks=on_gpu) for width in (768, 2048, 5120, 8192))])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("residual_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("parameter_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_output_is_the_norm_of_the_residual_returned(width, p, residual_dtype, parameter_dtype):
+    """To the bit, so that backward may compute it again: sums over a row have one order for a width."""
+    tensors, keywords = arguments((8, width), torch.bfloat16, {"p": p}, parameter_dtype, residual_dtype)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out, residual = call(dropout_add_norm, tensors, keywords, prenorm=True)
+        again = dropout_add_norm(residual.detach(), None, tensors["weight"], tensors["bias"])
+    assert residual.dtype == residual_dtype and torch.equal(out, again)
 
 
 def test_postnorm_returns_what_prenorm_does_and_so_do_its_gradients():
@@ -272,7 +281,7 @@ def test_function_transforms_differentiate_the_reference():
 
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.9999, 1 - 1e-9])
 def test_the_mean_survives_any_p(p):
-    x = torch.ones(256, 1024, device=DEVICE)
+    x = torch.ones(16, 16384, device=DEVICE)
     _, residual, mask = dropout_add_norm(x, p=p, prenorm=True, return_mask=True)
     kept = residual[mask]
     share = 1.0 - OP.quantised(p)
