@@ -18,10 +18,11 @@ from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict, read
 from tilewright.tune import cache, jobs, pace, study
 from tilewright.tune.answer import Answer
-from tilewright.tune.choose import confirmed, doubted, latest
+from tilewright.tune.choose import CONFIRMATION, confirmed, doubted, latest
 from tilewright.tune.drift import corrected
 from tilewright.tune.jobs import probe
 from tilewright.tune.record import Measurement, Record
+from tilewright.tune.report import page
 from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.space import key, open_space
 from tilewright.tune.study import reread, run
@@ -561,6 +562,32 @@ def test_a_faster_run_that_was_found_after_the_proof_is_not_taken_for_proved(tmp
     else:
         assert answer.changes == {"model.gpt_block": "optimized"} and not answer.recommended
         assert not (tmp_path / "study/best.yaml").exists()
+
+
+def test_where_the_run_as_given_is_the_fastest_after_all_nothing_is_asked_and_nothing_unproved(tmp_path, monkeypatch):
+    runs = []
+
+    def luck(job, found):  # as fast as that once, before the proof
+        one = job["configuration"]["model"]["loss"] == "fused"
+        runs.extend([job] * one)
+        return slower(found, 0.8 if len(runs) == 1 else 1.2) if one else found
+
+    def work(self):
+        for purpose in ("search", CONFIRMATION):
+            self.ledger.propose([(self.space.parse("model.loss=fused"), purpose)])
+            while (claim := self._take()) is not None:
+                self._run(claim)
+            self._prove() if purpose == "search" else None
+
+    changing(monkeypatch, luck)
+    monkeypatch.setattr(study._Study, "_work", work)
+    answer = run(settings(tmp_path / "study"))
+    assert len(runs) == 2 and not answer.changes and answer.recommended and answer.proof is None
+    what, gain, cost = answer.sentences
+    assert what.startswith("Change nothing:") and gain.startswith("It trains ") and "times" not in gain
+    assert "instead" not in cost and cost.endswith("its numbers are those it had.")
+    report = page(answer)
+    assert "nothing to change" in report and "not proven" not in report and "nothing to compare with it" in report
 
 
 def test_the_last_word_is_the_same_when_it_is_read_again(tmp_path):

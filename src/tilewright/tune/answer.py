@@ -189,10 +189,13 @@ def sentences(answer: Answer) -> list[str]:
 
 
 def _what(answer: Answer) -> str:
+    assert answer.best is not None
     if answer.proof is not None and not answer.recommended:
         why = answer.proof.why.rstrip(".")
         return f"Change nothing yet: the fastest run was not shown to be the same model ({why})."
     if not answer.changes:
+        if all(record.measurement is None or record.point == answer.best.point for record in answer.records):
+            return "Change nothing yet: only the run as given was measured; give more time with --budget."
         return "Change nothing: of all that ran and was not found wrong, the run as given is the fastest."
     what = listed(f"{name} to {_word(value)}" for name, value in answer.changes.items())
     return f"Set {what}, as best.yaml does." if not answer.own_model else f"In your own training, set {what}."
@@ -207,6 +210,8 @@ def _gives(answer: Answer) -> str:
     how = "measured on this machine" + (", and once more to be sure" if confirmed(answer.records, answer.best) else "")
     if drift > UNSTEADY:
         how = f"but do not rely on it: the machine was not steady, and the same run differed by {drift:.0%}"
+    if not answer.changes:
+        return f"It trains {speed}, {how}."
     return (
         f"That trains {answer.ratio:.2f} times as fast: {speed} instead of "
         f"{answer.reference.tokens_per_second:,.0f}, {how}."
@@ -218,13 +223,15 @@ def _costs(answer: Answer) -> str:
     assert best is not None and best.measurement is not None
     memory = f"{best.measurement.bytes / 2**30:.2f} GiB of memory"
     begin = f"its first step takes {first_step(answer.records, best):.0f} s"
-    if reference is not None and reference.measurement is not None:
+    if answer.changes and reference is not None and reference.measurement is not None:
         memory += f" instead of {reference.measurement.bytes / 2**30:.2f}"
         begin += f" instead of {first_step(answer.records, reference):.0f}"
-    if answer.proof is None:
+    if answer.proof is not None:
+        numbers = f"beside the standard float32 model it is {answer.proof.verdict}: {answer.proof.why.rstrip('.')}"
+    elif answer.changes:
         numbers = "whether the numbers are the same was not looked at"
     else:
-        numbers = f"beside the standard float32 model it is {answer.proof.verdict}: {answer.proof.why.rstrip('.')}"
+        numbers = "its numbers are those it had"
     return f"It takes {memory}, {begin}, and {numbers}."
 
 

@@ -193,6 +193,8 @@ def _ratio(answer: Answer, record: Record | None) -> float | None:
 def _verdict(answer: Answer) -> str:
     if answer.best is None:
         return "no run to recommend"
+    if not answer.changes and answer.recommended:
+        return "nothing to change"
     ratio = _ratio(answer, answer.best)
     speed = f"{ratio:.2f} times as fast, " if ratio is not None else ""
     if speed and (answer.drift or 0.0) > UNSTEADY:
@@ -338,7 +340,10 @@ def _forecast(answer: Answer, figures: dict[str, Any]) -> str:
 
 def _proof(answer: Answer, figures: dict[str, Any]) -> str:
     if answer.proof is None:
-        return _section("Proof", "", _none("The best run has not been compared with the standard float32 model yet."))
+        why = "The best run has not been compared with the standard float32 model yet."
+        if answer.best is not None and not answer.changes:
+            why = "The run as given is the fastest, so there is nothing to compare with it."
+        return _section("Proof", "", _none(why))
     bad = "" if answer.recommended else " bad"
     said = f"<p class='verdict{bad}'>{_escape(answer.proof.verdict)}</p><p>{_escape(answer.proof.why)}</p>"
     note = (
