@@ -331,6 +331,25 @@ def test_ctrl_c_ends_with_the_best_so_far_and_a_study_to_go_on_with(tmp_path):
     assert run(settings(folder, resume=True)).changes == BEST
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_while_python_tidies_up_is_not_lost(tmp_path, monkeypatch, number):
+    class Garbage:
+        def __del__(self):  # what is raised in here is printed and forgotten
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+
+    def left_behind(job, found):
+        Garbage()
+        return found
+
+    before = signal.getsignal(number)
+    changing(monkeypatch, left_behind)
+    answer = run(settings(tmp_path / "study"))
+    assert answer.interrupted and len(answer.records) == 1 and answer.best is not None
+    assert signal.getsignal(number) == before
+
+
 def test_the_answer_of_a_study_that_was_killed_is_read_from_its_records(tmp_path):
     folder = tmp_path / "study"
     answer = run(settings(folder))

@@ -8,10 +8,13 @@ from typing import Any
 
 
 class Signals:
-    """Ctrl-C and a polite kill end the run after its step, with a checkpoint; a second one at once."""
+    """Ctrl-C and a polite kill, noted; a second one interrupts at once, and so does the first where it may.
 
-    def __init__(self) -> None:
-        self.came = False
+    To be noted matters in both cases: Python drops an interrupt that comes while it collects garbage.
+    """
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.came, self._at_once = False, at_once
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -21,9 +24,9 @@ class Signals:
         return self
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.came:
+        again, self.came = self.came, True
+        if again or self._at_once:
             raise KeyboardInterrupt
-        self.came = True
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():

@@ -28,6 +28,7 @@ import tilewright
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.train.configuration import from_dict
+from tilewright.train.signals import Signals
 from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, first_step, write_best
 from tilewright.tune.choose import CONFIRMATION, best_of, doubted, fastest
 from tilewright.tune.drift import corrected, first_reference
@@ -97,6 +98,7 @@ class _Study:
         self.proved: str | None = None  # the key of the run that it is of
         self.work: list[dict[str, Any]] = []  # of a step of it, as `measure.work` has it
         self.wrong: set[str] = set()
+        self.signals = Signals(at_once=True)
         self.since = REFERENCE_EVERY  # trials since then
 
     def run(self) -> Answer:
@@ -104,7 +106,7 @@ class _Study:
         facts = self._facts()
         place = settings.storage, settings.name, self._head(), settings.folder
         self.ledger = Ledger.open(*place, resume=settings.resume, levers=self.space.levers)
-        with contextlib.closing(self.ledger):
+        with contextlib.closing(self.ledger), self.signals:
             self.ledger.note("facts", facts)
             self.wrong.update(self.ledger.noted("wrong") or ())
             self.shown.begin({**facts, "name": settings.name, "finished": len(self._read())})
@@ -154,7 +156,7 @@ class _Study:
 
     def _search(self) -> None:
         while self.pace.left > max((1 - SEARCH) * self.pace.span, self._expected(self.space.origin)):
-            self.ledger.recover()
+            self._go_on()
             claim = self._take()
             if claim is not None:
                 self._run(claim)
@@ -217,7 +219,7 @@ class _Study:
                 self.ledger.propose([(point, purpose)])
         ran = False
         while self.pace.left > until:
-            self.ledger.recover()
+            self._go_on()
             due = [point for point in self.ledger.waiting() if key(point) in wanted]
             if not due:
                 if wanted.isdisjoint(key(each["point"]) for each in self.ledger.running()):
@@ -236,6 +238,7 @@ class _Study:
     def _prove(self) -> None:
         deadline = max(self.pace.budget, self.pace.elapsed)
         for attempt in range(_PROOFS):
+            self._go_on()
             self._read()
             best = self._best()
             if best is None or key(best.point) == self.proved:
@@ -257,6 +260,7 @@ class _Study:
 
     def _observe(self) -> None:
         """See what each kernel of the best run has to do, for the report; it may overrun the budget by a little."""
+        self._go_on()
         best, _ = self._proved_best()
         if best is None or key(best.point) != self.proved:
             return
@@ -310,6 +314,12 @@ class _Study:
             return best, None
         proved = fastest((r for r in self.records if key(r.point) == self.proved), self.cap, self.wrong)
         return (proved, proof) if proved is not None else (best, Proof("not proven", "no time was left to look at it."))
+
+    def _go_on(self) -> None:
+        """Before each part: has somebody asked to stop, or died and left a trial?"""
+        if self.signals.came:
+            raise KeyboardInterrupt
+        self.ledger.recover()
 
     # One trial
 
