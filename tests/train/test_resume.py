@@ -256,19 +256,21 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(tmp_path, async
     folder = tmp_path / "killed"
 
     def kill(pid):
-        """After a few more figures than there are, and some of the time of a step or a save."""
-        figures = folder / "figures.jsonl"
-        # A run forgets figures beyond its checkpoint as it begins: wait for that, then for new ones.
-        deadline, wanted = time.monotonic() + 30, chance.randrange(1, 8)
+        """As a save is written, or after a few more figures than there are and some of the time of a step."""
+        figures, saves = folder / "figures.jsonl", folder / "checkpoints"
+        deadline, wanted, in_save = time.monotonic() + 30, chance.randrange(1, 8), chance.random() < 0.4
         began = figures.stat().st_mtime_ns if figures.exists() else None
+        before = set(os.listdir(saves)) if saves.exists() else set()
+        # A run forgets figures beyond its checkpoint as it begins: wait for that, then for new ones.
         while time.monotonic() < deadline and not (figures.exists() and figures.stat().st_mtime_ns != began):
             time.sleep(0.001)
         size = figures.stat().st_size
-        while time.monotonic() < deadline and figures.stat().st_size < size + 300 * wanted:
-            if (folder / "checkpoints" / "step-00000018").exists():
+        while time.monotonic() < deadline and (in_save or figures.stat().st_size < size + 300 * wanted):
+            names = set(os.listdir(saves)) if saves.exists() else set()
+            if "step-00000018" in names or (in_save and any(each.startswith(".writing") for each in names - before)):
                 break
-            time.sleep(0.001)
-        time.sleep(chance.uniform(0, 0.05))
+            time.sleep(0.0002 if in_save else 0.001)
+        time.sleep(0.0 if in_save else chance.uniform(0, 0.05))
         with contextlib.suppress(ProcessLookupError):  # it was done already
             os.kill(pid, signal.SIGKILL)
 
