@@ -26,6 +26,34 @@ def pytest_configure(config: pytest.Config) -> None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if _release("triton") < (3, 7) and interpreted and _release("numpy") >= (2, 4):
         pytest.exit("The interpreter of Triton 3.6 does not work with NumPy 2.4 or later: pip install 'numpy<2.4'.", 4)
+    if interpreted:
+        _patch_once_a_launch()
+
+
+def _patch_once_a_launch() -> None:
+    """Triton's interpreter puts its own functions in place at every call that a kernel makes; that takes a third of all.
+
+    Once a launch, and once more where a function sees the language by its other name, does the same.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function):
+        langs = {id(value) for value in function.__globals__.values() if value is language or value is language.core}
+        if langs <= patched:
+            return interpreter._LangPatchScope()
+        scope, outermost = patch(function), not patched
+        patched.update(langs)
+        if outermost:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    interpreter._patch_lang = patch_once
 
 
 @pytest.fixture(autouse=True)
