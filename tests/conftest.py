@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _patch_once_a_launch() -> None:
-    """Triton's interpreter puts its own functions in place at every call that a kernel makes; that takes a third of all.
+    """Triton's interpreter puts its own functions in place at every call that a kernel makes: a third of all its time.
 
     Once a launch, and once more where a function sees the language by its other name, does the same.
     """

@@ -13,8 +13,10 @@ import torch.multiprocessing as multiprocessing
 def run_ranks(function, ranks, *arguments):
     """Call function(rank, *arguments) on every rank; raises what the first of them to fail raised."""
     with tempfile.TemporaryDirectory() as folder:
-        # By a spawn they are new processes: what the parent imports must be found there under the same name.
-        multiprocessing.spawn(_run, (ranks, f"{folder}/store", sys.path, function, arguments), nprocs=ranks)
+        # New processes, of a server that has imported torch: what else the parent has must be found under its name.
+        multiprocessing.set_forkserver_preload(["torch.distributed.checkpoint", "tilewright.ops"])
+        given = (ranks, f"{folder}/store", sys.path, function, arguments)
+        multiprocessing.start_processes(_run, given, nprocs=ranks, start_method="forkserver")
 
 
 def _run(rank, ranks, store, path, function, arguments):

@@ -126,7 +126,7 @@ def test_odd_shapes(shape, norm):
 
 # The four ways through backward: chunks, two programs a row, several slices, and one program for everything.
 @pytest.mark.parametrize(
-    "shape", [(9, 2560), (7, 5120), (16, 4608), (3, 8200), (3, 10240), (3, 16384), (2, 16400), (2, 65536)], ids=str
+    "shape", [(9, 2560), (7, 5120), (16, 4608), (3, 8200), (3, 10240), (3, 16384), (2, 16400), (1, 65536)], ids=str
 )
 @pytest.mark.parametrize(
     ("norm", "p"), [("layer", 0.1), ("rms", 0.0), *([("layer", 0.0), ("rms", 0.1)] if DEVICE == "cuda" else [])]
@@ -239,7 +239,7 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(frozen):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradcheck_of_the_kernels_in_float64(options):
-    tensors, keywords = arguments((3, 5), torch.float64, options)
+    tensors, keywords = arguments((2, 5), torch.float64, options)
     names = [n for n, t in tensors.items() if t is not None]
 
     def function(*leaves):

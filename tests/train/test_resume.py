@@ -202,6 +202,8 @@ def _flip(path):
 
 def nursery():
     """Import torch once, and for each line of arguments fork a process that is `tilewright train`."""
+    import torch._inductor  # which `deterministic` brings in, and that takes a second
+
     from tilewright.cli.main import main
 
     torch.set_num_threads(1)

@@ -448,7 +448,9 @@ def test_a_machine_that_grows_slow_stops_no_trial_early_for_it(tmp_path, monkeyp
     assert answer.ratio == pytest.approx(1 / (0.7 * 0.9 * 0.85), rel=0.05)
 
 
-@pytest.mark.parametrize(("at", "factor"), [(2, 2.0), (3, 0.5), *((at, (0.5, 2.0)[at % 2]) for at in range(4, 22))])
+@pytest.mark.parametrize(
+    ("at", "factor"), [(at, (0.5, 2.0)[at % 2]) for at in (2, 3, 4, 5, 7, 8, 10, 11, 13, 14, 17, 20)]
+)
 def test_a_machine_that_changes_at_once_deceives_nobody(tmp_path, monkeypatch, at, factor):
     """As when a neighbour comes or goes: whichever trial is the first at the new speed."""
     growing_slow(monkeypatch, lambda number: factor if number >= at else 1.0)
