@@ -9,7 +9,7 @@ tune: $(VENV)/.installed
 	$(BIN)/tilewright tune $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
