@@ -282,14 +282,14 @@ def memory(result: dict[str, Any]) -> str:
 def train(*results: dict[str, Any]) -> str:
     """Every lever of `tilewright train`, beside what its group is compared with."""
     text, groups = "\n\n".join(dict.fromkeys(map(machine, results))) + "\n", {}
-    for result in results:
+    for number, result in enumerate(results):  # what is compared was measured in one run
         for case in result["cases"]:
-            groups.setdefault(case["group"], []).append(case)
-    for name, cases in groups.items():
+            groups.setdefault((number, case["group"]), []).append(case)
+    for (_, name), cases in groups.items():
         rows = []
         against = cases[0].get("against", cases[0]["case"])
         first = next((case for case in cases if case["case"] == against), None)
-        if first is None:
+        if first is None or "error" in first:
             raise ValueError(f"{name}: the results have no {against!r} to compare with; measure it in the same run")
         for case in cases:
             if "error" in case:

@@ -30,6 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
         _patch_once_a_launch()
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For `-n auto`: one more than there are cores, since some tests wait for processes of their own."""
+    return min(16, len(os.sched_getaffinity(0)) + 1)
+
+
 def _patch_once_a_launch() -> None:
     """Triton's interpreter puts its own functions in place at every call that a kernel makes: a third of all its time.
 

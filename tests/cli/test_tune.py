@@ -86,7 +86,7 @@ def test_from_a_run_to_a_report_and_a_configuration_that_trains(tilewright, tmp_
     assert again.returncode == 0 and page.stat().st_size > 10**6, again.stderr
     assert answer.sentences[1] in again.stdout and "Report: runs/tune/small/report.html" in again.stdout
 
-    resumed = tilewright("tune", "--budget", "8s", "--resume")  # the newest, as it was begun
+    resumed = tilewright("tune", "--budget", "15s", "--resume")  # the newest, as it was begun
     assert resumed.returncode == 0 and f"{len(answer.records)} trials already finished" in resumed.stderr
     refused = tilewright("tune", *TINY, *FIXED, "--study", "small")
     assert refused.returncode == 2 and "continue it with --resume" in refused.stderr
@@ -94,7 +94,7 @@ def test_from_a_run_to_a_report_and_a_configuration_that_trains(tilewright, tmp_
 
 def test_a_model_of_somebody_elses(tilewright, tmp_path):
     fixed = ("compile=none", "threads=1", "precision=fp32", "micro_batch=4")
-    done = tilewright("tune", "--model", "mine:build", *fixed, "--numerics", "state", "--budget", "40s", "--json")
+    done = tilewright("tune", "--model", "mine:build", *fixed, "--numerics", "state", "--budget", "60s", "--json")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     answer = Answer.from_dict(json.loads(done.stdout))
     assert set(answer.levers) == {"optimizer.name"} and answer.reference.prediction is None

@@ -272,7 +272,7 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(tmp_path, async
             if "step-00000018" in names or (in_save and any(each.startswith(".writing") for each in names - before)):
                 break
             time.sleep(0.0002 if in_save else 0.001)
-        time.sleep(0.0 if in_save else chance.uniform(0, 0.05))
+        time.sleep(chance.choice((0.0, 0.003, 0.01)) if in_save else chance.uniform(0, 0.05))
         with contextlib.suppress(ProcessLookupError):  # it was done already
             os.kill(pid, signal.SIGKILL)
 

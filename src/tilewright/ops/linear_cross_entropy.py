@@ -195,7 +195,7 @@ def _run(
             else:
                 dx[at] = z @ w
     if again and dweight is not None:
-        del buffer, z, some, some_loss
+        del buffer, z, some, some_loss, found
         if index is not None:
             tokens, targets = tokens[index], targets[index]
             memory = max(memory // 2, memory - tokens.numel() * dtype.itemsize)

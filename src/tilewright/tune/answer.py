@@ -179,6 +179,13 @@ def _ablations(space: Space, records: Sequence[Record], best: Record | None) -> 
 def sentences(answer: Answer) -> list[str]:
     """What to change, what it gives, what it costs: three sentences in plain words."""
     if answer.best is None or answer.best.measurement is None:
+        if any(record.measurement for record in answer.records):
+            why = "Every run that was measured takes more memory than it may, or was found wrong."
+            return [
+                "There is nothing to recommend.",
+                why,
+                "Allow more with --memory, or open other levers with --search.",
+            ]
         failed = [record for record in answer.records if record.error]
         first = f"The first that failed said: {failed[0].error}" if failed else "None was tried in the time there was."
         todo = "Put that right and run again."
@@ -194,11 +201,24 @@ def _what(answer: Answer) -> str:
         why = answer.proof.why.rstrip(".")
         return f"Change nothing yet: the fastest run was not shown to be the same model ({why})."
     if not answer.changes:
-        if all(record.measurement is None or record.point == answer.best.point for record in answer.records):
-            return "Change nothing yet: only the run as given was measured; give more time with --budget."
+        if why := alone(answer):
+            return f"Change nothing yet: only the run as given was measured; {why}."
         return "Change nothing: of all that ran and was not found wrong, the run as given is the fastest."
     what = listed(f"{name} to {_word(value)}" for name, value in answer.changes.items())
     return f"Set {what}, as best.yaml does." if not answer.own_model else f"In your own training, set {what}."
+
+
+def alone(answer: Answer) -> str:
+    """Why nothing but the best run was measured; nothing where something was."""
+    others = [record for record in answer.records if answer.best is not None and record.point != answer.best.point]
+    if any(record.measurement for record in others):
+        return ""
+    failed = next((record.error for record in others if record.error), None)
+    if failed:
+        return f"all others failed, the first of them so: {failed.rstrip('.')}"
+    if answer.interrupted or answer.elapsed >= answer.budget or not answer.discarded:
+        return "there was no time for others, and --resume goes on"
+    return "of the others none can fit, or be faster, as far as can be told beforehand"
 
 
 def _gives(answer: Answer) -> str:

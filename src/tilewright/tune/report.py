@@ -21,7 +21,7 @@ import yaml
 from tilewright.measure.results import write_text
 from tilewright.tune import report_anatomy as anatomy
 from tilewright.tune import report_plots as plots
-from tilewright.tune.answer import UNSTEADY, Answer
+from tilewright.tune.answer import UNSTEADY, Answer, alone
 from tilewright.tune.record import OUTCOMES, Record
 from tilewright.tune.report_plots import Drawn, changes, clean, has_speed, milliseconds, size
 from tilewright.tune.report_style import CSS, JAVASCRIPT
@@ -194,7 +194,7 @@ def _verdict(answer: Answer) -> str:
     if answer.best is None:
         return "no run to recommend"
     if not answer.changes and answer.recommended:
-        return "nothing to change"
+        return "nothing to change yet" if alone(answer) else "nothing to change"
     ratio = _ratio(answer, answer.best)
     speed = f"{ratio:.2f} times as fast, " if ratio is not None else ""
     if speed and (answer.drift or 0.0) > UNSTEADY:
@@ -342,7 +342,7 @@ def _proof(answer: Answer, figures: dict[str, Any]) -> str:
     if answer.proof is None:
         why = "The best run has not been compared with the standard float32 model yet."
         if answer.best is not None and not answer.changes:
-            why = "The run as given is the fastest, so there is nothing to compare with it."
+            why = "The answer is the run as given: there is nothing to compare with it."
         return _section("Proof", "", _none(why))
     bad = "" if answer.recommended else " bad"
     said = f"<p class='verdict{bad}'>{_escape(answer.proof.verdict)}</p><p>{_escape(answer.proof.why)}</p>"

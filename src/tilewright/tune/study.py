@@ -106,19 +106,21 @@ class _Study:
         facts = self._facts()
         place = settings.storage, settings.name, self._head(), settings.folder
         self.ledger = Ledger.open(*place, resume=settings.resume, levers=self.space.levers)
-        with contextlib.closing(self.ledger), self.signals:
+        with contextlib.closing(self.ledger):
             self.ledger.note("facts", facts)
             self.wrong.update(self.ledger.noted("wrong") or ())
             self.shown.begin({**facts, "name": settings.name, "finished": len(self._read())})
             try:
-                self._work()
+                with self.signals:
+                    self._work()
             except KeyboardInterrupt:
                 interrupted = True
                 self.shown.say("stopping: what is known so far is the answer; --resume goes on.")
             except StorageLost:
                 self._answer(facts, interrupted)
                 raise
-            return self._answer(facts, interrupted)
+            with Signals():  # who asks twice loses no answer
+                return self._answer(facts, interrupted)
 
     def _facts(self) -> dict[str, Any]:
         measured = {name: value for name, value in self.machine.items() if name != "machine"}
@@ -156,7 +158,8 @@ class _Study:
 
     def _search(self) -> None:
         while self.pace.left > max((1 - SEARCH) * self.pace.span, self._expected(self.space.origin)):
-            self._go_on()
+            self._heed()
+            self.ledger.recover()
             claim = self._take()
             if claim is not None:
                 self._run(claim)
@@ -219,7 +222,8 @@ class _Study:
                 self.ledger.propose([(point, purpose)])
         ran = False
         while self.pace.left > until:
-            self._go_on()
+            self._heed()
+            self.ledger.recover()
             due = [point for point in self.ledger.waiting() if key(point) in wanted]
             if not due:
                 if wanted.isdisjoint(key(each["point"]) for each in self.ledger.running()):
@@ -238,7 +242,7 @@ class _Study:
     def _prove(self) -> None:
         deadline = max(self.pace.budget, self.pace.elapsed)
         for attempt in range(_PROOFS):
-            self._go_on()
+            self._heed()
             self._read()
             best = self._best()
             if best is None or key(best.point) == self.proved:
@@ -247,8 +251,8 @@ class _Study:
             limit = deadline + 2 * first_step(self.records, best) + 60.0 - self.pace.elapsed
             if attempt and limit < 30.0:
                 break
-            proof, self.proved = self.jobs.prove(best.point, limit), key(best.point)
-            self.proof = self._at_its_own_size(best, proof)
+            proof = self.jobs.prove(best.point, limit)
+            self.proof, self.proved = self._at_its_own_size(best, proof), key(best.point)
             if self.proof.verdict != "wrong":
                 return
             self.shown.say(f"{self.space.label(best.point)} is wrong and not recommended: {self.proof.why}")
@@ -260,7 +264,7 @@ class _Study:
 
     def _observe(self) -> None:
         """See what each kernel of the best run has to do, for the report; it may overrun the budget by a little."""
-        self._go_on()
+        self._heed()
         best, _ = self._proved_best()
         if best is None or key(best.point) != self.proved:
             return
@@ -308,18 +312,19 @@ class _Study:
     def _proved_best(self) -> tuple[Record | None, Proof | None]:
         """The best run and its proof; one that was found after the proof, with no time for its own, gives way."""
         best, proof = self._best(), self.proof
-        if best is None or proof is None or key(best.point) == self.proved or proof.verdict not in VERDICTS[:3]:
+        if best is None or proof is None or key(best.point) == self.proved:
             return best, proof
         if best.point == self.space.origin:  # which asks nobody to change anything
             return best, None
+        if proof.verdict not in VERDICTS[:3]:
+            return best, proof
         proved = fastest((r for r in self.records if key(r.point) == self.proved), self.cap, self.wrong)
         return (proved, proof) if proved is not None else (best, Proof("not proven", "no time was left to look at it."))
 
-    def _go_on(self) -> None:
-        """Before each part: has somebody asked to stop, or died and left a trial?"""
+    def _heed(self) -> None:
+        """Stop where somebody has asked for it, though the interrupt itself was lost."""
         if self.signals.came:
             raise KeyboardInterrupt
-        self.ledger.recover()
 
     # One trial
 

@@ -1,0 +1,37 @@
+import os
+import signal
+
+import pytest
+
+from tilewright.train.signals import Signals
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+
+
+@BOTH
+def test_the_first_is_noted_and_the_second_interrupts(number):
+    before = signal.getsignal(number)
+    with Signals() as signals:
+        os.kill(os.getpid(), number)
+        assert signals.came
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
+
+
+@BOTH
+def test_where_it_may_the_first_interrupts_and_is_noted_too(number):
+    with Signals(at_once=True) as signals, pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+    assert signals.came
+
+
+@BOTH
+def test_what_is_ignored_stays_so(number):
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with Signals(at_once=True) as signals:
+            os.kill(os.getpid(), number)
+        assert not signals.came and signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
