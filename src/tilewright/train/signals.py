@@ -20,8 +20,7 @@ class Signals:
     def __enter__(self) -> Signals:
         with contextlib.suppress(ValueError):  # not in the main thread: whoever started it decides
             for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) != signal.SIG_IGN:  # as a shell's background jobs ignore Ctrl-C
-                    self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def _note(self, number: int, frame: Any) -> None:
