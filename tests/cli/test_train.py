@@ -200,8 +200,19 @@ def test_a_loss_that_is_no_number(run, monkeypatch):
 # -- signals and terminals, in a process of its own
 
 
-def started(folder, *arguments, **options):
-    return subprocess.Popen([*RUN, f"out={folder}", *arguments], env={**PLAIN, **options.pop("env", {})}, **options)
+@pytest.fixture
+def started():
+    """Starts a run that does not outlive the test, whatever becomes of that."""
+    processes = []
+
+    def start(folder, *arguments, env=(), **options):
+        processes.append(subprocess.Popen([*RUN, f"out={folder}", *arguments], env=PLAIN | dict(env), **options))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def until_figures(folder):
@@ -210,7 +221,7 @@ def until_figures(folder):
         time.sleep(0.02)
 
 
-def test_ctrl_c_ends_the_run_with_a_checkpoint_and_130(tmp_path):
+def test_ctrl_c_ends_the_run_with_a_checkpoint_and_130(started, tmp_path):
     process = started(tmp_path, "steps=1M", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until_figures(tmp_path)
     process.send_signal(signal.SIGINT)
@@ -223,7 +234,7 @@ def test_ctrl_c_ends_the_run_with_a_checkpoint_and_130(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
-def test_a_reader_that_goes_away_ends_the_run_with_a_checkpoint(tmp_path, arguments):
+def test_a_reader_that_goes_away_ends_the_run_with_a_checkpoint(started, tmp_path, arguments):
     process = started(
         tmp_path, "steps=1M", "log.every=1", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -234,7 +245,7 @@ def test_a_reader_that_goes_away_ends_the_run_with_a_checkpoint(tmp_path, argume
     assert newest(tmp_path / "checkpoints") is not None
 
 
-def in_a_terminal(folder, columns, **environment):
+def in_a_terminal(started, folder, columns, **environment):
     """All that a run writes to a terminal so wide."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -249,8 +260,8 @@ def in_a_terminal(folder, columns, **environment):
     return written.decode()
 
 
-def test_a_terminal_of_80_columns_has_a_bar_and_a_line_a_step_that_does_not_wrap(tmp_path):
-    written = in_a_terminal(tmp_path, 80, NO_COLOR="1")
+def test_a_terminal_of_80_columns_has_a_bar_and_a_line_a_step_that_does_not_wrap(started, tmp_path):
+    written = in_a_terminal(started, tmp_path, 80, NO_COLOR="1")
     assert "━" in written and "6/6" in written
     lines = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", written).replace("\r", "\n").splitlines()
     found = [line for line in lines if re.match(r" +\d+ +\d\.\d{4} ", line)]
