@@ -28,6 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit("The interpreter of Triton 3.6 does not work with NumPy 2.4 or later: pip install 'numpy<2.4'.", 4)
     if interpreted:
         _patch_once_a_launch()
+    for name in config.args:  # of which pytest-xdist says no more than that no tests ran
+        if not config.option.pyargs and not os.path.exists(config.invocation_params.dir / name.split("::")[0]):
+            pytest.exit(f"There is no {name.split('::')[0]}; give a file or a folder of tests.", 4)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
