@@ -32,7 +32,7 @@ from ops.contract import (
 )
 from tilewright.measure.numerics import relative_error, tolerance
 from tilewright.measure.work import Observation
-from tilewright.ops import _cublaslt
+from tilewright.ops import _cublaslt, cross_entropy
 from tilewright.ops._cublaslt import Description, Epilogue, Preference
 from tilewright.ops.linear import linear, linear_parts, reference
 from tilewright.ops.linear_kernels import pack_and_sum, sum_rows
@@ -315,6 +315,21 @@ def test_a_float32_weight_has_a_gradient_that_was_never_rounded_to_16_bits(emula
     _, _, dweight, dbias = run(linear, leaves, numbers(64, 16, grad=False), BF16)
     for gradient in (dweight, dbias):
         assert relative_error(gradient.to(BF16), gradient) > 1e-4
+
+
+def test_the_result_may_be_overwritten_as_one_of_pytorch_may(emulator):
+    """As cross_entropy overwrites logits: it is the op's own memory, and nobody keeps it for a backward."""
+    x, weight, _ = of_linear((2, 3, 16), 24, BF16, FP32, bias=False)
+    targets = torch.randint(24, (2, 3))
+
+    def loss(product, inplace):
+        with torch.autocast("cpu", BF16):
+            out = cross_entropy(product(x, weight), targets, inplace=inplace)
+        return [out, *gradients([out], [x, weight], [torch.ones_like(out)])]
+
+    found, expected = loss(linear, True), loss(torch.nn.functional.linear, False)
+    for ours, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-2, atol=2e-2, check_dtype=False)
 
 
 def test_any_layout_and_any_alignment(emulator):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
-from tilewright.ops import cross_entropy, linear_cross_entropy
+from tilewright.ops import cross_entropy, linear, linear_cross_entropy
 from tilewright.ops._op import is_traced, runs_kernel
 from tilewright.ops.dropout_add_norm import HOST_BOUND
 from tilewright.ops.rope import reference as rotate
@@ -268,7 +268,7 @@ class GPT(nn.Module):
         x, _ = self.norm(x, residual)
         if targets is not None and self.config.loss == "linear_fused":
             return linear_cross_entropy(x, self.token.weight, targets)
-        logits = F.linear(x, self.token.weight)
+        logits = (linear if self.config.gpt_block == "optimized" else F.linear)(x, self.token.weight)
         if targets is None:
             return logits
         if self.config.loss == "fused":

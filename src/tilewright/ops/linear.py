@@ -57,10 +57,10 @@ def _matrix(x: Tensor) -> Tensor:
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cast: Tensor) -> Tensor:
     tokens, matrix = _matrix(x), _matrix(cast)
     vector = None if bias is None else _op.packed((bias.to(x.dtype),))[0]
-    y = tokens.new_empty((tokens.shape[0], matrix.shape[0]))
-    if not _cublaslt.product(tokens, matrix.t(), y, vector):
-        y = F.linear(tokens, matrix, vector)
-    return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
+    y = tokens.new_empty((*x.shape[:-1], matrix.shape[0]))  # in its own shape: a view would hide whose memory it is
+    if not _cublaslt.product(tokens, matrix.t(), y.view(tokens.shape[0], matrix.shape[0]), vector):
+        y = F.linear(tokens.view(x.shape), matrix, vector)
+    return y
 
 
 def _backward(dy: Tensor, x: Tensor, cast: Tensor, full: Sequence[bool], needs: Sequence[bool]) -> list[Tensor | None]:

@@ -147,11 +147,12 @@ class Engine:
         return recorded.clone()
 
     def _warm_up(self) -> None:
-        """Run once off the record, on another stream as recording asks for, and leave no trace of it."""
+        """Run off the record, on another stream as recording asks for, and leave no trace of it. Three times: an op
+        that chooses its algorithm by the clock, which a recording does not allow, does so at the third call."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.random.fork_rng([torch.cuda.current_device()]), torch.cuda.stream(stream):
-            for _ in range(2):
+            for _ in range(3):
                 self._loss(self._static).backward()
                 self.optimizer.zero_grad(set_to_none=True)  # at once: the next has room of its own for them
         torch.cuda.current_stream().wait_stream(stream)
