@@ -235,7 +235,10 @@ def plan(
 ) -> Plan:  # fmt: skip
     """How a kernel runs on a gate, up and bias of these dtypes, where `needs` says which gradients are absent."""
     walks = kernel is backward and dtypes[2] is not None
-    tile, most_columns = (1024, 1024) if walks else (4096, 512) if dtypes[2] is not None else (2048, 2048)
+    if dtypes[2] is not None:
+        tile, most_columns = (1024, 1024) if walks else (4096, 512)
+    else:
+        tile = most_columns = 512 if kernel is backward else 1024
     block = min(most_columns, max(16, 1 << (width - 1).bit_length()))
     while block > 256 and -(-width // block) * block * 15 > width * 16:  # lanes without a column idle
         block //= 2
