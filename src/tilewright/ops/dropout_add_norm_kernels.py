@@ -30,10 +30,14 @@ _WIDEST_TILE = 8192  # and one of backward
 
 
 @triton.jit
-def _tile(row, first_column, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a tile's elements are, which of them exist, and which columns they are in."""
+def _tile(row, first_column, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr = False):
+    """Where a tile's elements are, which of them exist, and which columns they are in. WHOLE: no tile ends beyond the
+    last column."""
     column = first_column + tl.arange(0, BLOCK)
-    return row[:, None] * WIDTH + column[None, :], (row < rows)[:, None] & (column < WIDTH)[None, :], column
+    inside = (row < rows)[:, None]
+    if not WHOLE:
+        inside = inside & (column < WIDTH)[None, :]
+    return row[:, None] * WIDTH + column[None, :], inside, column
 
 
 @triton.jit
@@ -91,34 +95,50 @@ def _load_affine(weight, bias, column, WIDTH: tl.constexpr, ZERO_CENTERED: tl.co
 def forward(
     x, second, residual, rowscale, layerscale, weight, bias, seed_tensor, out, residual_out, statistics,
     seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64, eps: tl.float64,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, RMS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows in registers; the weights are loaded before the reductions where there are registers for it."""
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    WHOLE: tl.constexpr = CHUNKS * BLOCK == WIDTH
     seed = load_seed(seed_tensor, seed)
     scale = tl.full([], scale, COMPUTE)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at, inside, column = _tile(row, 0, rows, WIDTH, BLOCK)
-    z = _residual_sum(
-        x, second, residual, rowscale, layerscale, seed, rows, 0, threshold, scale, row, at, inside, column,
-        WIDTH, BLOCK, DROPOUT, COMPUTE,
-    ).to(residual_out.dtype.element_ty)  # fmt: skip
-    if EARLY:
-        factor, offset = _load_affine(weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE)
-    tl.store(residual_out + at, z, inside)
-    z = z.to(COMPUTE)
+    tiles, affine = (), ()
+    for chunk in tl.static_range(CHUNKS):  # all loads before the first store, behind which no load may move
+        at, inside, column = _tile(row, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)
+        z = _residual_sum(
+            x, second, residual, rowscale, layerscale, seed, rows, chunk * BLOCK, threshold, scale, row, at, inside,
+            column, WIDTH, BLOCK, DROPOUT, COMPUTE,
+        ).to(residual_out.dtype.element_ty)  # fmt: skip
+        tiles = tiles + (z,)
+        if EARLY:
+            affine = affine + (_load_affine(weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE),)
+    total = tl.zeros([ROWS, BLOCK], COMPUTE)
+    for chunk in tl.static_range(CHUNKS):
+        at, inside, column = _tile(row, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)
+        tl.store(residual_out + at, tiles[chunk], inside)
+        total += tiles[chunk].to(COMPUTE)
     mean = tl.zeros([ROWS], COMPUTE)
     if not RMS:
-        mean = tl.sum(z, 1) / WIDTH
+        mean = tl.sum(total, 1) / WIDTH
         tl.store(statistics + rows + row, mean, row < rows)
-    distance = tl.where(inside, z - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(distance * distance, 1) / WIDTH + tl.full([], eps, COMPUTE))
+    squares = tl.zeros([ROWS, BLOCK], COMPUTE)
+    for chunk in tl.static_range(CHUNKS):
+        at, inside, column = _tile(row, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)
+        distance = tl.where(inside, tiles[chunk].to(COMPUTE) - mean[:, None], 0.0)
+        squares += distance * distance
+    rstd = tl.rsqrt(tl.sum(squares, 1) / WIDTH + tl.full([], eps, COMPUTE))
     tl.store(statistics + row, rstd, row < rows)
     if not EARLY:
-        factor, offset = _load_affine(weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE)
-    y = (z - mean[:, None]) * rstd[:, None] * factor + offset
-    tl.store(out + at, y.to(out.dtype.element_ty), inside)
+        for chunk in tl.static_range(CHUNKS):
+            column = chunk * BLOCK + tl.arange(0, BLOCK)
+            affine = affine + (_load_affine(weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE),)
+    for chunk in tl.static_range(CHUNKS):
+        at, inside, column = _tile(row, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)
+        factor, offset = affine[chunk]
+        y = (tiles[chunk].to(COMPUTE) - mean[:, None]) * rstd[:, None] * factor + offset
+        tl.store(out + at, y.to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
@@ -390,7 +410,7 @@ def forward_launch(
     rows = max(1, 1024 // block)
     warps = 2 if block <= 1024 else max(4, block // 1024)
     early = element > 2 or (block > 4096 and rms and not dropout)
-    return rows, _op.Launch(forward, device, (width, block, rows, *flags, early), warps)
+    return rows, _op.Launch(forward, device, (width, block, 1, rows, early, *flags), warps)
 
 
 class BackwardPlan(NamedTuple):
