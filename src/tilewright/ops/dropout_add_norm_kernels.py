@@ -1,7 +1,8 @@
 """The kernels of `dropout_add_norm`, by how they move the data.
 
-Forward: a program holds whole rows in registers, so that one read and one write suffice. A row of more than 16384
-columns or 64 KiB is walked twice, the second time out of L2.
+Forward: a program holds whole rows in registers, so that one read and one write suffice; a wide one as CHUNKS tiles of
+BLOCK columns where that is quicker. A row of more than 16384 columns or 64 KiB is walked twice, the second time out of
+L2.
 
 Backward: a fixed grid of programs strides over the rows, the next ones always on their way into shared memory, and
 carries the sums for weight and bias in registers; each program writes its sums once and a small second kernel adds
@@ -407,10 +408,20 @@ def forward_launch(
         block, warps = (2048, 4) if element == 2 else (4096, 8)
         return 1, _op.Launch(wide_forward, device, (width, block, *flags), warps)
     block = max(16, _power_of_two(width))
-    rows = max(1, 1024 // block)
-    warps = 2 if block <= 1024 else max(4, block // 1024)
-    early = element > 2 or (block > 4096 and rms and not dropout)
-    return rows, _op.Launch(forward, device, (width, block, 1, rows, early, *flags), warps)
+    rows, full = max(1, 1024 // block), element > 2
+    # What a sum over a row is made of, block and warps, depends on norm and width alone: so `norm(residual_out)` has the
+    # bits of `out` whatever else went into it. When the weights are loaded changes nothing but the time.
+    if rms and block > 8192:
+        block, warps, early = 4096, 16, True
+    elif rms:
+        warps, early = max(4, block // 512), block < 8192 and (full or not dropout)
+    elif block == 8192:
+        block, warps, early = 2048, 8, True
+    else:
+        warps = 2 if block <= 1024 else max(4, block // 1024)
+        early = full or (1024 < block < 8192 and not dropout)
+    chunks = -(-width // block)
+    return rows, _op.Launch(forward, device, (width, block, chunks, rows, early, *flags), warps)
 
 
 class BackwardPlan(NamedTuple):
