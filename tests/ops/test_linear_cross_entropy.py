@@ -366,14 +366,14 @@ def test_peak_memory_is_what_was_allowed(memory, ignored):
     weight = torch.randn(50304, 1024, device="cuda", dtype=torch.bfloat16).requires_grad_()
     targets = torch.randint(50304, (8192,), device="cuda")
     targets[:ignored] = -100
-    limit = memory or 8192 * 50304 * 2 // 8
+    limit = memory or 8192 * (50304 * 2 // 8 + 64)
     linear_cross_entropy(x, weight, targets, memory=memory).backward()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     loss = linear_cross_entropy(x, weight, targets, memory=memory)
     gradients = (x.numel() + weight.numel()) * 2
-    assert torch.cuda.max_memory_allocated() - before - gradients <= 1.05 * limit
+    assert torch.cuda.max_memory_allocated() - before - gradients <= (1.05 if ignored else 1.0) * limit
     assert loss.isfinite()
 
 

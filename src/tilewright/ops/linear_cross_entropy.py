@@ -37,6 +37,7 @@ __all__ = ["cost", "linear_cross_entropy", "reference"]
 _NAME = "linear_cross_entropy"
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 _MOST = 512 * 2**20  # bytes of logits at a time, unless told otherwise
+_A_TOKEN = 64  # bytes, beside its logits: loss, statistics, and what a second pass makes of them
 _SUMMED_FROM = 512  # tokens a chunk: the product of a smaller one takes less time than adding it to a sum
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
 _TILE = 256  # rows of a tile of the large products
@@ -134,7 +135,7 @@ def _run(
     (tokens,) = _op.packed((x.reshape(-1, width),))
     targets, rows = targets.reshape(-1), targets.numel()
     wanted = needs_x or needs_weight or needs_bias
-    memory = memory or min(_MOST, rows * classes * dtype.itemsize // 8)
+    memory = max(1, memory - _A_TOKEN * rows) if memory else min(_MOST, rows * classes * dtype.itemsize // 8)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute)
     loss = targets.new_zeros(rows, dtype=compute)
@@ -368,9 +369,10 @@ def linear_cross_entropy(
         bias: ``(V,)``.
         class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
             ``tilewright.ops.cross_entropy``. Ignored tokens are not computed at all.
-        memory: bytes to take for logits at a time, beside the gradients; at least those of 16 tokens or 16 classes are.
-            Left out: an eighth of all, and 512 MiB at most. More is faster, up to a point. (Where some tokens are
-            ignored and a second pass is needed, a copy of the others comes on top of half of it.)
+        memory: bytes to take beside the gradients: 64 a token, the rest for logits, of which it holds at least those of
+            16 tokens or 16 classes. Left out: an eighth of all logits, and 512 MiB at most, and the 64 a token. More is
+            faster, up to a point. (Where some tokens are ignored and a second pass is needed, a copy of the others
+            comes on top of half of it.)
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
