@@ -309,5 +309,5 @@ def test_two_hundred_steps_with_a_fused_loss_stay_within_the_noise_of_a_seed(los
         return torch.tensor(losses)
 
     plain, fused, other = curve("plain", 0), curve(loss, 0), curve("plain", 1)
-    assert plain[-20:].mean() < plain[:20].mean() - 0.5  # it learns
+    assert plain[-20:].mean() < plain[:20].mean() - 0.3  # it learns, whatever Python's sources the text is of
     assert (plain - fused).abs().max() < 0.1 * (plain - other).abs().max()
