@@ -26,9 +26,12 @@ STYLES = {
 
 
 def pair(config=SMALL):
-    """A standard and an optimized model with the same weights."""
+    """A standard and an optimized model with the same weights, and biases that are not zero as they begin."""
     torch.manual_seed(0)
-    standard = GPT(config).to(DEVICE)
+    standard = GPT(dataclasses.replace(config, gpt_block="standard")).to(DEVICE)
+    for parameter in standard.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
     optimized = GPT(dataclasses.replace(config, gpt_block="optimized")).to(DEVICE)
     optimized.load_state_dict(standard.state_dict())
     return standard, optimized
@@ -59,6 +62,26 @@ def test_losses_and_gradients_agree(style):
         loss.backward()
     for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("mlp", ["auto", "standard", "fused", "recompute"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_bias_that_the_next_norm_adds_is_the_bias(mlp, recompute):
+    batch = tokens()
+    models = pair(dataclasses.replace(SMALL, mlp=mlp, recompute=recompute))
+    for model in models:
+        model(batch, batch).backward()
+    for block, other in zip(*(model.blocks for model in models), strict=True):
+        torch.testing.assert_close(other.attention.out.bias.grad, block.attention.out.bias.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(other.mlp.down.bias.grad, block.mlp.down.bias.grad, rtol=1e-4, atol=1e-6)
+    # Without a backward nobody sums up gradients, and a block returns what it returns.
+    seen = [[], []]
+    for model, outputs in zip(models, seen, strict=True):
+        for block in model.blocks:
+            block.register_forward_hook(lambda module, inputs, pair, outputs=outputs: outputs.append(pair[0]))
+        with torch.no_grad():
+            model(batch)
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_of_either_continues_in_the_other(tmp_path):

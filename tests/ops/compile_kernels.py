@@ -48,21 +48,25 @@ def dropout_add_norm(x: torch.dtype, residual: torch.dtype, weight: torch.dtype,
     rms = norm == "rms"
     extra, bias = (weight if full else None), (None if rms else weight)
     float32 = torch.float32 if full else None
-    tensors = (x, x if full else None, residual, float32, extra, weight, bias, torch.int64, x, residual)
+    tensors = (x, x if full else None, residual, float32, extra, weight, bias, weight, torch.int64, x, residual)
     _, launch = kernels.forward_launch(H200, width, tensors, rms, False, True)
     types = [{**POINTER, torch.int64: "*i64"}[t] for t in tensors]
     yield "forward", resources(launch, [*types, "*fp32", *SCALARS, "fp64"])
 
-    inputs = (x, residual, residual, x if full else None, float32, extra, weight)
-    plan = kernels.backward_plan(H200, width, inputs, torch.float32, x, (True,) * 7, rms, False, True)
+    inputs = (x, residual, residual, x if full else None, float32, extra, weight, weight)
+    plan = kernels.backward_plan(H200, width, inputs, torch.float32, x, (True,) * 8, rms, False, True)
     types = [POINTER[t] for t in inputs]
     scale, sums = "*fp32" if full else None, "*fp32" if plan.row_sums else None
-    outputs = [POINTER[x], POINTER[x] if full else None, POINTER[residual], scale, scale, "*fp32", bias and "*fp32"]
+    outputs = [POINTER[x], POINTER[x] if full else None, POINTER[residual], scale, scale]
+    outputs += ["*fp32", bias and "*fp32", "*fp32"]
     yield "backward", resources(plan.main, [*types, "*fp32", sums, "*i64", *outputs, *SCALARS])
     if plan.row_sums:
         types = [POINTER[x], POINTER[residual], POINTER[weight], "*fp32", "*fp32", "i64"]
         yield "row_sums", resources(plan.row_sums, types)
-    yield "add_partials", resources(plan.add_partials, ["*fp32", None, POINTER[weight], POINTER[bias], "i64"])
+    yield (
+        "add_partials",
+        resources(plan.add_partials, ["*fp32", None, *[POINTER[t] for t in (weight, bias, weight)], "i64"]),
+    )
 
 
 def cross_entropy(dtype: torch.dtype, vocabulary: int, full: bool):

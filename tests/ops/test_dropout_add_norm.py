@@ -29,7 +29,7 @@ from tilewright.ops import _op, dropout_add_norm
 from tilewright.ops import dropout_add_norm_kernels as kernels
 from tilewright.ops.dropout_add_norm import _registered, cost, reference
 
-NAMES = ("x", "residual", "weight", "bias", "second", "rowscale", "layerscale")
+NAMES = ("x", "residual", "weight", "bias", "second", "rowscale", "layerscale", "x_bias")
 OPTIONS = (
     {},
     {"p": 0.25},
@@ -40,7 +40,9 @@ OPTIONS = (
     {"with": ("second",), "p": 0.25},
     {"with": ("second",), "without": ("residual",)},
     {"with": ("rowscale", "layerscale"), "p": 0.25},
-    {"with": ("second", "rowscale", "layerscale"), "p": 0.25, "norm": "rms", "without": ("bias",)},
+    {"with": ("x_bias",)},
+    {"with": ("x_bias",), "p": 0.25, "norm": "rms", "without": ("bias", "residual")},
+    {"with": ("second", "rowscale", "layerscale", "x_bias"), "p": 0.25, "norm": "rms", "without": ("bias",)},
 )
 
 
@@ -55,25 +57,24 @@ def kernels_at_every_size(monkeypatch):
 def arguments(shape, dtype, options, parameter_dtype=None, residual_dtype=None):
     """Tensors by name, as many as the options ask for, and the keywords."""
     kept = {"x", "residual", "weight", "bias", *options.get("with", ())} - set(options.get("without", ()))
-    shapes = {"rowscale": shape[:-1], "weight": shape[-1:], "bias": shape[-1:], "layerscale": shape[-1:]}
-    dtypes = dict.fromkeys(("weight", "bias", "layerscale"), parameter_dtype or dtype)
+    parameters = ("weight", "bias", "layerscale", "x_bias")
+    shapes = {"rowscale": shape[:-1], **dict.fromkeys(parameters, shape[-1:])}
+    dtypes = dict.fromkeys(parameters, parameter_dtype or dtype)
     dtypes["residual"] = residual_dtype or dtype
     tensors = {n: randn(*shapes.get(n, shape), dtype=dtypes.get(n, dtype)) if n in kept else None for n in NAMES}
     return tensors, {k: v for k, v in options.items() if k not in ("with", "without")}
 
 
 def call(function, tensors, keywords, **more):
-    x, residual, weight, bias, second, rowscale, layerscale = tensors.values()
-    return function(
-        x, residual, weight, bias, second=second, rowscale=rowscale, layerscale=layerscale, **keywords, **more
-    )
+    x, residual, weight, bias, *rest = tensors.values()
+    return function(x, residual, weight, bias, **dict(zip(NAMES[4:], rest, strict=True)), **keywords, **more)
 
 
 def torch_ops(
-    x, residual, weight, bias, *, second, rowscale, layerscale, masks, p=0.0, norm="layer", zero_centered=False
+    x, residual, weight, bias, *, second, rowscale, layerscale, x_bias, masks, p=0.0, norm="layer", zero_centered=False
 ):
     """The same in PyTorch's own ops, in the dtype of the tensors: what a user has instead."""
-    z = x
+    z = x if x_bias is None else x + x_bias
     if rowscale is not None:
         z = z * rowscale.unsqueeze(-1)
     if layerscale is not None:
@@ -154,7 +155,7 @@ def test_wide_rows(shape, norm, p):
     width=st.integers(1, 300) if DEVICE == "cpu" else st.sampled_from([1, 33, 256]),
     p=st.sampled_from([0.0, 0.1, 0.7]),
     norm=st.sampled_from(["layer", "rms"]),
-    extra=st.sets(st.sampled_from(["second", "rowscale", "layerscale"])),
+    extra=st.sets(st.sampled_from(["second", "rowscale", "layerscale", "x_bias"])),
     missing=st.sets(st.sampled_from(["residual", "weight", "bias"])),
 )
 @settings(max_examples=30 if DEVICE == "cpu" else 6, deadline=None)
@@ -225,7 +226,7 @@ def test_only_the_residual_has_a_gradient():
 @pytest.mark.parametrize("frozen", NAMES)
 def test_frozen_inputs_get_no_gradient_and_change_no_other(frozen):
     torch.manual_seed(0)
-    tensors, keywords = arguments((5, 40), torch.float32, {"with": ("second", "rowscale", "layerscale")})
+    tensors, keywords = arguments((5, 40), torch.float32, {"with": ("second", "rowscale", "layerscale", "x_bias")})
     every = dict(
         zip(
             NAMES,
@@ -302,13 +303,29 @@ def test_second_derivatives_are_refused():
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_opcheck(rms, p):
-    tensors, _ = arguments((4, 24), torch.float32, {"with": ("second", "rowscale", "layerscale")})
+    tensors, _ = arguments((4, 24), torch.float32, {"with": ("second", "rowscale", "layerscale", "x_bias")})
     seed = torch.tensor([12345], device=DEVICE) if p else None
-    x, residual, weight, bias, second, rowscale, layerscale = tensors.values()
+    x, residual, weight, bias, second, rowscale, layerscale, x_bias = tensors.values()
     bias = None if rms else bias
-    args = (x, second, residual, rowscale, layerscale, weight, bias, seed, p, 1e-5, rms, False, x.dtype, x.dtype)
+    args = (
+        x,
+        second,
+        residual,
+        rowscale,
+        layerscale,
+        weight,
+        bias,
+        x_bias,
+        seed,
+        p,
+        1e-5,
+        rms,
+        False,
+        x.dtype,
+        x.dtype,
+    )
     torch.library.opcheck(_registered, args)
-    torch.library.opcheck(_registered, (x, *[None] * 6, seed, p, 1e-5, rms, False, x.dtype, x.dtype))
+    torch.library.opcheck(_registered, (x, *[None] * 7, seed, p, 1e-5, rms, False, x.dtype, x.dtype))
 
 
 def test_compiles_into_one_graph_with_the_same_result():
@@ -353,7 +370,9 @@ def test_traced_by_a_dispatch_mode_the_op_shows_its_name():
 
 
 def test_same_bits_on_every_run_even_in_poisoned_memory():
-    tensors, keywords = arguments((37, 200), torch.bfloat16, {"p": 0.25, "with": ("second", "rowscale", "layerscale")})
+    tensors, keywords = arguments(
+        (37, 200), torch.bfloat16, {"p": 0.25, "with": ("second", "rowscale", "layerscale", "x_bias")}
+    )
 
     def run():
         torch.manual_seed(7)
@@ -443,7 +462,7 @@ def test_a_bad_number_spoils_its_own_row_only(value):
 
 
 def test_the_plain_pytorch_path_agrees_with_the_kernel(monkeypatch):
-    tensors, keywords = arguments((5, 40), torch.float32, {"with": ("second", "rowscale", "layerscale")})
+    tensors, keywords = arguments((5, 40), torch.float32, {"with": ("second", "rowscale", "layerscale", "x_bias")})
     kernel = call(dropout_add_norm, tensors, keywords, prenorm=True)
     assert type(kernel[0].grad_fn).__name__ == "_FunctionBackward"
     tensors = {n: t.cpu() for n, t in tensors.items()}
@@ -469,6 +488,7 @@ BAD = [
     (dict(weight=torch.ones(4), bias=torch.ones(4).half()), TypeError, "a bias needs a weight of the same dtype"),
     (dict(rowscale=torch.ones(4)), ValueError, "rowscale has shape"),
     (dict(layerscale=torch.ones(2)), ValueError, "layerscale has shape"),
+    (dict(x_bias=torch.ones(2)), ValueError, "x_bias has shape"),
     (dict(second=torch.ones(2, 4).half()), TypeError, "second is torch.float16, but x is torch.float32"),
     (dict(residual=torch.ones(2, 4).double()), TypeError, "float64 mixes with no other dtype"),
     (dict(p=1.0), ValueError, r"p is 1.0; a dropout probability lies in \[0, 1\)"),
@@ -528,20 +548,21 @@ def test_every_width_and_dtype_has_a_shape_that_triton_and_the_gpu_can_take(monk
     widths = {*range(1, 70), *(2**k + d for k in range(7, 17) for d in (-1, 0, 1)), 768, 2560, 5120, 7168, 12288, 14336}
     for width in sorted(w for w in widths if w <= 65536):
         for x, residual, weight in DTYPES_TOGETHER:
-            full = (x, residual, residual, x, x, x, weight)
-            plain = (x, residual, residual, None, None, None, weight)
+            full = (x, residual, residual, x, x, x, weight, weight)
+            plain = (x, residual, residual, None, None, None, weight, weight)
             for dtypes in (full, plain):
                 plan = kernels.backward_plan.__wrapped__(
-                    device, width, dtypes, torch.float32, x, (True,) * 7, False, False, True
+                    device, width, dtypes, torch.float32, x, (True,) * 8, False, False, True
                 )
                 _, rows, block, chunks, paired, stages, *_ = plan.main.constants
                 assert plan.programs >= 1 and plan.slices * block * chunks >= width
                 assert paired == (plan.slices == 2) and (plan.row_sums is not None) == (plan.slices > 2)
                 assert all(n & (n - 1) == 0 for n in (rows, block, plan.main.warps)) and plan.main.warps <= 32
-                loaded = sum(d.itemsize for d in (*dtypes[:4], dtypes[5]) if d is not None)
+                bias = dtypes[7] if dtypes is full else None
+                loaded = sum(d.itemsize for d in (*dtypes[:4], dtypes[5], bias) if d is not None)
                 assert stages == 1 or (stages - 1) * rows * block * chunks * loaded < shared_memory
             rows, launch = kernels.forward_launch.__wrapped__(
-                device, width, (x, *[None] * 7, x, residual), False, False, True
+                device, width, (x, *[None] * 8, x, residual), False, False, True
             )
             block = launch.constants[1]
             assert all(n & (n - 1) == 0 for n in (rows, block, launch.warps)) and 1 <= launch.warps <= 32

@@ -208,9 +208,8 @@ def patched_engine(monkeypatch, method, change):
 
 def norm_scaled(monkeypatch):
     forward = DropoutAddNorm.forward
-    monkeypatch.setattr(
-        DropoutAddNorm, "forward", lambda self, x, residual=None: _first(forward(self, x, residual), lambda t: t * 1.01)
-    )
+    scaled = lambda *inputs, **options: _first(forward(*inputs, **options), lambda t: t * 1.01)  # noqa: E731
+    monkeypatch.setattr(DropoutAddNorm, "forward", scaled)
 
 
 def _first(pair, change):
@@ -219,7 +218,7 @@ def _first(pair, change):
 
 def stream_lost(monkeypatch):
     forward = DropoutAddNorm.forward
-    monkeypatch.setattr(DropoutAddNorm, "forward", lambda self, x, residual=None: forward(self, x))
+    monkeypatch.setattr(DropoutAddNorm, "forward", lambda self, x, residual=None, **options: forward(self, x))
 
 
 def norm_of_another_epsilon(monkeypatch):
@@ -384,8 +383,8 @@ def test_an_error_above_the_band_is_found_and_one_below_rounding_is_not(exponent
     scale = 10.0**exponent
     forward = DropoutAddNorm.forward
 
-    def scaled(self, x, residual=None):
-        pair = forward(self, x, residual)
+    def scaled(self, x, residual=None, **options):
+        pair = forward(self, x, residual, **options)
         return _first(pair, lambda out: (out.double() * (1 + scale)).float()) if self.last else pair
 
     with pytest.MonkeyPatch.context() as patch:

@@ -2,7 +2,8 @@
 
 Between two sublayers a GPT always does the same three things: dropout on what the last sublayer gave, add it to the
 residual stream, normalise the sum for the next sublayer. So a block takes and returns the pair (x, residual), x not yet
-added, and those three things happen at the start of each sublayer, in one module. `gpt_block` chooses what runs between
+added, and those three things happen at the start of each sublayer, in one module (which may add the bias of the product
+before it as well). `gpt_block` chooses what runs between
 the products: `standard` are PyTorch's own ops, `optimized` one fused kernel for each of norm, activation and rotary
 embedding, and the quickest algorithm for each product. Both have the same parameters under the same names.
 """
@@ -28,6 +29,11 @@ from tilewright.ops.rope import reference as rotate
 from tilewright.plan.gpt import GPTConfig
 
 
+def _sum(x: Tensor, residual: Tensor | None, x_bias: Tensor | None, p: float) -> Tensor:
+    x = F.dropout(x if x_bias is None else x + x_bias, p)
+    return x if residual is None else x + residual
+
+
 class StandardDropoutAddNorm(nn.Module):
     """Dropout, add and norm as PyTorch does them, one after the other."""
 
@@ -38,9 +44,8 @@ class StandardDropoutAddNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias and norm == "layer" else None
         self.norm = norm
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x = F.dropout(x, self.p, self.training)
-        residual = x if residual is None else x + residual
+    def forward(self, x: Tensor, residual: Tensor | None = None, x_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        residual = _sum(x, residual, x_bias, self.p if self.training else 0.0)
         return self.normalise(residual), residual
 
     def normalise(self, residual: Tensor) -> Tensor:
@@ -137,6 +142,10 @@ class Attention(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
+def _late_bias(product: nn.Linear) -> Tensor | None:
+    return product.late_bias if isinstance(product, Linear) else None
+
+
 class Block(nn.Module):
     """Attention and MLP; takes and returns (x, residual), x not yet added to the residual."""
 
@@ -146,47 +155,69 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.norm2 = _norm(config)
         self.mlp = _mlp(config)
+        if config.gpt_block == "optimized":  # the norm that takes a product adds its bias
+            self.attention.out.bias_later = True  # type: ignore[assignment]
+            if type(self.mlp) in (GeluMLP, GatedMLP):
+                self._last.bias_later = True  # type: ignore[assignment]
 
-    def forward(self, x: Tensor, residual: Tensor | None, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
-        x, residual = self.norm1(x, residual)
+    @property
+    def _last(self) -> nn.Linear:
+        """The block's last product."""
+        return self.mlp.down_proj if isinstance(self.mlp, GatedMLP) else self.mlp.down  # type: ignore[return-value]
+
+    @property
+    def late_bias(self) -> Tensor | None:
+        """What the next norm has to add to the x that this block returns."""
+        return _late_bias(self._last)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm1(x, residual, x_bias=x_bias)
         return self._sublayers(x, residual, rope)
 
     def _sublayers(self, x: Tensor, residual: Tensor, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
-        x, residual = self.norm2(self.attention(x, rope), residual)
+        x, residual = self._norm2(self.attention(x, rope), residual)
         return self.mlp(x), residual
 
-    def recomputed(self, how: str, x: Tensor, residual: Tensor | None, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
+    def _norm2(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm2(x, residual, x_bias=_late_bias(self.attention.out))
+
+    def recomputed(
+        self, how: str, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`forward`, keeping less for backward, which computes the rest again.
 
         "full" keeps what goes in. "selective" keeps the residual stream, once, and the large products but the output's,
         and attention; norms and activations, which are cheap, and the output product, the smallest, run again.
         """
         if how == "full":
-            return checkpoint(self, x, residual, rope, use_reentrant=False)
+            return checkpoint(self, x, residual, rope, x_bias, use_reentrant=False)
         if isinstance(self.norm1, DropoutAddNorm) and runs_kernel(x) and not is_traced(x):
-            return self._selectively(x, residual, rope)
-        x = F.dropout(x, self.norm1.p, self.training)
-        residual = x if residual is None else x + residual
+            return self._selectively(x, residual, rope, x_bias)
+        residual = _sum(x, residual, x_bias, self.norm1.p if self.training else 0.0)
         contexts = functools.partial(create_selective_checkpoint_contexts, _keeps)
         return checkpoint(self._from_sum, residual, rope, use_reentrant=False, context_fn=contexts)
 
-    def _selectively(self, x: Tensor, residual: Tensor | None, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
+    def _selectively(
+        self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """By giving up tensors one by one, which a host can afford that launches op by op."""
         attention, norm1, norm2, mlp = self.attention, self.norm1, self.norm2, self.mlp
-        x, first = norm1(x, residual)
+        x, first = norm1(x, residual, x_bias=x_bias)
         with forgetting(is_memory_of(x), lambda: norm1.normalise(first)):
             qkv = attention.project(x)
         mixed = attention.mix(qkv, rope)
         # With dropout the sum cannot be made twice alike; a small norm is PyTorch's, which saves what it likes.
         if norm2.p > 0 or (first.is_cuda and first.numel() <= HOST_BOUND):
-            x, second = norm2(attention.out(mixed), first)
+            x, second = self._norm2(attention.out(mixed), first)
             with forgetting(is_memory_of(x), lambda: norm2.normalise(second)):
                 return mlp(x, recompute=True), second
-        again = Shared(lambda: norm2(attention.out(mixed), first))
+        again = Shared(lambda: self._norm2(attention.out(mixed), first))
         branch = attention.out(mixed)
         # The one tensor of this shape that the norm saves is the sum that it returns.
         with forgetting(lambda kept: kept.shape == first.shape, lambda: again.take(1, last=True)):
-            x, second = norm2(branch, first)
+            x, second = self._norm2(branch, first)
         with forgetting(is_memory_of(x), lambda: again.take(0)):
             return mlp(x, recompute=True), second
 
@@ -258,14 +289,15 @@ class GPT(nn.Module):
             x = x + self.position(torch.arange(sequence, device=tokens.device))
         if self.config.residual == "bf16":
             x = x.to(torch.bfloat16)
-        residual = None
+        residual = x_bias = None
         for block, how in zip(self.blocks, self.recompute, strict=True):
             assert isinstance(block, Block)
             if how in ("selective", "full") and torch.is_grad_enabled():
-                x, residual = block.recomputed(how, x, residual, self.rope)
+                x, residual = block.recomputed(how, x, residual, self.rope, x_bias)
             else:
-                x, residual = block(x, residual, self.rope)
-        x, _ = self.norm(x, residual)
+                x, residual = block(x, residual, self.rope, x_bias)
+            x_bias = block.late_bias
+        x, _ = self.norm(x, residual, x_bias=x_bias)
         if targets is not None and self.config.loss == "linear_fused":
             return linear_cross_entropy(x, self.token.weight, targets)
         logits = (linear if self.config.gpt_block == "optimized" else F.linear)(x, self.token.weight)

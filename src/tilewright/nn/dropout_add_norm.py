@@ -69,6 +69,7 @@ class DropoutAddNorm(torch.nn.Module):
         *,
         second: torch.Tensor | None = None,
         rowscale: torch.Tensor | None = None,
+        x_bias: torch.Tensor | None = None,
     ) -> Any:
         return dropout_add_norm(
             x,
@@ -78,6 +79,7 @@ class DropoutAddNorm(torch.nn.Module):
             second=second,
             rowscale=rowscale,
             layerscale=self.layerscale,
+            x_bias=x_bias,
             p=self.p if self.training else 0.0,
             eps=self.eps,
             norm=self.norm,

@@ -1,7 +1,10 @@
 """Dropout, residual add and a norm in one pass over memory.
 
-    residual_out = dropout(x * rowscale * layerscale) + dropout(second) + residual      rounded to residual_dtype
+    residual_out = dropout((x + x_bias) * rowscale * layerscale) + dropout(second) + residual
     out          = norm(residual_out) * weight + bias                                   LayerNorm or RMSNorm
+
+residual_out is rounded to residual_dtype before its norm is taken. x_bias is the bias of the product that made x: its
+gradient, the sum of x's over all rows, comes with those of the norm and takes no pass of its own.
 
 Saved for backward: residual_out, 1/std and mean of every row, the weight and a 64-bit seed; x only when a scale needs
 its gradient. The dropout mask is never stored: backward draws it again from the seed.
@@ -38,6 +41,7 @@ def reference(
     second: torch.Tensor | None = None,
     rowscale: torch.Tensor | None = None,
     layerscale: torch.Tensor | None = None,
+    x_bias: torch.Tensor | None = None,
     p: float = 0.0,
     eps: float = 1e-5,
     norm: str = "layer",
@@ -52,6 +56,8 @@ def reference(
     if masks is None:
         masks = _draw_masks(x, second, p)
     z = x.to(compute)
+    if x_bias is not None:
+        z = z + x_bias.to(compute)
     if rowscale is not None:
         z = z * rowscale.to(compute).unsqueeze(-1)
     if layerscale is not None:
@@ -89,6 +95,7 @@ def _forward(
     layerscale: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
+    x_bias: torch.Tensor | None,
     seed: torch.Tensor | int | None,
     p: float,
     eps: float,
@@ -98,7 +105,7 @@ def _forward(
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, residual_out, statistics); statistics holds 1/std and, for LayerNorm, the mean of every row."""
-    inputs = _op.packed((x, second, residual, rowscale, layerscale, weight, bias))
+    inputs = _op.packed((x, second, residual, rowscale, layerscale, weight, bias, x_bias))
     width = x.shape[-1]
     rows = x.numel() // width
     out = torch.empty_like(inputs[0], dtype=out_dtype)
@@ -127,6 +134,7 @@ def _backward(
     rowscale: torch.Tensor | None,
     layerscale: torch.Tensor | None,
     weight: torch.Tensor | None,
+    x_bias: torch.Tensor | None,
     statistics: torch.Tensor,
     seed: torch.Tensor | int | None,
     p: float,
@@ -135,8 +143,8 @@ def _backward(
     x_dtype: torch.dtype,
     needs: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """The gradients of x, second, residual, rowscale, layerscale, weight and bias, those that are needed."""
-    inputs = _op.packed((dout, dresidual_out, z, x, rowscale, layerscale, weight))
+    """The gradients of x, second, residual, rowscale, layerscale, weight, bias and x_bias, those that are needed."""
+    inputs = _op.packed((dout, dresidual_out, z, x, rowscale, layerscale, weight, x_bias))
     z = inputs[2]
     seed_tensor, seed_value = split_seed(seed, z.device)
     width = z.shape[-1]
@@ -154,9 +162,9 @@ def _backward(
     drowscale = z.new_empty((plan.slices, rows), dtype=statistics.dtype) if needs[3] else None
     parameters = [
         torch.empty_like(parameter) if need and parameter is not None else None
-        for parameter, need in zip((layerscale, weight, weight), needs[4:], strict=True)
+        for parameter, need in zip((layerscale, weight, weight, x_bias), needs[4:], strict=True)
     ]
-    partials = z.new_empty((3, programs, width), dtype=statistics.dtype)
+    partials = z.new_empty((4, programs, width), dtype=statistics.dtype)
     sums = [None if parameter is None else partials[i] for i, parameter in enumerate(parameters)]
     row_sums = None
     if plan.row_sums is not None:
@@ -169,7 +177,7 @@ def _backward(
         (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p)),
     )
     if any(needs[4:]):
-        plan.add_partials((-(-width // 64), 3), (partials, *parameters), (programs,))
+        plan.add_partials((-(-width // 64), 4), (partials, *parameters), (programs,))
     if drowscale is not None and rowscale is not None:
         drowscale = drowscale.sum(0).to(rowscale.dtype).reshape(z.shape[:-1])
     return [dx, dsecond, dresidual, drowscale, *parameters]
@@ -179,30 +187,30 @@ def _backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, _, rowscale, layerscale, weight, _, seed, p, _, rms, zero_centered, _, _ = inputs
+    x, _, _, rowscale, layerscale, weight, _, x_bias, seed, p, _, rms, zero_centered, _, _ = inputs
     needs = ctx.needs_input_grad
     seed_tensor, seed_value = (seed, None) if isinstance(seed, torch.Tensor) else (None, seed)
     kept_x = x if needs[3] or needs[4] else None
-    ctx.save_for_backward(output[1], kept_x, rowscale, layerscale, weight, output[2], seed_tensor)
+    ctx.save_for_backward(output[1], kept_x, rowscale, layerscale, weight, x_bias, output[2], seed_tensor)
     # With nothing between x and the sum, the gradients of the summands are the same numbers: one tensor serves all.
     shared = p == 0.0 and rowscale is None and layerscale is None and x.dtype == output[1].dtype
-    wanted = (any(needs[:3]), False, False, *needs[3:7]) if shared else needs[:7]
+    wanted = (any(needs[:3]), False, False, *needs[3:8]) if shared else needs[:8]
     ctx.options = (seed_value, p, rms, zero_centered, x.dtype, wanted, shared)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, backward: Any, dout: Any, dresidual_out: Any) -> tuple[torch.Tensor | None, ...]:
-    z, x, rowscale, layerscale, weight, statistics, seed = ctx.saved_tensors
+    z, x, rowscale, layerscale, weight, x_bias, statistics, seed = ctx.saved_tensors
     seed_value, p, rms, zero_centered, x_dtype, wanted, shared = ctx.options
     if torch.is_grad_enabled():
         raise RuntimeError(f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`.")
     if dout is None:
         if dresidual_out is None:
-            return (None,) * 14
+            return (None,) * 15
         dout = torch.zeros(z.shape, dtype=x_dtype, device=z.device)
     dx, dsecond, dresidual, *rest = backward(
-        dout, dresidual_out, z, x, rowscale, layerscale, weight, statistics, seed_value if seed is None else seed,
-        p, rms, zero_centered, x_dtype, wanted,
+        dout, dresidual_out, z, x, rowscale, layerscale, weight, x_bias, statistics,
+        seed_value if seed is None else seed, p, rms, zero_centered, x_dtype, wanted,
     )  # fmt: skip
     if shared:
         needs = ctx.needs_input_grad
@@ -229,8 +237,8 @@ _eager = _op.eager(_Function)
     "tilewright::dropout_add_norm",
     mutates_args=(),
     schema="(Tensor x, Tensor? second, Tensor? residual, Tensor? rowscale, Tensor? layerscale, Tensor? weight, "
-    "Tensor? bias, Tensor? seed, float p, float eps, bool rms, bool zero_centered, ScalarType residual_dtype, "
-    "ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    "Tensor? bias, Tensor? x_bias, Tensor? seed, float p, float eps, bool rms, bool zero_centered, "
+    "ScalarType residual_dtype, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
 )
 def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
     return _forward(*inputs)
@@ -238,7 +246,7 @@ def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
 
 @_op.fake_of(_registered)
 def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    x, rms, residual_dtype, out_dtype = inputs[0], inputs[10], inputs[12], inputs[13]
+    x, rms, residual_dtype, out_dtype = inputs[0], inputs[11], inputs[13], inputs[14]
     return (
         torch.empty(x.shape, dtype=out_dtype, device=x.device),
         torch.empty(x.shape, dtype=residual_dtype, device=x.device),
@@ -250,8 +258,8 @@ def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
     "tilewright::dropout_add_norm_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor? dresidual_out, Tensor z, Tensor? x, Tensor? rowscale, Tensor? layerscale, "
-    "Tensor? weight, Tensor statistics, Tensor? seed, float p, bool rms, bool zero_centered, ScalarType x_dtype, "
-    "bool[] needs) -> Tensor[]",
+    "Tensor? weight, Tensor? x_bias, Tensor statistics, Tensor? seed, float p, bool rms, bool zero_centered, "
+    "ScalarType x_dtype, bool[] needs) -> Tensor[]",
 )
 def _registered_backward(*inputs: Any) -> list[torch.Tensor]:
     # A registered op cannot return None: an empty tensor stands for a gradient nobody asked for.
@@ -260,9 +268,10 @@ def _registered_backward(*inputs: Any) -> list[torch.Tensor]:
 
 @_op.fake_of(_registered_backward)
 def _(*inputs: Any) -> list[torch.Tensor]:
-    z, rowscale, layerscale, weight, x_dtype, needs = (inputs[i] for i in (2, 4, 5, 6, 12, 13))
+    z, rowscale, layerscale, weight, x_bias, x_dtype, needs = (inputs[i] for i in (2, 4, 5, 6, 7, 13, 14))
     like = [(z.shape, x_dtype), (z.shape, x_dtype), (z.shape, z.dtype)]
-    like += [(t.shape, t.dtype) if t is not None else (0, z.dtype) for t in (rowscale, layerscale, weight, weight)]
+    parameters = (rowscale, layerscale, weight, weight, x_bias)
+    like += [(t.shape, t.dtype) if t is not None else (0, z.dtype) for t in parameters]
     return [
         torch.empty(shape if need else 0, dtype=dtype if need else z.dtype, device=z.device)
         for (shape, dtype), need in zip(like, needs, strict=True)
@@ -291,6 +300,7 @@ def dropout_add_norm(
     second: torch.Tensor | None = None,
     rowscale: torch.Tensor | None = None,
     layerscale: torch.Tensor | None = None,
+    x_bias: torch.Tensor | None = None,
     p: float = 0.0,
     eps: float = 1e-5,
     norm: str = "layer",
@@ -301,7 +311,7 @@ def dropout_add_norm(
 ) -> Any:
     """Dropout, residual add and LayerNorm or RMSNorm, fused.
 
-    Computes ``residual_out = dropout(x * rowscale * layerscale) + dropout(second) + residual`` and
+    Computes ``residual_out = dropout((x + x_bias) * rowscale * layerscale) + dropout(second) + residual`` and
     ``out = norm(residual_out) * weight + bias``.
 
     Args:
@@ -312,6 +322,8 @@ def dropout_add_norm(
             and takes no scale.
         rowscale: one factor a row, shape ``x.shape[:-1]`` (stochastic depth).
         layerscale: one factor a column, shape ``(width,)``.
+        x_bias: one summand a column, shape ``(width,)``: the bias of the product that made x, left out there. Its
+            gradient, a sum over all rows, then costs no pass over x's.
         p: dropout probability in [0, 1), rounded to a multiple of 2**-16; 0 draws nothing. There is no training flag:
             pass 0 to evaluate. The mask follows ``torch.manual_seed`` and is drawn again, not stored, for backward.
         norm: ``"layer"`` or ``"rms"``.
@@ -331,22 +343,22 @@ def dropout_add_norm(
     (torch.Size([2, 3, 8]), True)
     """
     if second is rowscale is layerscale is None is residual_dtype and not (zero_centered or return_mask):
-        outputs = _by_torch(x, residual, weight, bias, p, eps, norm)
+        outputs = _by_torch(x, residual, weight, bias, x_bias, p, eps, norm)
         if outputs is not None:
             return outputs if prenorm else outputs[0]
-    _check(x, residual, weight, bias, second, rowscale, layerscale, p, eps, norm, zero_centered, residual_dtype)
+    _check(x, residual, weight, bias, second, rowscale, layerscale, x_bias, p, eps, norm, zero_centered, residual_dtype)
     p = quantised(p)
     if residual_dtype is None:
         residual_dtype = (x if residual is None else residual).dtype
     kind = x.device.type
     autocast = x.dtype != torch.float64 and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     out_dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
-    traced = _op.is_traced(x, second, residual, rowscale, layerscale, weight, bias)
+    traced = _op.is_traced(x, second, residual, rowscale, layerscale, weight, bias, x_bias)
     masks: list[torch.Tensor] = []
     if _op.runs_kernel(x):
         seed = draw_seed(x, as_tensor=traced) if p > 0.0 else None
         out, residual_out, *_ = (_registered if traced else _eager)(
-            x, second, residual, rowscale, layerscale, weight, bias, seed,
+            x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed,
             p, eps, norm == "rms", zero_centered, residual_dtype, out_dtype,
         )  # fmt: skip
         if return_mask:
@@ -354,8 +366,9 @@ def dropout_add_norm(
     else:
         masks = _draw_masks(x, second, p)
         out, residual_out = reference(
-            x, residual, weight, bias, second=second, rowscale=rowscale, layerscale=layerscale, p=p, eps=eps, norm=norm,
-            zero_centered=zero_centered, residual_dtype=residual_dtype, out_dtype=out_dtype, masks=masks,
+            x, residual, weight, bias, second=second, rowscale=rowscale, layerscale=layerscale, x_bias=x_bias, p=p,
+            eps=eps, norm=norm, zero_centered=zero_centered, residual_dtype=residual_dtype, out_dtype=out_dtype,
+            masks=masks,
         )  # fmt: skip
         if return_mask and p == 0.0:
             masks = [dropout_mask(x, None, p, 0)] * (1 if second is None else 2)
@@ -365,7 +378,7 @@ def dropout_add_norm(
 
 
 def _by_torch(
-    x: Any, residual: Any, weight: Any, bias: Any, p: float, eps: float, norm: str
+    x: Any, residual: Any, weight: Any, bias: Any, x_bias: Any, p: float, eps: float, norm: str
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The same by PyTorch's own ops, where they do it sooner: a small, plain call with the host in the way; else None.
 
@@ -381,6 +394,7 @@ def _by_torch(
         if (
             residual.shape != shape
             or residual.dtype is not x.dtype
+            or not (x_bias is None or (x_bias.shape == shape[-1:] and x_bias.dtype is x.dtype))
             or not (p < 1.0 and eps >= 0.0)
             or (bias is not None and (weight is None or norm != "layer"))
             or torch.is_autocast_enabled()
@@ -388,6 +402,8 @@ def _by_torch(
             or torch._C._cuda_isCurrentStreamCapturing()
         ):
             return None
+        if x_bias is not None:
+            x = x + x_bias
         total = x + residual if p == 0.0 else torch.dropout(x, p, True).add_(residual)
         if norm == "layer":
             return torch.layer_norm(total, shape[-1:], weight, bias, eps), total
@@ -397,7 +413,7 @@ def _by_torch(
 
 
 def _check(
-    x: Any, residual: Any, weight: Any, bias: Any, second: Any, rowscale: Any, layerscale: Any,
+    x: Any, residual: Any, weight: Any, bias: Any, second: Any, rowscale: Any, layerscale: Any, x_bias: Any,
     p: Any, eps: Any, norm: Any, zero_centered: bool, residual_dtype: Any,
 ) -> None:  # fmt: skip
     _op.check_tensor(_NAME, "x", x)
@@ -414,6 +430,7 @@ def _check(
     _op.check_tensor(_NAME, "weight", weight, shape[-1:], x)
     _op.check_tensor(_NAME, "bias", bias, shape[-1:], x)
     _op.check_tensor(_NAME, "layerscale", layerscale, shape[-1:], x)
+    _op.check_tensor(_NAME, "x_bias", x_bias, shape[-1:], x)
     _op.check_tensor(_NAME, "rowscale", rowscale, shape[:-1], x)
     if second is not None and second.dtype != x.dtype:
         raise TypeError(f"{_NAME}: second is {second.dtype}, but x is {x.dtype}; convert one of them.")

@@ -50,11 +50,13 @@ def _load_columns(vector, column, WIDTH: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _residual_sum(
-    x, second, residual, rowscale, layerscale, seed, rows, first_column, threshold, scale, row, at, inside, column,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr, COMPUTE: tl.constexpr,
+    x, x_bias, second, residual, rowscale, layerscale, seed, rows, first_column, threshold, scale, row, at, inside,
+    column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """dropout(x * rowscale * layerscale) + dropout(second) + residual for one tile, not yet rounded."""
+    """dropout((x + x_bias) * rowscale * layerscale) + dropout(second) + residual for one tile, not yet rounded."""
     z = tl.load(x + at, inside, 0.0).to(COMPUTE)
+    if x_bias is not None:
+        z += _load_columns(x_bias, column, WIDTH, COMPUTE)
     if rowscale is not None:
         z *= tl.load(rowscale + row, row < rows, 0.0).to(COMPUTE)[:, None]
     if layerscale is not None:
@@ -94,7 +96,7 @@ def _load_affine(weight, bias, column, WIDTH: tl.constexpr, ZERO_CENTERED: tl.co
 
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
 def forward(
-    x, second, residual, rowscale, layerscale, weight, bias, seed_tensor, out, residual_out, statistics,
+    x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed_tensor, out, residual_out, statistics,
     seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64, eps: tl.float64,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
     RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr,
@@ -109,8 +111,8 @@ def forward(
     for chunk in tl.static_range(CHUNKS):  # all loads before the first store, behind which no load may move
         at, inside, column = _tile(row, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)
         z = _residual_sum(
-            x, second, residual, rowscale, layerscale, seed, rows, chunk * BLOCK, threshold, scale, row, at, inside,
-            column, WIDTH, BLOCK, DROPOUT, COMPUTE,
+            x, x_bias, second, residual, rowscale, layerscale, seed, rows, chunk * BLOCK, threshold, scale, row, at,
+            inside, column, WIDTH, BLOCK, DROPOUT, COMPUTE,
         ).to(residual_out.dtype.element_ty)  # fmt: skip
         tiles = tiles + (z,)
         if EARLY:
@@ -144,7 +146,7 @@ def forward(
 
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
 def wide_forward(
-    x, second, residual, rowscale, layerscale, weight, bias, seed_tensor, out, residual_out, statistics,
+    x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed_tensor, out, residual_out, statistics,
     seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64, eps: tl.float64,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr,
@@ -161,8 +163,8 @@ def wide_forward(
     for first_column in tl.range(0, WIDTH, BLOCK, num_stages=3):
         at, inside, column = _tile(row, first_column, rows, WIDTH, BLOCK)
         z = _residual_sum(
-            x, second, residual, rowscale, layerscale, seed, rows, first_column, threshold, scale, row, at, inside,
-            column, WIDTH, BLOCK, DROPOUT, COMPUTE,
+            x, x_bias, second, residual, rowscale, layerscale, seed, rows, first_column, threshold, scale, row, at,
+            inside, column, WIDTH, BLOCK, DROPOUT, COMPUTE,
         ).to(residual_out.dtype.element_ty)  # fmt: skip
         tl.store(residual_out + at, z, inside)
         z = z.to(COMPUTE)
@@ -243,8 +245,8 @@ def row_sums(
 
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
 def backward(
-    dout, dresidual_out, z, x, rowscale, layerscale, weight, statistics, sums, seed_tensor,
-    dx, dsecond, dresidual, drowscale, dlayerscale, dweight, dbias,
+    dout, dresidual_out, z, x, rowscale, layerscale, weight, x_bias, statistics, sums, seed_tensor,
+    dx, dsecond, dresidual, drowscale, dlayerscale, dweight, dbias, dx_bias,
     seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PAIRED: tl.constexpr,
     STAGES: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr,
@@ -253,7 +255,7 @@ def backward(
     """Program (i, j) takes every num_programs(0)-th group of rows and the j-th slice of CHUNKS x BLOCK columns.
 
     The sums over whole rows come from `sums` or, with at most two slices, from reading both (PAIRED). The sums over
-    its rows go to row i of dlayerscale, dweight and dbias.
+    its rows go to row i of dlayerscale, dweight, dbias and dx_bias.
     """
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     program = tl.program_id(0).to(tl.int64)
@@ -264,7 +266,7 @@ def backward(
     lane = tl.arange(0, BLOCK)
     zeros = tl.zeros([ROWS, BLOCK], COMPUTE)
     HOIST: tl.constexpr = PAIRED and CHUNKS * BLOCK <= 6144  # beyond, no registers for the other half's weights
-    factors, other_factors, weight_sums, bias_sums, layerscale_sums = (), (), (), (), ()
+    factors, other_factors, weight_sums, bias_sums, layerscale_sums, x_bias_sums = (), (), (), (), (), ()
     for chunk in tl.static_range(CHUNKS):
         start = slice_start + chunk * BLOCK
         factors = factors + (_load_weight(weight, start + lane, WIDTH, ZERO_CENTERED, COMPUTE),)
@@ -274,6 +276,7 @@ def backward(
         weight_sums = weight_sums + (zeros,)
         bias_sums = bias_sums + (zeros,)
         layerscale_sums = layerscale_sums + (zeros,)
+        x_bias_sums = x_bias_sums + (zeros,)
     for first_row in tl.range(program * ROWS, rows, tl.num_programs(0).to(tl.int64) * ROWS, num_stages=STAGES):
         row = (first_row + tl.arange(0, ROWS)).to(tl.int64)
         rstd, shift = _load_statistics(statistics, row, rows, RMS)
@@ -292,7 +295,7 @@ def backward(
                 _, normed, dnormed = _norm_terms(dout, z, factor, rstd, shift, at, inside, COMPUTE)
                 along_tile += normed * dnormed
                 plain_tile += dnormed
-        tiles, new_weight_sums, new_bias_sums, new_layerscale_sums = (), (), (), ()
+        tiles, new_weight_sums, new_bias_sums, new_layerscale_sums, new_x_bias_sums = (), (), (), (), ()
         for chunk in tl.static_range(CHUNKS):
             at, inside, column = _tile(row, slice_start + chunk * BLOCK, rows, WIDTH, BLOCK)
             dy, normed, dnormed = _norm_terms(dout, z, factors[chunk], rstd, shift, at, inside, COMPUTE)
@@ -335,15 +338,22 @@ def backward(
             if layerscale is not None:
                 by_column = _load_columns(layerscale, column, WIDTH, COMPUTE)
             if x is not None:
-                product = dz * tl.load(x + at, inside, 0.0).to(COMPUTE)
+                scaled = tl.load(x + at, inside, 0.0).to(COMPUTE)
+                if x_bias is not None:
+                    scaled += _load_columns(x_bias, column, WIDTH, COMPUTE)
+                product = dz * scaled
                 rowscale_tile += product * by_column
                 if dlayerscale is not None:
                     new_layerscale_sums = new_layerscale_sums + (layerscale_sums[chunk] + product * by_row[:, None],)
+            dz *= by_row[:, None] * by_column
+            if dx_bias is not None:  # nothing beyond the last row, where dresidual_out is not loaded and rstd is 0
+                new_x_bias_sums = new_x_bias_sums + (x_bias_sums[chunk] + dz,)
             if dx is not None:
-                dz *= by_row[:, None] * by_column
                 tl.store(dx + at, dz.to(dx.dtype.element_ty), inside)
         if dlayerscale is not None:
             layerscale_sums = new_layerscale_sums
+        if dx_bias is not None:
+            x_bias_sums = new_x_bias_sums
         if drowscale is not None:
             tl.store(drowscale + tl.program_id(1) * rows + row, tl.sum(rowscale_tile, 1), row < rows)
     for chunk in tl.static_range(CHUNKS):
@@ -351,6 +361,7 @@ def backward(
         _store_sum(dlayerscale, layerscale_sums[chunk], program, column, WIDTH)
         _store_sum(dweight, weight_sums[chunk], program, column, WIDTH)
         _store_sum(dbias, bias_sums[chunk], program, column, WIDTH)
+        _store_sum(dx_bias, x_bias_sums[chunk], program, column, WIDTH)
 
 
 @triton.jit
@@ -361,12 +372,14 @@ def _store_sum(sums, tile, program, column, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["programs"])
 def add_partials(
-    partials, first, second, third, programs: tl.int64, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Column sums over the programs of each slot of partials[3, programs, WIDTH], always in the same order."""
+    partials, first, second, third, fourth, programs: tl.int64, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Column sums over the programs of each slot of partials[4, programs, WIDTH], always in the same order."""
     slot = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    written = (slot == 0) & (first is not None) | (slot == 1) & (second is not None) | (slot == 2) & (third is not None)
+    written = (slot == 0) & (first is not None) | (slot == 1) & (second is not None)
+    written |= (slot == 2) & (third is not None) | (slot == 3) & (fourth is not None)
     if written:
         total = tl.zeros([ROWS, BLOCK], partials.dtype.element_ty)
         for start in range(0, programs, ROWS):
@@ -379,6 +392,8 @@ def add_partials(
             _store_sum(second, total, 0, column, WIDTH)
         if slot == 2:
             _store_sum(third, total, 0, column, WIDTH)
+        if slot == 3:
+            _store_sum(fourth, total, 0, column, WIDTH)
 
 
 # How the kernels are cut, as measured on an H200; `results/` has what that reaches.
@@ -409,8 +424,8 @@ def forward_launch(
         return 1, _op.Launch(wide_forward, device, (width, block, *flags), warps)
     block = max(16, _power_of_two(width))
     rows, full = max(1, 1024 // block), element > 2
-    # What a sum over a row is made of, block and warps, depends on norm and width alone: so `norm(residual_out)` has the
-    # bits of `out` whatever else went into it. When the weights are loaded changes nothing but the time.
+    # The order of a sum over a row, that is block and warps, depends on norm and width alone: so `norm(residual_out)`
+    # has the bits of `out` whatever else went into it. When the weights are loaded changes nothing but the time.
     if rms and block > 8192:
         block, warps, early = 4096, 16, True
     elif rms:
@@ -442,8 +457,9 @@ def backward_plan(
 ) -> BackwardPlan:  # fmt: skip
     """How backward runs for these dtypes of its inputs, on this device."""
     element = max(dtypes[0].itemsize, dtypes[2].itemsize)
-    # What a program has on its way, a column: the gradients, the sum, x and layerscale.
-    loaded = sum(dtype.itemsize for dtype in (*dtypes[:4], dtypes[5]) if dtype is not None)
+    # What a program has on its way, a column: the gradients, the sum, x and its bias, and layerscale.
+    of_x = (None, None) if dtypes[3] is None else (dtypes[3], dtypes[7])
+    loaded = sum(dtype.itemsize for dtype in (*dtypes[:3], *of_x, dtypes[5]) if dtype is not None)
     programs = _op.multiprocessors(device)
     rows, chunks, slices, stages = 1, 1, 1, 3
     if width <= 2048:
