@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
-from tilewright.ops import cross_entropy, linear, linear_cross_entropy
+from tilewright.ops import cross_entropy, embedding, linear, linear_cross_entropy
 from tilewright.ops._op import is_traced, runs_kernel
 from tilewright.ops.dropout_add_norm import HOST_BOUND
 from tilewright.ops.rope import reference as rotate
@@ -280,15 +280,21 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        stream = torch.bfloat16 if self.config.residual == "bf16" else self.token.weight.dtype
+        if self.config.gpt_block == "optimized" and torch.is_grad_enabled():  # most of its time is backward's
+            places = None if self.position is None else self.position.weight
+            return embedding(tokens, self.token.weight, places, dtype=stream)
+        x = self.token(tokens)
+        if self.position is not None:
+            x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        return x.to(stream)
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         sequence = tokens.shape[1]
         if sequence > self.config.sequence:
             raise ValueError(f"{sequence} tokens are more than the {self.config.sequence} positions of this model.")
-        x = self.token(tokens)
-        if self.position is not None:
-            x = x + self.position(torch.arange(sequence, device=tokens.device))
-        if self.config.residual == "bf16":
-            x = x.to(torch.bfloat16)
+        x = self._embed(tokens)
         residual = x_bias = None
         for block, how in zip(self.blocks, self.recompute, strict=True):
             assert isinstance(block, Block)

@@ -466,6 +466,8 @@ def backward_plan(
         block = max(16, _power_of_two(width))
         rows = max(2, min(4096 // block, _power_of_two(6144 // element // width + 1) // 2))
         warps, stages, programs = (8, 4, programs) if block == 2048 else (4, 3, 2 * programs)
+        if needs[7] and block == 1024:  # with one more sum a column, the registers of four warps have room for
+            rows = 2
     elif width <= _WIDEST_TILE:
         block, chunks = _chunks(width, 2048)
         warps, programs = block // 256, programs * 2048 // block

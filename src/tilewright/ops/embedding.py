@@ -1,0 +1,123 @@
+"""Token and position embeddings: one pass, rounded once.
+
+    out[..., s, :] = weight[tokens[..., s]] + position[s]                                rounded to dtype
+    dweight[v]     = sum of dout over the tokens that are v                              in float32
+    dposition[s]   = sum of dout over all but the sequence                               in float32
+
+PyTorch takes three ops and four passes over the result for the first line, and widens dout before it adds any of it up.
+Here tokens are sorted in backward, so that each row of dweight is one program's: written once, zeros included, and
+added up in the order of the tokens, the same on every run.
+
+Saved for backward: the tokens.
+
+Floor: forward reads a row of the table and writes one of the result for each token; backward reads dout twice, once for
+each table, and writes both tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops import _op
+
+__all__ = ["embedding", "reference"]
+
+_NAME = "embedding"
+_ONCE = "embedding has no second derivative: leave out create_graph=True, or use torch.nn.functional.embedding."
+HOST_BOUND = 65536  # elements up to which an eager call is the host's time alone
+
+Tensor = torch.Tensor
+
+
+def reference(
+    tokens: Tensor, weight: Tensor, position: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Token and position embeddings in plain PyTorch: the definition."""
+    x = torch.nn.functional.embedding(tokens, weight)
+    if position is not None:
+        x = x + position[: tokens.shape[-1]]
+    return x if dtype is None else x.to(dtype)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, position: Tensor | None, dtype: torch.dtype) -> Tensor:
+        from tilewright.ops import embedding_kernels as kernels
+
+        flat, table, places = _op.packed((tokens.reshape(-1), weight, position))
+        ctx.save_for_backward(flat)
+        ctx.tables = [None if t is None else (t.shape, t.dtype) for t in (weight, position)]
+        return kernels.gather(flat, table, places, dtype, tokens.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        from tilewright.ops import embedding_kernels as kernels
+
+        if torch.is_grad_enabled():
+            raise RuntimeError(_ONCE)
+        (tokens,) = ctx.saved_tensors
+        dweight = dposition = None
+        if ctx.needs_input_grad[1]:
+            (classes, width), dtype = ctx.tables[0]
+            (rows,) = _op.packed((dout.reshape(-1, width),))
+            dweight = kernels.scatter(tokens, rows, classes, dtype)
+        if ctx.needs_input_grad[2]:
+            (length, width), dtype = ctx.tables[1]
+            compute = torch.float64 if dout.dtype == torch.float64 else torch.float32
+            sequence = dout.shape[-2]
+            batch = len(tokens) // max(1, sequence)
+            summed = dout.reshape(batch, sequence, width).sum(0, dtype=compute).to(dtype)
+            dposition = (
+                summed if sequence == length else torch.cat((summed, summed.new_zeros(length - sequence, width)))
+            )
+        return None, dweight, dposition, None
+
+
+_eager = _op.eager(_Function)
+
+
+def embedding(
+    tokens: Tensor, weight: Tensor, position: Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``weight[tokens] + position[:sequence]``, rounded to `dtype` once.
+
+    Args:
+        tokens: ``(..., sequence)``, int64 or int32. A token outside of the table gives NaN where kernels run, and
+            PyTorch's error elsewhere.
+        weight: ``(vocabulary, width)``.
+        position: ``(at least sequence, width)``, of the weight's dtype; None for none.
+        dtype: of the result; left out, the weight's.
+
+    Under ``torch.compile`` and for few tokens this is plain PyTorch.
+
+    >>> import torch
+    >>> weight, position = torch.randn(10, 4), torch.randn(6, 4)
+    >>> embedding(torch.tensor([[1, 2, 3]]), weight, position).shape
+    torch.Size([1, 3, 4])
+    """
+    _check(tokens, weight, position, dtype)
+    small = tokens.numel() * weight.shape[1] <= HOST_BOUND and weight.is_cuda
+    if small or not _op.runs_kernel(weight) or _op.is_traced(tokens, weight, position):
+        return reference(tokens, weight, position, dtype)
+    return _eager(tokens, weight, position, dtype or weight.dtype)
+
+
+def _check(tokens: Any, weight: Any, position: Any, dtype: Any) -> None:
+    _op.check_tensor(_NAME, "weight", weight)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise ValueError(f"{_NAME}: weight must be a matrix, vocabulary by width.")
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32) or not tokens.ndim:
+        raise TypeError(f"{_NAME}: tokens must be an int64 or int32 tensor of at least one dimension.")
+    if tokens.device != weight.device:
+        raise ValueError(f"{_NAME}: tokens are on {tokens.device}, but weight is on {weight.device}; move one of them.")
+    if dtype is not None and dtype not in _op.FLOATS:
+        raise TypeError(f"{_NAME}: dtype is {dtype}; choose a floating-point one.")
+    if position is None:
+        return
+    _op.check_tensor(_NAME, "position", position, torch.Size((len(position), weight.shape[1])), weight)
+    if position.dtype != weight.dtype:
+        raise TypeError(f"{_NAME}: position is {position.dtype}, but weight is {weight.dtype}; convert one of them.")
+    if len(position) < tokens.shape[-1]:
+        raise ValueError(f"{_NAME}: {tokens.shape[-1]} tokens are more than the {len(position)} positions.")

@@ -1,0 +1,158 @@
+import sys
+
+import pytest
+import torch
+
+from ops.contract import (
+    DEVICE,
+    DTYPES,
+    assert_deterministic,
+    assert_equal,
+    assert_near_truth,
+    assert_no_worse,
+    doubles,
+    gradients,
+    on_gpu,
+    randn,
+)
+from tilewright.ops.embedding import embedding, reference
+
+OP = sys.modules["tilewright.ops.embedding"]
+
+
+@pytest.fixture(autouse=True)
+def kernels_at_every_size(monkeypatch):
+    monkeypatch.setattr(OP, "HOST_BOUND", -1)
+
+
+def draw(classes, *shape):
+    """Few of the classes, some of them often."""
+    return torch.randint(classes, shape, device=DEVICE) ** 2 % max(1, classes)
+
+
+def run(function, tokens, leaves, dtype, upstream):
+    out = function(tokens, *leaves, dtype=dtype)
+    return [out, *gradients([out], leaves, [upstream])]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("has_position", [False, True])
+def test_result_and_gradients_match_float64_and_are_no_worse_than_torch(has_position, stored, dtype):
+    tokens = draw(50, 3, 23)
+    leaves = [randn(50, 96, dtype=stored), randn(30, 96, dtype=stored) if has_position else None]
+    upstream = randn(3, 23, 96, grad=False)
+    actual = run(embedding, tokens, leaves, dtype, upstream)
+    # The truth takes in what arrives there: the gradient in the dtype of the result.
+    truth = run(reference, tokens, doubles(leaves), None, upstream.to(dtype or stored).double())
+    assert_near_truth(actual, truth, reduced=69)
+    assert_no_worse(actual, run(reference, tokens, leaves, dtype, upstream), truth)
+
+
+@pytest.mark.parametrize(
+    ("classes", "shape", "width"),
+    [
+        (1, (1,), 1),
+        (7, (5,), 3),
+        (3, (2, 40), 17),
+        (40, (2, 2, 3), 129),
+        (5, (0,), 8),
+        (5, (2, 0), 8),
+        (300, (3,), 700),
+    ],
+)
+@pytest.mark.parametrize("has_position", [False, True])
+def test_odd_shapes(classes, shape, width, has_position):
+    tokens = draw(classes, *shape)
+    leaves = [randn(classes, width), randn(shape[-1] + 2, width) if has_position else None]
+    upstream = randn(*shape, width, grad=False)
+    actual = run(embedding, tokens, leaves, None, upstream)
+    assert_near_truth(actual, run(reference, tokens, doubles(leaves), None, upstream.double()), reduced=1000)
+
+
+def test_gradcheck_in_float64():
+    tokens, leaves = draw(6, 2, 5), [randn(6, 8, dtype=torch.float64), randn(7, 8, dtype=torch.float64)]
+    assert torch.autograd.gradcheck(lambda *tables: embedding(tokens, *tables), leaves)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_any_layout_of_tokens_and_tables(index):
+    tokens = draw(20, 3, 9).to(index)[:, :-1]
+    weight = randn(24, 20, grad=False).t().requires_grad_()
+    upstream = randn(3, 8, 24, grad=False).transpose(0, 1).contiguous().transpose(0, 1)
+    actual = run(embedding, tokens, [weight], None, upstream)
+    assert_equal(actual, run(reference, tokens, [weight], None, upstream))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_table_gets_no_gradient(frozen):
+    tables = [randn(10, 16), randn(8, 16)]
+    tables[frozen].requires_grad_(False)
+    embedding(draw(10, 2, 8), *tables).sum().backward()
+    assert tables[frozen].grad is None and tables[1 - frozen].grad is not None
+
+
+def test_same_bits_on_every_run_even_in_poisoned_memory():
+    tokens, leaves, upstream = draw(10, 4, 33), [randn(10, 40), randn(40, 40)], randn(4, 33, 40, grad=False)
+    assert_deterministic(lambda: run(embedding, tokens, leaves, torch.bfloat16, upstream))
+
+
+def test_a_token_outside_of_the_table_is_not_a_number_and_touches_no_gradient():
+    tokens = torch.tensor([[0, -1, 2, 9]], device=DEVICE)
+    weight = randn(9, 16)
+    out = embedding(tokens, weight)
+    assert torch.equal(out.isnan().any(-1), torch.tensor([[False, True, False, True]], device=DEVICE))
+    (gradient,) = torch.autograd.grad(out, weight, torch.ones_like(out))
+    expected = torch.zeros(9, 16, device=DEVICE)
+    expected[[0, 2]] = 1.0
+    assert torch.equal(gradient, expected)
+
+
+def test_no_second_derivative():
+    weight = randn(9, 16)
+    (gradient,) = torch.autograd.grad(embedding(draw(9, 3), weight).sum(), weight, create_graph=False)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(embedding(draw(9, 3), weight).sum(), weight, create_graph=True)
+    assert gradient.shape == weight.shape
+
+
+def test_a_compiler_sees_plain_pytorch():
+    tokens, leaves = draw(20, 2, 8), [randn(20, 16), randn(8, 16)]
+    compiled = torch.compile(lambda *tables: embedding(tokens, *tables, dtype=torch.bfloat16), backend="aot_eager")
+    upstream = randn(2, 8, 16, grad=False)
+    expected = run(reference, tokens, leaves, torch.bfloat16, upstream)
+    out = compiled(*leaves)
+    assert_equal([out, *gradients([out], leaves, [upstream])], expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ((torch.zeros(2, 3), torch.zeros(4, 8)), TypeError, "tokens must be an int64"),
+        ((torch.zeros(2, dtype=torch.int64), torch.zeros(8)), ValueError, "weight must be a matrix"),
+        ((torch.zeros(2, dtype=torch.int64), torch.zeros(4, 8).int()), TypeError, "weight has dtype"),
+        ((torch.zeros(2, dtype=torch.int64), torch.zeros(4, 8), torch.zeros(4, 7)), ValueError, "position has shape"),
+        ((torch.zeros(5, dtype=torch.int64), torch.zeros(4, 8), torch.zeros(4, 8)), ValueError, "more than the 4"),
+        ((torch.zeros(2, dtype=torch.int64), torch.zeros(4, 8), torch.zeros(4, 8).half()), TypeError, "convert"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        embedding(*arguments)
+
+
+@on_gpu
+def test_a_captured_graph_replays_forward_and_backward():
+    tokens, leaves = draw(5000, 4, 512), [randn(5000, 768), randn(512, 768)]
+    upstream = randn(4, 512, 768, grad=False)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run(embedding, tokens, leaves, torch.bfloat16, upstream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = run(embedding, tokens, leaves, torch.bfloat16, upstream)
+    tokens.copy_(draw(5000, 4, 512))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(found, run(embedding, tokens, leaves, torch.bfloat16, upstream))
