@@ -125,7 +125,9 @@ def _measure(overrides: list[str], warm: int, steps: int) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         configuration = read(None, [*overrides, f"steps={warm + steps}", f"out={folder}"])
-        train(configuration.train, Shown(step=lambda figures, _: found.append(figures)))
+        ended = train(configuration.train, Shown(step=lambda figures, _: found.append(figures)))
+    if ended.stopped:  # a run takes a signal for its own end; it was meant for all of them
+        raise KeyboardInterrupt
     steady = found[warm:]
     middle = sorted(steady, key=lambda figures: figures.seconds)[len(steady) // 2]
     return {
