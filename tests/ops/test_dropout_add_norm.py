@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -198,13 +199,28 @@ def test_autocast_decides_the_dtype_of_the_output_alone():
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("residual_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("parameter_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_output_is_the_norm_of_the_residual_returned(width, p, residual_dtype, parameter_dtype):
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_the_output_is_the_norm_of_the_residual_returned(width, p, residual_dtype, parameter_dtype, norm):
     """To the bit, so that backward may compute it again: sums over a row have one order for a width."""
-    tensors, keywords = arguments((8, width), torch.bfloat16, {"p": p}, parameter_dtype, residual_dtype)
+    options = {"p": p, "norm": norm, "without": ("bias",) if norm == "rms" else ()}
+    tensors, keywords = arguments((8, width), torch.bfloat16, options, parameter_dtype, residual_dtype)
     with torch.autocast(DEVICE, torch.bfloat16):
         out, residual = call(dropout_add_norm, tensors, keywords, prenorm=True)
-        again = dropout_add_norm(residual.detach(), None, tensors["weight"], tensors["bias"])
+        again = dropout_add_norm(residual.detach(), None, tensors["weight"], tensors["bias"], norm=norm)
     assert residual.dtype == residual_dtype and torch.equal(out, again)
+
+
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("rms", [False, True])
+def test_the_order_of_a_sum_over_a_row_depends_on_norm_width_and_its_dtype_alone(rms, stored):
+    for width in (1, 96, 768, 1024, 2048, 2560, 4096, 5120, 8192, 12288, 16384, 20000, 65536):
+        orders = set()
+        for x, weight, dropout in itertools.product(DTYPES, (None, *DTYPES), (False, True)):
+            tensors = (x, *[None] * 4, weight, *[None] * 4, stored)
+            _, launch = kernels.forward_launch.__wrapped__(torch.device("cpu"), width, tensors, rms, False, dropout)
+            shape = launch.constants[1:4] if launch.kernel is kernels.forward else launch.constants[1:2]
+            orders.add((launch.kernel.fn.__name__, shape, launch.warps))
+        assert len(orders) == 1, (width, orders)
 
 
 def test_postnorm_returns_what_prenorm_does_and_so_do_its_gradients():

@@ -418,16 +418,17 @@ def forward_launch(
 ) -> tuple[int, _op.Launch]:
     """The kernel, and how many rows a program of it takes."""
     flags = (rms, zero_centered, dropout, dtypes[0] == torch.float64)
-    element = max(dtypes[0].itemsize, dtypes[-1].itemsize)
+    element, stored = max(dtypes[0].itemsize, dtypes[-1].itemsize), dtypes[-1].itemsize
+    # The order of a sum over a row, that is block and warps, depends on norm, width and the sum's dtype alone: so
+    # `norm(residual_out)` has the bits of `out` whatever else went into it. When the weights are loaded changes nothing
+    # but the time.
     if width > _WIDEST_ROW or width * element > 4 * _WIDEST_ROW:
-        block, warps = (2048, 4) if element == 2 else (4096, 8)
+        block, warps = (2048, 4) if stored == 2 else (4096, 8)
         return 1, _op.Launch(wide_forward, device, (width, block, *flags), warps)
     block = max(16, _power_of_two(width))
     rows, full = max(1, 1024 // block), element > 2
-    # The order of a sum over a row, that is block and warps, depends on norm and width alone: so `norm(residual_out)`
-    # has the bits of `out` whatever else went into it. When the weights are loaded changes nothing but the time.
     if rms and block > 8192:
-        block, warps, early = 4096, 16, True
+        block, warps, early = 4096 if stored == 2 else block, 16, True
     elif rms:
         warps, early = max(4, block // 512), block < 8192 and (full or not dropout)
     elif block == 8192:
