@@ -138,6 +138,14 @@ def test_a_point_of_the_roofline_is_what_the_work_reaches_of_its_limit(device):
     assert points[0].limit == example(device).ceilings["flops"]["bf16"]
 
 
+@pytest.mark.parametrize(("share", "doubted"), [(0.6, False), (1.04, False), (1.2, True)])
+def test_products_beyond_their_limit_make_the_ceilings_doubtful(share, doubted):
+    answer = example()
+    flops = {name: rate * 0.6 / share for name, rate in answer.ceilings["flops"].items()}
+    answer = dataclasses.replace(answer, ceilings={**answer.ceilings, "flops": flops})
+    assert ("Products reach up to 120% of their limit" in page(answer)) == doubted
+
+
 # The page
 
 

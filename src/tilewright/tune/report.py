@@ -251,7 +251,9 @@ def _kernels(answer: Answer, figures: dict[str, Any]) -> str:
     )
     drawn = anatomy.roofline(answer)
     table = _observed(answer) if answer.work else _profiled(answer)
-    return _section("Kernels and their limit", note, _plot("roofline", "Roofline", drawn, figures), table)
+    doubt = anatomy.doubted_ceilings(answer)
+    parts = ([_none(doubt)] if doubt else []) + [_plot("roofline", "Roofline", drawn, figures), table]
+    return _section("Kernels and their limit", note, *parts)
 
 
 def _observed(answer: Answer) -> str:

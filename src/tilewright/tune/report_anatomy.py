@@ -228,6 +228,20 @@ def roofline_points(answer: Answer) -> list[Point] | str:
     return points or "Of none of the kernels that were observed is it known what they had to do."
 
 
+def doubted_ceilings(answer: Answer) -> str | None:
+    """A sentence where products pass the rate that was measured for them, which no cache explains."""
+    points, (copy_rate, _) = roofline_points(answer), _ceilings(answer)
+    if isinstance(points, str):
+        return None
+    beyond = max((each.share for each in points if each.limit < copy_rate * each.intensity), default=0.0)
+    if beyond < 1.05:
+        return None
+    return (
+        f"Products reach up to {beyond:.0%} of their limit, so the machine was slower while its ceilings were measured "
+        "than it was later: something else ran on it. Every share of a limit here is too high."
+    )
+
+
 def _ceilings(answer: Answer) -> tuple[float, dict[str, float]]:
     rates = {name: rate for name, rate in (answer.ceilings.get("flops") or {}).items() if rate}
     return answer.ceilings.get("copy_bytes_per_second") or 0.0, rates
