@@ -11,6 +11,7 @@ from ops.contract import DEVICE, on_gpu
 from tilewright.errors import UserError
 from tilewright.measure.corpus import corpus
 from tilewright.models import GPT
+from tilewright.nn import GeluMLP
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.gpt import LLAMA, PRESETS, GPTConfig, preset
 
@@ -82,6 +83,72 @@ def test_a_bias_that_the_next_norm_adds_is_the_bias(mlp, recompute):
         with torch.no_grad():
             model(batch)
     torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("residual", ["auto", "bf16"])
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_what_is_computed_again_has_the_bits_that_forward_had(how, residual):
+    """Under autocast, where a bias added by the product is rounded with it, and one added by the norm is not."""
+    batch, found = tokens(), []
+    for recompute in ("none", how):
+        _, model = pair(dataclasses.replace(SMALL, residual=residual, recompute=recompute))
+        with torch.autocast(DEVICE, torch.bfloat16):
+            model(batch, batch).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs):
+        return self.inner(*inputs)
+
+
+def wrap_products(model):
+    for block in model.blocks:
+        block.attention.out = Wrapped(block.attention.out)
+        if type(block.mlp) is GeluMLP:  # the standard one does not call its products
+            block.mlp.down = Wrapped(block.mlp.down)
+
+
+def wrap_sublayers(model):
+    for block in model.blocks:
+        block.attention, block.mlp = Wrapped(block.attention), Wrapped(block.mlp)
+
+
+def freeze_a_block(model):
+    model.blocks[0].forward = torch.no_grad()(model.blocks[0].forward)
+
+
+def listen_to_the_tables(model):
+    model.token.register_forward_hook(lambda module, inputs, output: model.__dict__.setdefault("heard", output))
+
+
+@pytest.mark.parametrize("change", [wrap_products, wrap_sublayers, freeze_a_block, listen_to_the_tables])
+@pytest.mark.parametrize("block", [0, 1], ids=["standard", "optimized"])
+def test_whoever_wraps_a_module_gets_the_same_model(block, change):
+    batch, model = tokens(), pair()[block]
+    expected = model(batch, batch).detach()
+    change(model)
+    torch.testing.assert_close(model(batch, batch).detach(), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch, batch), expected)
+    assert change is not listen_to_the_tables or "heard" in model.__dict__
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_bfloat16_stream_stays_one(recompute, monkeypatch):
+    monkeypatch.setattr(sys.modules["tilewright.models.gpt"], "runs_kernel", lambda x: False)  # nor does a compiler
+    _, model = pair(dataclasses.replace(SMALL, residual="bf16", recompute=recompute))
+    seen = []
+    for block in model.blocks:
+        block.norm2.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs[1].dtype))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        model(tokens(), tokens())
+    assert set(seen) == {torch.bfloat16}
 
 
 def test_a_checkpoint_of_either_continues_in_the_other(tmp_path):

@@ -23,6 +23,7 @@ OP = sys.modules["tilewright.ops.embedding"]
 @pytest.fixture(autouse=True)
 def kernels_at_every_size(monkeypatch):
     monkeypatch.setattr(OP, "HOST_BOUND", -1)
+    monkeypatch.setattr(OP, "CROWDED", 10**9)
 
 
 def draw(classes, *shape):

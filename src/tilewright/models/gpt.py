@@ -30,7 +30,7 @@ from tilewright.plan.gpt import GPTConfig
 
 
 def _sum(x: Tensor, residual: Tensor | None, x_bias: Tensor | None, p: float) -> Tensor:
-    x = F.dropout(x if x_bias is None else x + x_bias, p)
+    x = F.dropout(x if x_bias is None else (x + x_bias).to(x.dtype), p)
     return x if residual is None else x + residual
 
 
@@ -57,20 +57,20 @@ class StandardDropoutAddNorm(nn.Module):
 class StandardGeluMLP(GeluMLP):
     """Two products with a GELU between them, as PyTorch does it."""
 
-    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
+    def forward(self, x: Tensor, recompute: bool = False, *, with_bias: bool = True) -> Tensor:
         inner = F.gelu(F.linear(x, self.up.weight, self.up.bias), approximate=self.approximate)
-        return F.linear(inner, self.down.weight, self.down.bias)
+        return F.linear(inner, self.down.weight, self.down.bias if with_bias else None)
 
 
 class StandardGatedMLP(GatedMLP):
     """Three products and a gate, as PyTorch does it."""
 
-    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
+    def forward(self, x: Tensor, recompute: bool = False, *, with_bias: bool = True) -> Tensor:
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         x, gated = F.linear(x, up.weight, up.bias), F.linear(x, gate.weight, gate.bias)
         approximate = _approximate(self.activation)
         gated = F.silu(gated) if self.activation == "swiglu" else F.gelu(gated, approximate=approximate)
-        return F.linear(gated * x, down.weight, down.bias)
+        return F.linear(gated * x, down.weight, down.bias if with_bias else None)
 
 
 class StandardRoPE(RoPE):
@@ -122,8 +122,11 @@ class Attention(nn.Module):
         self.qkv = linear(config.width, (self.heads + 2 * self.key_heads) * self.head_dim, config.bias)
         self.out = linear(config.width, config.width, config.bias)
 
-    def forward(self, x: Tensor, rope: nn.Module | None) -> Tensor:
-        return self.out(self.mix(self.project(x), rope))
+    def forward(self, x: Tensor, rope: nn.Module | None, with_bias: bool = True) -> Tensor:
+        return self.project_out(self.mix(self.project(x), rope), with_bias)
+
+    def project_out(self, mixed: Tensor, with_bias: bool) -> Tensor:
+        return self.out(mixed) if with_bias else self.out(mixed, with_bias=False)
 
     def project(self, x: Tensor) -> list[Tensor]:
         """Queries, keys and values, each of (batch, sequence, heads, head_dim)."""
@@ -142,8 +145,12 @@ class Attention(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
-def _late_bias(product: nn.Linear) -> Tensor | None:
-    return product.late_bias if isinstance(product, Linear) else None
+def _late_bias(product: nn.Module) -> Tensor | None:
+    """The bias that a norm may add in the product's stead: where there will be a backward, which then sums up its
+    gradient on the way. Of nobody else's module, and not of a parameter that is in pieces until its module runs."""
+    if type(product) is not Linear or type(product.bias) is not nn.Parameter or not torch.is_grad_enabled():
+        return None
+    return product.bias
 
 
 class Block(nn.Module):
@@ -155,74 +162,77 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.norm2 = _norm(config)
         self.mlp = _mlp(config)
-        if config.gpt_block == "optimized":  # the norm that takes a product adds its bias
-            self.attention.out.bias_later = True  # type: ignore[assignment]
-            if type(self.mlp) in (GeluMLP, GatedMLP):
-                self._last.bias_later = True  # type: ignore[assignment]
+        self.leaves_biases = config.gpt_block == "optimized"  # to the norms
 
-    @property
-    def _last(self) -> nn.Linear:
-        """The block's last product."""
-        return self.mlp.down_proj if isinstance(self.mlp, GatedMLP) else self.mlp.down  # type: ignore[return-value]
-
-    @property
     def late_bias(self) -> Tensor | None:
-        """What the next norm has to add to the x that this block returns."""
-        return _late_bias(self._last)
+        """What the next norm may add to the x that this block returns, if `forward` is told."""
+        if not self.leaves_biases or type(self.mlp) not in (GeluMLP, GatedMLP):
+            return None
+        return _late_bias(self.mlp.down if type(self.mlp) is GeluMLP else self.mlp.down_proj)  # type: ignore[arg-type]
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None = None,
+        with_bias: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Args: `x_bias` is what was left out of x; without `with_bias`, `late_bias` is left out of the result."""
         x, residual = self.norm1(x, residual, x_bias=x_bias)
-        return self._sublayers(x, residual, rope)
+        return self._sublayers(x, residual, rope, with_bias)
 
-    def _sublayers(self, x: Tensor, residual: Tensor, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
-        x, residual = self._norm2(self.attention(x, rope), residual)
-        return self.mlp(x), residual
+    def _sublayers(self, x: Tensor, residual: Tensor, rope: nn.Module | None, with_bias: bool) -> tuple[Tensor, Tensor]:
+        late = self._attention_bias()
+        x = self.attention(x, rope) if late is None else self.attention(x, rope, with_bias=False)
+        x, residual = self.norm2(x, residual, x_bias=late)
+        return self._feed(x, with_bias), residual
 
-    def _norm2(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm2(x, residual, x_bias=_late_bias(self.attention.out))
+    def _attention_bias(self) -> Tensor | None:
+        """What the second norm is to add to what attention returns."""
+        return _late_bias(self.attention.out) if self.leaves_biases and type(self.attention) is Attention else None
+
+    def _feed(self, x: Tensor, with_bias: bool, **options: bool) -> Tensor:
+        return self.mlp(x, **options) if with_bias else self.mlp(x, with_bias=False, **options)
 
     def recomputed(
-        self, how: str, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, how: str, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None = None,
+        with_bias: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`forward`, keeping less for backward, which computes the rest again.
 
         "full" keeps what goes in. "selective" keeps the residual stream, once, and the large products but the output's,
         and attention; norms and activations, which are cheap, and the output product, the smallest, run again.
         """
         if how == "full":
-            return checkpoint(self, x, residual, rope, x_bias, use_reentrant=False)
+            return checkpoint(self, x, residual, rope, x_bias, with_bias, use_reentrant=False)
         if isinstance(self.norm1, DropoutAddNorm) and runs_kernel(x) and not is_traced(x):
-            return self._selectively(x, residual, rope, x_bias)
+            return self._selectively(x, residual, rope, x_bias, with_bias)
         residual = _sum(x, residual, x_bias, self.norm1.p if self.training else 0.0)
         contexts = functools.partial(create_selective_checkpoint_contexts, _keeps)
-        return checkpoint(self._from_sum, residual, rope, use_reentrant=False, context_fn=contexts)
+        return checkpoint(self._from_sum, residual, rope, with_bias, use_reentrant=False, context_fn=contexts)
 
     def _selectively(
-        self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None
+        self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None, with_bias: bool
     ) -> tuple[Tensor, Tensor]:
         """By giving up tensors one by one, which a host can afford that launches op by op."""
-        attention, norm1, norm2, mlp = self.attention, self.norm1, self.norm2, self.mlp
+        attention, norm1, norm2 = self.attention, self.norm1, self.norm2
         x, first = norm1(x, residual, x_bias=x_bias)
         with forgetting(is_memory_of(x), lambda: norm1.normalise(first)):
             qkv = attention.project(x)
         mixed = attention.mix(qkv, rope)
+        late = self._attention_bias()  # now, for what runs again must run alike
         # With dropout the sum cannot be made twice alike; a small norm is PyTorch's, which saves what it likes.
         if norm2.p > 0 or (first.is_cuda and first.numel() <= HOST_BOUND):
-            x, second = self._norm2(attention.out(mixed), first)
+            x, second = norm2(attention.project_out(mixed, late is None), first, x_bias=late)
             with forgetting(is_memory_of(x), lambda: norm2.normalise(second)):
-                return mlp(x, recompute=True), second
-        again = Shared(lambda: self._norm2(attention.out(mixed), first))
-        branch = attention.out(mixed)
+                return self._feed(x, with_bias, recompute=True), second
+        again = Shared(lambda: norm2(attention.project_out(mixed, late is None), first, x_bias=late))
+        branch = attention.project_out(mixed, late is None)
         # The one tensor of this shape that the norm saves is the sum that it returns.
         with forgetting(lambda kept: kept.shape == first.shape, lambda: again.take(1, last=True)):
-            x, second = self._norm2(branch, first)
+            x, second = norm2(branch, first, x_bias=late)
         with forgetting(is_memory_of(x), lambda: again.take(0)):
-            return mlp(x, recompute=True), second
+            return self._feed(x, with_bias, recompute=True), second
 
-    def _from_sum(self, residual: Tensor, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
-        return self._sublayers(self.norm1.normalise(residual), residual, rope)
+    def _from_sum(self, residual: Tensor, rope: nn.Module | None, with_bias: bool) -> tuple[Tensor, Tensor]:
+        return self._sublayers(self.norm1.normalise(residual), residual, rope, with_bias)
 
 
 def _keeps(context: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
@@ -235,6 +245,12 @@ def _keeps(context: Any, op: Any, *arguments: Any, **options: Any) -> Checkpoint
     else:
         keep = "scaled_dot_product" in op.name()
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_plain(table: nn.Module) -> bool:
+    """Whether a table is PyTorch's own, and nobody listens to what it returns: then it need not run by itself."""
+    own = type(table) is nn.Embedding and table.padding_idx is None and table.max_norm is None
+    return own and not (table._forward_hooks or table._forward_pre_hooks or table._backward_hooks)
 
 
 class GPT(nn.Module):
@@ -281,10 +297,10 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        stream = torch.bfloat16 if self.config.residual == "bf16" else self.token.weight.dtype
-        if self.config.gpt_block == "optimized" and torch.is_grad_enabled():  # most of its time is backward's
-            places = None if self.position is None else self.position.weight
-            return embedding(tokens, self.token.weight, places, dtype=stream)
+        tables = [self.token] if self.position is None else [self.token, self.position]
+        stream = torch.bfloat16 if self.config.residual == "bf16" else tables[-1].weight.dtype
+        if self.config.gpt_block == "optimized" and all(map(_is_plain, tables)):
+            return embedding(tokens, *(table.weight for table in tables), dtype=stream)
         x = self.token(tokens)
         if self.position is not None:
             x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
@@ -298,11 +314,12 @@ class GPT(nn.Module):
         residual = x_bias = None
         for block, how in zip(self.blocks, self.recompute, strict=True):
             assert isinstance(block, Block)
+            late = block.late_bias()  # asked once: who leaves it out and who adds it must be of one mind
             if how in ("selective", "full") and torch.is_grad_enabled():
-                x, residual = block.recomputed(how, x, residual, self.rope, x_bias)
+                x, residual = block.recomputed(how, x, residual, self.rope, x_bias, late is None)
             else:
-                x, residual = block(x, residual, self.rope, x_bias)
-            x_bias = block.late_bias
+                x, residual = block(x, residual, self.rope, x_bias, late is None)
+            x_bias = late
         x, _ = self.norm(x, residual, x_bias=x_bias)
         if targets is not None and self.config.loss == "linear_fused":
             return linear_cross_entropy(x, self.token.weight, targets)

@@ -21,7 +21,12 @@ _GATED: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def _project(down: Linear, activate: Callable[..., torch.Tensor], inner: tuple[torch.Tensor, ...], again: bool) -> Any:
+def _project(
+    down: Callable[..., torch.Tensor],
+    activate: Callable[..., torch.Tensor],
+    inner: tuple[torch.Tensor, ...],
+    again: bool,
+) -> Any:
     """``down(activate(*inner))``; `again`: what `down` would keep of the activation, backward computes again."""
     if not again or not torch.is_grad_enabled():
         return down(activate(*inner))
@@ -69,9 +74,11 @@ class GatedMLP(torch.nn.Module):
         self.up_proj = Linear(width, inner, bias, device=device, dtype=dtype)
         self.down_proj = Linear(inner, width, bias, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, recompute: bool = False) -> torch.Tensor:
-        inner = self.gate_proj(x), self.up_proj(x)
-        return _project(self.down_proj, _GATED[self.activation], inner, self.recompute or recompute)
+    def forward(self, x: torch.Tensor, recompute: bool = False, *, with_bias: bool = True) -> torch.Tensor:
+        """Without the bias of its last product, if the caller adds that: see `Linear`."""
+        inner, down = (self.gate_proj(x), self.up_proj(x)), self.down_proj
+        project = down if with_bias else functools.partial(down, with_bias=False)
+        return _project(project, _GATED[self.activation], inner, self.recompute or recompute)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
@@ -108,8 +115,10 @@ class GeluMLP(torch.nn.Module):
         self.up = Linear(width, inner, bias, device=device, dtype=dtype)
         self.down = Linear(inner, width, bias, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, recompute: bool = False) -> torch.Tensor:
-        return _project(self.down, self._activate, (linear(x, self.up.weight),), self.recompute or recompute)
+    def forward(self, x: torch.Tensor, recompute: bool = False, *, with_bias: bool = True) -> torch.Tensor:
+        """Without the bias of its last product, if the caller adds that: see `Linear`."""
+        project = self.down if with_bias else functools.partial(self.down, with_bias=False)
+        return _project(project, self._activate, (linear(x, self.up.weight),), self.recompute or recompute)
 
     def _activate(self, inner: torch.Tensor) -> torch.Tensor:
         return bias_gelu(inner, self.up.bias, approximate=self.approximate)

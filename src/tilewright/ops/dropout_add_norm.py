@@ -6,8 +6,8 @@
 residual_out is rounded to residual_dtype before its norm is taken. x_bias is the bias of the product that made x: its
 gradient, the sum of x's over all rows, comes with those of the norm and takes no pass of its own.
 
-Saved for backward: residual_out, 1/std and mean of every row, the weight and a 64-bit seed; x only when a scale needs
-its gradient. The dropout mask is never stored: backward draws it again from the seed.
+Saved for backward: residual_out, 1/std and mean of every row, weight, x_bias and a 64-bit seed; x only when a scale
+needs its gradient. The dropout mask is never stored: backward draws it again from the seed.
 
 Floor at 2 bytes an element, prenorm: forward reads x and residual, writes out and residual_out: 8 bytes. Backward
 reads two gradients and residual_out, writes two gradients: 10 bytes, or 8 when p = 0 lets one tensor serve as the
@@ -191,7 +191,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     needs = ctx.needs_input_grad
     seed_tensor, seed_value = (seed, None) if isinstance(seed, torch.Tensor) else (None, seed)
     kept_x = x if needs[3] or needs[4] else None
-    ctx.save_for_backward(output[1], kept_x, rowscale, layerscale, weight, x_bias, output[2], seed_tensor)
+    kept_bias = x_bias if kept_x is not None or needs[7] else None
+    ctx.save_for_backward(output[1], kept_x, rowscale, layerscale, weight, kept_bias, output[2], seed_tensor)
     # With nothing between x and the sum, the gradients of the summands are the same numbers: one tensor serves all.
     shared = p == 0.0 and rowscale is None and layerscale is None and x.dtype == output[1].dtype
     wanted = (any(needs[:3]), False, False, *needs[3:8]) if shared else needs[:8]

@@ -27,6 +27,7 @@ __all__ = ["embedding", "reference"]
 _NAME = "embedding"
 _ONCE = "embedding has no second derivative: leave out create_graph=True, or use torch.nn.functional.embedding."
 HOST_BOUND = 65536  # elements up to which an eager call is the host's time alone
+CROWDED = 8  # tokens a class, on average, from which their sums take PyTorch's more even way
 
 Tensor = torch.Tensor
 
@@ -90,7 +91,7 @@ def embedding(
         position: ``(at least sequence, width)``, of the weight's dtype; None for none.
         dtype: of the result; left out, the weight's.
 
-    Under ``torch.compile`` and for few tokens this is plain PyTorch.
+    Under ``torch.compile``, for few tokens, and for many of few classes this is plain PyTorch.
 
     >>> import torch
     >>> weight, position = torch.randn(10, 4), torch.randn(6, 4)
@@ -98,10 +99,15 @@ def embedding(
     torch.Size([1, 3, 4])
     """
     _check(tokens, weight, position, dtype)
-    small = tokens.numel() * weight.shape[1] <= HOST_BOUND and weight.is_cuda
-    if small or not _op.runs_kernel(weight) or _op.is_traced(tokens, weight, position):
+    if not _op.runs_kernel(weight) or _op.is_traced(tokens, weight, position) or not _pays(tokens, weight):
         return reference(tokens, weight, position, dtype)
     return _eager(tokens, weight, position, dtype or weight.dtype)
+
+
+def _pays(tokens: Tensor, weight: Tensor) -> bool:
+    """Of few tokens the host is all that counts; of many in few classes, one program a class would be few programs."""
+    classes, width = weight.shape
+    return tokens.numel() * width > HOST_BOUND and tokens.numel() <= CROWDED * classes
 
 
 def _check(tokens: Any, weight: Any, position: Any, dtype: Any) -> None:

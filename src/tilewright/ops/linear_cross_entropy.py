@@ -371,8 +371,8 @@ def linear_cross_entropy(
             ``tilewright.ops.cross_entropy``. Ignored tokens are not computed at all.
         memory: bytes to take beside the gradients: 64 a token, the rest for logits, of which it holds at least those of
             16 tokens or 16 classes. Left out: an eighth of all logits, and 512 MiB at most, and the 64 a token. More is
-            faster, up to a point. (Where some tokens are ignored and a second pass is needed, a copy of the others
-            comes on top of half of it.)
+            faster, up to a point. (Under autocast the weight in its dtype comes on top; where some tokens are ignored
+            and a second pass is needed, a copy of the others on top of half of it.)
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
