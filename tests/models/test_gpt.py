@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.contract import DEVICE, on_gpu
+from ranks import run_ranks
 from tilewright.errors import UserError
 from tilewright.measure.corpus import corpus
 from tilewright.models import GPT
@@ -149,6 +150,25 @@ def test_a_bfloat16_stream_stays_one(recompute, monkeypatch):
     with torch.autocast(DEVICE, torch.bfloat16):
         model(tokens(), tokens())
     assert set(seen) == {torch.bfloat16}
+
+
+def _sharded(rank, ranks):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    _, model = pair()
+    expected = model(tokens(), tokens()).detach()
+    mesh = init_device_mesh("cpu", (ranks,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    loss = model(tokens(), tokens())
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="two processes over gloo, on the CPU")
+def test_blocks_sharded_by_fsdp2_are_the_same_model():
+    run_ranks(_sharded, 2, 2)
 
 
 def test_a_checkpoint_of_either_continues_in_the_other(tmp_path):
