@@ -93,21 +93,32 @@ def _chain(device: torch.device) -> None:
 
 
 def _cpu(seconds: float) -> dict[str, Any]:
-    size, count = 1024, 2**25
+    count = 2**25
     source, target, small = torch.rand(count), torch.empty(count), torch.zeros(1)
-    halves = [torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2)]
-    wholes = [torch.randn(size, size) for _ in range(2)]
     took = functools.partial(_took, seconds=seconds / 5)
     return {
         "memory_bytes": _host()["memory_bytes"],
         "copy_bytes_per_second": 2 * source.nbytes / took(lambda: target.copy_(source)),
         "flops": {
-            "fp32": 2 * size**3 / took(lambda: wholes[0] @ wholes[1]),
-            "bf16": 2 * size**3 / took(lambda: halves[0] @ halves[1]),
+            name: _product_rate(lambda size, dtype=dtype: torch.randn(size, size).to(dtype), seconds / 5)  # type: ignore[misc]
+            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
         },
         "launch_seconds": took(functools.partial(_chain, torch.device("cpu"))) / (2 * _LINKS),
         "kernel_seconds": took(lambda: [small.add_(1) for _ in range(_LINKS)]) / _LINKS,
     }
+
+
+def _product_rate(make: Callable[[int], Any], seconds: float) -> float:
+    """FLOPs a second, of as large a product as there is time for: a processor without instructions for bfloat16 takes
+    seconds where others take milliseconds."""
+    for size in (128, 256, 512, 1024):
+        a, b = make(size), make(size)
+        _ = a @ b
+        began = time.perf_counter()
+        _ = a @ b
+        if 8 * (time.perf_counter() - began) > seconds:  # the next size has eight times the work
+            break
+    return 2 * size**3 / _took(lambda: a @ b, seconds)
 
 
 def _took(function: Callable[[], object], seconds: float) -> float:
