@@ -136,7 +136,7 @@ def test_a_loss_that_is_no_number_is_an_outcome_and_saves_nothing(monkeypatch):
     [
         ("not_a_number", "not finite", "the loss of step 3 is not a finite number."),
         ("starves", "out of memory", "CUDA out of memory. Tried to allocate 2.00 GiB."),
-        ("starves_on_the_host", "out of memory", "allocate memory"),
+        ("starves_on_the_host", "out of memory", "you tried to allocate"),
         ("starves_at_once", "out of memory", "CUDA out of memory. Tried to allocate 9.00 GiB."),
         ("fails", "error", "RuntimeError: the third step is cursed"),
         ("raises", "refused", "raised RuntimeError: no such file;"),
@@ -210,7 +210,7 @@ def test_the_probe_says_what_the_machine_can_do():
     result, _ = done(kind="probe", device="cpu", seconds=0.2, own_model="tune.factories:with_attribute")
     found = result["value"]
     assert 1e8 < found["copy_bytes_per_second"] < 1e13 and set(found["flops"]) == {"fp32", "bf16"}
-    assert all(1e8 < flops < 1e15 for flops in found["flops"].values())
+    assert all(1e6 < flops < 1e15 for flops in found["flops"].values())
     assert 1e-8 < found["kernel_seconds"] < 1e-3 and 1e-7 < found["launch_seconds"] < 1e-2
     assert found["memory_bytes"] == found["host"]["memory_bytes"] > 2**28 and found["host"]["cores"] >= 1
     assert found["host"]["cpu"] and found["device"] == "cpu" and found["machine"]["torch"] == torch.__version__

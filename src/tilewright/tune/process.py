@@ -43,7 +43,9 @@ PATIENCE = 3.0  # seconds for a killed process to be gone: a driver may hold on 
 DRAIN = 1.0  # seconds to read what is left in the pipes; more only where somebody unknown holds them open
 PR_SET_CHILD_SUBREAPER = 36
 # In lower case. The allocators of CUDA, of C++, of PyTorch on a CPU, and of Python.
-NO_MEMORY = ("out of memory", "out_of_memory", "bad_alloc", "allocate memory", "memoryerror", "oom-kill")
+NO_MEMORY = (
+    "out of memory", "out_of_memory", "bad_alloc", "allocate memory", "not enough memory", "memoryerror", "oom-kill"
+)  # fmt: skip
 RAISED = re.compile(r"[\w.]*(Error|Exception)\b|Fatal Python error")
 
 

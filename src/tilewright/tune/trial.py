@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: a process without a parent i
 Job = dict[str, Any]
 Say = Callable[[dict[str, Any]], None]
 LOSSES = 20  # of the first steps, for a comparison of curves
-_MEMORY_RAN_OUT = ("out of memory", "allocate memory", "alloc_failed")  # as CUDA, the host and cuBLAS say it
+_MEMORY_RAN_OUT = ("out of memory", "allocate memory", "not enough memory", "alloc_failed")  # CUDA, hosts, cuBLAS
 
 
 class NotFinite(Exception):
@@ -131,6 +131,8 @@ def outcome_of(error: BaseException) -> tuple[str, str]:
     ('refused', 'threads is -1; it must be at least 0.')
     >>> outcome_of(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     ('out of memory', 'CUDA out of memory. Tried to allocate 2.00 GiB.')
+    >>> outcome_of(RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."))[0]
+    'out of memory'
     """
     reason: BaseException | None = error
     while reason is not None:  # a sentence for the user has the error itself behind it
