@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewright.ops import _op, activation_kernels, cross_entropy_kernels, rope_kernels
+from tilewright.ops import _op, activation_kernels, cross_entropy_kernels, embedding_kernels, rope_kernels
 from tilewright.ops import dropout_add_norm_kernels as kernels
 
 H200 = torch.device("cuda", 0)
@@ -98,6 +98,16 @@ def activation(dtype: torch.dtype, width: int, kind: str, form: str, bias: torch
     yield "backward", resources(plan.launch, [POINTER[dtype], *types, *outputs, "i64", "i64", "i64"])
 
 
+def embedding(stored: torch.dtype, dtype: torch.dtype, width: int):
+    """Token and position tables in one dtype, the result and its gradient in another."""
+    tensors = (torch.int64, stored, stored, dtype)
+    _, _, launch = embedding_kernels._launch(embedding_kernels.forward, H200, width, tensors)
+    yield "forward", resources(launch, ["*i64", *[POINTER[t] for t in tensors[1:]], *["i64"] * 3])
+    tensors = (dtype, torch.int64, torch.int64, stored)
+    _, _, launch = embedding_kernels._launch(embedding_kernels.backward, H200, width, tensors)
+    yield "backward", resources(launch, [POINTER[dtype], "*i64", "*i64", POINTER[stored]])
+
+
 def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleaved: bool):
     """Out of place and in place, with position ids."""
     tensors = (*[dtype] * 4, torch.float32, torch.float32, torch.int64)
@@ -116,6 +126,6 @@ if __name__ == "__main__":
     for line in sys.stdin:
         op, *arguments = json.loads(line)
         arguments = [getattr(torch, a, a) if isinstance(a, str) and "float" in a else a for a in arguments]
-        ops = {f.__name__: f for f in (activation, cross_entropy, dropout_add_norm, rope)}
+        ops = {f.__name__: f for f in (activation, cross_entropy, dropout_add_norm, embedding, rope)}
         for name, usage in ops[op](*arguments):
             print(json.dumps({"kernel": name, **usage}), flush=True)
