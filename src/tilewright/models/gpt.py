@@ -3,9 +3,9 @@
 Between two sublayers a GPT always does the same three things: dropout on what the last sublayer gave, add it to the
 residual stream, normalise the sum for the next sublayer. So a block takes and returns the pair (x, residual), x not yet
 added, and those three things happen at the start of each sublayer, in one module (which may add the bias of the product
-before it as well). `gpt_block` chooses what runs between
-the products: `standard` are PyTorch's own ops, `optimized` one fused kernel for each of norm, activation and rotary
-embedding, and the quickest algorithm for each product. Both have the same parameters under the same names.
+before it as well). `gpt_block` chooses what runs between the products: `standard` are PyTorch's own ops, `optimized` is
+one fused kernel for each of embeddings, norm, activation and rotation, and the quickest algorithm for each product.
+Both have the same parameters under the same names.
 """
 
 from __future__ import annotations
