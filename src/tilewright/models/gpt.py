@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
+from tilewright.nn.linear import is_unheard
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
 from tilewright.ops import cross_entropy, embedding, linear, linear_cross_entropy
 from tilewright.ops._op import is_traced, runs_kernel
@@ -250,7 +251,7 @@ def _keeps(context: Any, op: Any, *arguments: Any, **options: Any) -> Checkpoint
 def _is_plain(table: nn.Module) -> bool:
     """Whether a table is PyTorch's own, and nobody listens to what it returns: then it need not run by itself."""
     own = type(table) is nn.Embedding and table.padding_idx is None and table.max_norm is None
-    return own and not (table._forward_hooks or table._forward_pre_hooks or table._backward_hooks)
+    return own and is_unheard(table)
 
 
 class GPT(nn.Module):

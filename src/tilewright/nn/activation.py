@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tilewright.nn.linear import Linear
+from tilewright.nn.linear import Linear, is_unheard
 from tilewright.nn.recompute import forgetting, is_memory_of
 from tilewright.ops.activation import bias_gelu, geglu, swiglu
+from tilewright.ops.gelu_mlp import gelu_mlp
 from tilewright.ops.linear import linear
 
 _GATED: dict[str, Callable[..., torch.Tensor]] = {
@@ -85,7 +86,7 @@ class GatedMLP(torch.nn.Module):
 
 
 class GeluMLP(torch.nn.Module):
-    """``down(gelu(up(x)))``, where the kernel of the activation adds the bias of `up`.
+    """``down(gelu(up(x)))``, by `ops.gelu_mlp`.
 
     Args:
         width: size of the last dimension, in and out.
@@ -117,8 +118,12 @@ class GeluMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, recompute: bool = False, *, with_bias: bool = True) -> torch.Tensor:
         """Without the bias of its last product, if the caller adds that: see `Linear`."""
-        project = self.down if with_bias else functools.partial(self.down, with_bias=False)
-        return _project(project, self._activate, (linear(x, self.up.weight),), self.recompute or recompute)
+        up, down, again = self.up, self.down, self.recompute or recompute
+        if not again and type(down) is Linear and is_unheard(down):
+            bias = down.bias if with_bias else None
+            return gelu_mlp(x, up.weight, up.bias, down.weight, bias, approximate=self.approximate)
+        project = down if with_bias else functools.partial(down, with_bias=False)
+        return _project(project, self._activate, (linear(x, up.weight),), again)
 
     def _activate(self, inner: torch.Tensor) -> torch.Tensor:
         return bias_gelu(inner, self.up.bias, approximate=self.approximate)

@@ -10,6 +10,11 @@ import torch
 from tilewright.ops.linear import linear, linear_parts
 
 
+def is_unheard(module: torch.nn.Module) -> bool:
+    """Whether nobody listens to what goes in and comes out: then it need not run by itself."""
+    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
 class Linear(torch.nn.Linear):
     """``torch.nn.Linear`` whose products run by the quickest of cuBLASLt's algorithms; same parameters and names.
 

@@ -1,0 +1,148 @@
+"""Kernels in CUDA C++, where Triton does not reach the limit: compiled by NVRTC when first asked for, started by the
+driver, both reached by ctypes. What torch brings is all it takes: no compiler, no headers, no build."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+_SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_*B
+_L2_256B = 3  # CU_TENSOR_MAP_L2_PROMOTION_*
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_*
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+
+_NVRTC = {
+    "nvrtcCreateProgram": (c_void_p, c_char_p, c_char_p, c_int, c_void_p, c_void_p),
+    "nvrtcCompileProgram": (c_void_p, c_int, c_void_p),
+    "nvrtcGetProgramLogSize": (c_void_p, c_void_p),
+    "nvrtcGetProgramLog": (c_void_p, c_void_p),
+    "nvrtcGetCUBINSize": (c_void_p, c_void_p),
+    "nvrtcGetCUBIN": (c_void_p, c_void_p),
+    "nvrtcDestroyProgram": (c_void_p,),
+}
+_DRIVER = {
+    "cuModuleLoadData": (c_void_p, c_void_p),
+    "cuModuleGetFunction": (c_void_p, c_void_p, c_char_p),
+    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
+    "cuLaunchKernel": (c_void_p, *(c_uint32,) * 7, c_void_p, c_void_p, c_void_p),
+    "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint32, *(c_void_p,) * 5, c_int, c_int, c_int, c_int),
+}
+
+
+def _declared(library: Any, signatures: dict[str, tuple[Any, ...]]) -> Any:
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_int
+    return library
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """NVRTC as torch has it, or None."""
+    if torch.version.cuda is None:
+        return None
+    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
+    beside = Path(torch.__file__).parent.parent / "nvidia"
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    for path in (name, *beside.glob(f"*/lib/{name}"), f"{toolkit}/lib64/{name}"):
+        try:
+            return _declared(ctypes.CDLL(str(path)), _NVRTC)
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+@functools.cache
+def _driver() -> Any:
+    return _declared(ctypes.CDLL("libcuda.so.1"), _DRIVER)
+
+
+def _must(status: int, what: str) -> None:
+    if status:
+        raise RuntimeError(f"CUDA could not {what}: status {status}.")
+
+
+def can_compile() -> bool:
+    """Whether there is a compiler to be had."""
+    return _nvrtc() is not None
+
+
+def _compile(source: Path, options: Sequence[str]) -> bytes:
+    nvrtc, program, size = _nvrtc(), c_void_p(), c_size_t()
+    text = source.read_bytes()
+    _must(nvrtc.nvrtcCreateProgram(byref(program), text, source.name.encode(), 0, None, None), "take a kernel's source")
+    try:
+        given = (c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            nvrtc.nvrtcGetProgramLogSize(program, byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(f"{source.name} does not compile: {log.value.decode(errors='replace')}")
+        _must(nvrtc.nvrtcGetCUBINSize(program, byref(size)), "tell the size of a kernel")
+        code = ctypes.create_string_buffer(size.value)
+        _must(nvrtc.nvrtcGetCUBIN(program, code), "give a kernel")
+    finally:
+        nvrtc.nvrtcDestroyProgram(byref(program))
+    return code.raw
+
+
+class Module:
+    """The kernels of a source file, compiled for one device, which stays theirs."""
+
+    def __init__(self, source: Path, device: int, macros: dict[str, int]) -> None:
+        self.name, self.handle = source.name, c_void_p()
+        major, minor = torch.cuda.get_device_capability(device)
+        options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
+        code = _compile(source, [*options, *(f"-D{name}={value}" for name, value in macros.items())])
+        with torch.cuda.device(device):
+            torch.empty(0, device="cuda")  # the driver wants a context, and this makes one
+            _must(_driver().cuModuleLoadData(byref(self.handle), code), f"load {self.name}")
+
+
+class Kernel:
+    """One kernel of a module."""
+
+    def __init__(self, module: Module, name: str, threads: int, shared_bytes: int) -> None:
+        self.function, self.threads, self.shared_bytes = c_void_p(), threads, shared_bytes
+        driver = _driver()
+        self.start = driver.cuLaunchKernel
+        status = driver.cuModuleGetFunction(byref(self.function), module.handle, name.encode())
+        _must(status, f"find {name} in {module.name}")
+        status = driver.cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+        _must(status, f"give {name} its shared memory")
+
+    def __call__(self, programs: int, arguments: Sequence[Any], device: int) -> None:
+        """On the current stream of the device. `arguments` are ctypes values and tensor maps, in the kernel's order."""
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self(programs, arguments, device)
+        addresses = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        status = self.start(
+            self.function, programs, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, addresses, None
+        )  # fmt: skip
+        _must(status, "start a kernel")
+
+
+def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:
+    """How bulk copies find boxes of so many columns and rows in a bfloat16 matrix whose rows are packed.
+
+    A row of a box, of 64 or 128 bytes, is swizzled. What a box has beyond the matrix is read as 0 and not written.
+    """
+    whole = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
+    encoded = (ctypes.c_char * _MAP_BYTES).from_buffer(whole, -ctypes.addressof(whole) % _MAP_ALIGNMENT)
+    status = _driver().cuTensorMapEncodeTiled(
+        byref(encoded), _BFLOAT16, 2, matrix.data_ptr(), (c_uint64 * 2)(*reversed(matrix.shape)),
+        (c_uint64 * 1)(matrix.stride(0) * matrix.element_size()), (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1),
+        0, _SWIZZLES[columns * matrix.element_size()], _L2_256B, 0,
+    )  # fmt: skip
+    _must(status, "describe a matrix to bulk copies")
+    return encoded

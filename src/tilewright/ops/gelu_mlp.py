@@ -1,0 +1,225 @@
+"""Two products with a GELU between them, the GELU on the way out of the products: no pass of its own over memory.
+
+    z    = x @ up^T + up_bias                    never in memory
+    a    = gelu(z), s = gelu'(z)                 both stored by the kernel that computes z
+    y    = a @ down^T + down_bias
+    dz   = (dy @ down) * s                       by the kernel of that product, which sums up the bias's gradient
+
+The derivative is computed in forward, from z in float32, and stored in its place: beside the exponential that the GELU
+takes anyway it is a few instructions, while in backward it would take longer than the product that it has to hide
+behind. It is rounded to 16 bits, but what it multiplies is not; plain PyTorch rounds that, and z.
+
+`gelu_mlp_kernels.cu` has the kernels, for bfloat16 on a Hopper. Everything else is `linear`, `bias_gelu`, `linear`.
+
+Saved for backward: x, a, s, and both weights in the dtype of the products.
+
+Floor: that of the products, 2 forward and 4 backward, each of 2 x tokens x width x inner FLOPs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tilewright.measure import work
+from tilewright.ops import _cublaslt, _cuda, _op
+from tilewright.ops.activation import bias_gelu
+from tilewright.ops.linear import linear
+from tilewright.plan.cost import Cost, product
+
+__all__ = ["cost", "gelu_mlp", "reference"]
+
+_NAME = "gelu_mlp"
+_ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
+_linear: Any = sys.modules["tilewright.ops.linear"]  # the module; its name in the package is the function's
+
+_SOURCE = Path(__file__).with_name("gelu_mlp_kernels.cu")
+_THREADS, _SHARED_BYTES = 384, 231_520
+_COLUMNS = 192  # of a tile; one of two neighbours loads half of what both need
+_ROWS = 256  # of the tiles of two neighbours
+
+Tensor = torch.Tensor
+
+
+def cost(tokens: int, width: int, inner: int, *, element_bytes: int = 2, backward: bool = False) -> Cost:
+    """The products; between them two tensors of the inner width are written, and in backward read.
+
+    >>> cost(1, 2, 8).flops, cost(1, 2, 8, backward=True).flops
+    (64, 128)
+    """
+    up, down = (product(tokens, *shape, element_bytes=element_bytes) for shape in ((inner, width), (width, inner)))
+    between = element_bytes * tokens * inner
+    if not backward:
+        written = up.bytes_written + between + down.bytes_written
+        return Cost(up.flops + down.flops, up.bytes_read + down.bytes_read, written)
+    # Read: dy twice, x, both weights, activations and slopes; dz is written and read twice. Written: the gradients.
+    weights, outer = element_bytes * width * inner, element_bytes * tokens * width
+    return Cost(2 * (up.flops + down.flops), 3 * outer + 2 * weights + 4 * between, outer + 2 * weights + between)
+
+
+def reference(
+    x: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None = None,
+    *, approximate: str = "tanh",
+) -> Tensor:  # fmt: skip
+    """The definition in plain PyTorch."""
+    return F.linear(F.gelu(F.linear(x, up, up_bias), approximate=approximate), down, down_bias)
+
+
+class _Kernels(NamedTuple):
+    value: _cuda.Kernel
+    gradient: _cuda.Kernel
+
+
+@functools.cache
+def _kernels(device: int) -> _Kernels | None:
+    """None where the device is no Hopper, or NVRTC is not to be found."""
+    if torch.cuda.get_device_capability(device) != (9, 0) or not _cuda.can_compile():
+        return None
+    try:
+        module = _cuda.Module(_SOURCE, device, {"SHARED_BYTES": _SHARED_BYTES})
+        return _Kernels(*(_cuda.Kernel(module, name, _THREADS, _SHARED_BYTES) for name in _Kernels._fields))
+    except RuntimeError as error:
+        warnings.warn(f"{_NAME} makes passes of its own for the GELU: {error}", stacklevel=2)
+        return None
+
+
+def _ready(device: torch.device) -> bool:
+    """Whether there are kernels; while a graph is captured none can be loaded."""
+    if device.type != "cuda" or device.index is None:
+        return False
+    if torch.cuda.is_current_stream_capturing() and not _kernels.cache_info().currsize:
+        return False
+    return _kernels(device.index) is not None
+
+
+def _start(kernel: str, maps: tuple[Any, ...], vector: Tensor | None, sizes: tuple[int, int, int], x: Tensor) -> None:
+    """`maps` are of left, right, slope and out; sizes are rows, columns and the inner dimension."""
+    index = x.get_device()
+    kernels = _kernels(index)
+    assert kernels is not None
+    address = ctypes.c_void_p(None if vector is None else vector.data_ptr())
+    programs = min(_op.multiprocessors(x.device) // 2, -(-sizes[0] // _ROWS) * -(-sizes[1] // _COLUMNS)) * 2
+    getattr(kernels, kernel)(programs, (*maps, address, *map(ctypes.c_int, sizes)), index)
+
+
+def _value(x: Tensor, up: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """gelu(x @ up^T + bias) and its derivative; `bias` is in float32."""
+    (rows, inner), columns = x.shape, up.shape[0]
+    out, slope = (x.new_empty((rows, columns)) for _ in range(2))
+    with work.launching(f"tilewright::{_NAME}.value", (x, up, bias, out, slope), 2.0 * x.numel() * columns):
+        maps = (
+            _cuda.tensor_map(x, 64, 128), _cuda.tensor_map(up, 64, _COLUMNS // 2), _cuda.tensor_map(slope, 32, 128),
+            _cuda.tensor_map(out, 32, 128),
+        )  # fmt: skip
+        _start("value", maps, bias, (rows, columns, inner), x)
+    return out, slope
+
+
+def _gradient(dy: Tensor, down: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """(dy @ down) * slope and its sum over the rows, the latter in float32."""
+    (rows, inner), columns = dy.shape, down.shape[1]
+    out = torch.empty_like(slope)
+    sums = dy.new_empty((-(-rows // _ROWS) * 2, columns), dtype=torch.float32)
+    with work.launching(f"tilewright::{_NAME}.gradient", (dy, down, slope, out, sums), 2.0 * dy.numel() * columns):
+        maps = (
+            _cuda.tensor_map(dy, 64, 128), _cuda.tensor_map(down, 64, 32), _cuda.tensor_map(slope, 64, 128),
+            _cuda.tensor_map(out, 64, 128),
+        )  # fmt: skip
+        _start("gradient", maps, sums, (rows, columns, inner), dy)
+    return out, sums.sum(0)
+
+
+class _Function(torch.autograd.Function):
+    """Each weight comes twice: the parameter, which gets the gradient, and what it is in the dtype of the products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor | None, up_cast: Tensor, down: Tensor,
+        down_bias: Tensor | None, down_cast: Tensor,
+    ) -> Tensor:  # fmt: skip
+        tokens = _linear._matrix(x)
+        bias = None if up_bias is None else _op.packed((up_bias.detach().float(),))[0]
+        up_cast = _linear._matrix(up_cast)
+        activated, slope = _value(tokens, up_cast, bias)
+        y: Tensor = _linear._forward(activated.view(*x.shape[:-1], -1), down, down_bias, down_cast)
+        ctx.save_for_backward(x, activated, slope, up_cast, down_cast)
+        layers = (up, up_bias), (down, down_bias)
+        ctx.full = [[t is not None and t.dtype == torch.float32 for t in layer] for layer in layers]
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_ONCE)
+        if dy is None:
+            return (None,) * 7
+        x, activated, slope, up_cast, down_cast = ctx.saved_tensors
+        needs_x, needs_up, needs_up_bias, _, needs_down, needs_down_bias, _ = ctx.needs_input_grad
+        rows, dup_bias = _linear._matrix(dy), None
+        _, ddown, ddown_bias = _linear._backward(
+            rows, activated, down_cast, ctx.full[1], [False, needs_down, needs_down_bias]
+        )
+        dz, sums = _gradient(rows, _linear._matrix(down_cast), slope)
+        if needs_up_bias:
+            dup_bias = sums.to(torch.float32 if ctx.full[0][1] else dy.dtype)
+        dx, dup, _ = _linear._backward(dz, x, up_cast, ctx.full[0], [needs_x, needs_up, False])
+        return dx, dup, dup_bias, None, ddown, ddown_bias, None
+
+
+_eager = _op.eager(_Function)
+
+
+def gelu_mlp(
+    x: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None = None,
+    *, approximate: str = "tanh",
+) -> Tensor:  # fmt: skip
+    """``linear(gelu(linear(x, up, up_bias)), down, down_bias)``, whose GELU makes no pass of its own over memory.
+
+    Args:
+        x: ``(..., width)``.
+        up: ``(inner, width)``, of x's dtype, or of float32 under ``torch.autocast``; gradients of parameters are then
+            computed in float32.
+        up_bias: ``(inner,)``, likewise.
+        down: ``(width out, inner)``, likewise.
+        down_bias: ``(width out,)``, likewise.
+        approximate: ``"tanh"`` or ``"none"``, as in ``torch.nn.functional.gelu``.
+
+    Fused are bfloat16 and the GELU by tanh on a Hopper GPU (H100, H200), where all widths are multiples of 8, a product
+    has at least 20 GFLOP and both weights are trained; everything else is `linear`, `bias_gelu`, `linear`.
+
+    >>> import torch
+    >>> x, up, down = torch.randn(2, 3, 8), torch.randn(32, 8), torch.randn(8, 32)
+    >>> torch.allclose(gelu_mlp(x, up, None, down), reference(x, up, None, down), atol=1e-4)
+    True
+    """
+    if _fits(x, up, down, down_bias, approximate):
+        prepared = _linear._prepared(x, up, up_bias)  # which knows whether the first product fits
+        if prepared is not None:
+            return _eager(*prepared, down, down_bias, down.detach().to(torch.bfloat16))
+    return linear(bias_gelu(linear(x, up), up_bias, approximate=approximate), down, down_bias)
+
+
+def _fits(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approximate: str) -> bool:
+    """Whether all but the first product does; what is wrong with the second is for `linear` to say."""
+    trained = torch.is_grad_enabled() and up.requires_grad and down.requires_grad
+    if approximate != "tanh" or not trained or torch.compiler.is_compiling():
+        return False
+    if down.ndim != 2 or down.shape[1] != up.shape[0] or down.shape[0] % 8 or not x.numel():
+        return False
+    if down_bias is not None and down_bias.shape != down.shape[:1]:
+        return False
+    for tensor in (x, down, down_bias):
+        if tensor is not None and (_linear._dtype(tensor) != torch.bfloat16 or tensor.device != x.device):
+            return False
+    if type(down) not in _op.PLAIN or (down_bias is not None and type(down_bias) not in _op.PLAIN):
+        return False
+    large = 2 * (x.numel() // x.shape[-1]) * down.numel() >= _cublaslt.WORTH_CHOOSING
+    return large and _ready(x.device)

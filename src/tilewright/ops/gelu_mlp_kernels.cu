@@ -1,0 +1,395 @@
+// The product with a GELU, or with the derivative of one, on its way to memory; for Hopper (sm_90a).
+//
+//   value       z = left right^T + bias     stores gelu(z) and gelu'(z)          (the first product of an MLP)
+//   gradient    g = (left right) slope      stores g, and its sum over 128 rows  (in backward of the second one)
+//
+// A GELU is as many instructions as an SM issues in half the time of the product itself, so it has to run beside it. Two
+// groups of 128 threads therefore take turns (ping-pong): while one multiplies a tile of 128 x 192, the other does its
+// GELU and stores. A third group is one thread that loads. What it loads goes through one ring of stages, in the order
+// of the tiles, and a group begins its product when the other has seen the last of its own stages.
+//
+// Two neighbouring SMs (a cluster) take tiles that lie one below the other, and each loads half of what both need of
+// `right`, for both: without that the L2 cannot feed them.
+//
+// Results go to shared memory in the order that the tensor cores leave them, by stmatrix, some columns at a time, and
+// from there by one bulk copy, as slopes come in. Rows of 128 bytes are swizzled: 16 bytes c of row r are where
+// c ^ (r % 8) would be, so that neither side meets a bank twice.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) Map { char bytes[128]; };  // CUtensorMap
+
+constexpr int ROWS = 128, COLUMNS = 192, INNER = 64;  // of a tile, and of what a stage holds of the inner dimension
+constexpr int STAGES = 4, CHUNK = 64, CHUNKS = COLUMNS / CHUNK;
+constexpr int LEFT = ROWS * INNER * 2, RIGHT = COLUMNS * INNER * 2, STAGE = LEFT + RIGHT;  // bytes
+constexpr int BUFFER = ROWS * CHUNK * 2, BUFFERS = 2;
+constexpr int AT_BUFFERS = STAGES * STAGE, AT_SUMS = AT_BUFFERS + 2 * BUFFERS * BUFFER;
+constexpr int AT_BARRIERS = AT_SUMS + 2 * 4 * CHUNK * 4;
+static_assert(AT_BARRIERS + 8 * (2 * STAGES + 2 * BUFFERS) == SHARED_BYTES, "what the host gives");
+constexpr int FULL = 0, EMPTY = STAGES, LOADED = 2 * STAGES;  // barriers: of the stages, and of each group's buffers
+
+__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void initialise(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void load(u32 to, const Map* map, u32 barrier, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
+}
+__device__ __forceinline__ void load_for_both(u32 to, const Map* map, u32 barrier, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "h"((short)3) : "memory");
+}
+__device__ __forceinline__ void store(const Map* map, u32 from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+               "r"(column), "r"(row) : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void synchronise(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void announce(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void synchronise_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where a matrix in shared memory begins, and how its groups of 8 rows of 128 swizzled bytes follow each other. `along`
+// the contiguous dimension the next 64 elements are `leading` bytes on, where there are more.
+__device__ __forceinline__ u64 describe(u32 at, u32 leading) {
+  return (u64)((at & 0x3FFFF) >> 4) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+#define R4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define R16(x, i) R4(x, i), R4(x, i + 4), R4(x, i + 8), R4(x, i + 12)
+
+// sum += left right, 64 x 192 x 16; `right` lies by its rows where TRANSPOSED is 1.
+template <int TRANSPOSED>
+__device__ __forceinline__ void multiply(float (&sum)[96], u64 left, u64 right, int keep) {
+  asm volatile(
+      "{\n.reg .pred keep;\nsetp.ne.b32 keep, %98, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+      "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, "
+      "%68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, "
+      "%90, %91, %92, %93, %94, %95}, %96, %97, keep, 1, 1, 0, %99;\n}"
+      : R16(sum, 0), R16(sum, 16), R16(sum, 32), R16(sum, 48), R16(sum, 64), R16(sum, 80)
+      : "l"(left), "l"(right), "r"(keep), "n"(TRANSPOSED));
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
+__device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
+
+__device__ __forceinline__ void put(u32 at, const u32 (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3]) : "memory");
+}
+__device__ __forceinline__ void get(u32 at, u32 (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr float LOG2E = 1.4426950408889634f, TANH = 1.5957691216057308f, CUBIC = 0.07135481627260025f;
+
+// The GELU by tanh is z sigmoid(v), v = 2 sqrt(2 / pi) (z + 0.044715 z^3).
+__device__ __forceinline__ void activate(float z, float& value, float& slope) {
+  float square = z * z;
+  float share = reciprocal(1.0f + power_of_two(z * fmaf(-LOG2E * CUBIC, square, -LOG2E * TANH)));
+  value = z * share;
+  slope = fmaf(fmaf(-value, share, value), fmaf(3.0f * CUBIC, square, TANH), share);
+}
+
+struct Place {
+  int row, column, thread, group;  // of the tile; in the group; which group
+  u32 buffers, sums, loaded;       // of the group
+  u32 line;                        // where a thread's part of 16 rows and 16 columns lies in a buffer
+};
+
+__device__ __forceinline__ u32 line(int thread) {
+  int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+  return row * 128 + (lane / 16 ^ row % 8) * 16;
+}
+__device__ __forceinline__ u32 where(const Place& at, int buffer, int half, int pair) {
+  return at.buffers + buffer * BUFFER + half * (BUFFER / 2) + (at.line ^ pair * 32);
+}
+
+__device__ __forceinline__ void write_shared(u32 at, float2 x) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x.x), "f"(x.y) : "memory");
+}
+__device__ __forceinline__ float2 read_shared(u32 at) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+  return x;
+}
+
+// The bias of a tile's columns, to where the group finds it after the product.
+__device__ __forceinline__ void load_bias(const Place& at, const float* bias, int columns) {
+  int column = 2 * at.thread;
+  if (column >= COLUMNS) return;
+  float2 both = make_float2(0.0f, 0.0f);
+  if (bias != nullptr && at.column + column < columns) both = __ldg((const float2*)(bias + at.column + column));
+  write_shared(at.sums + column * 4, both);
+}
+
+// 32 columns at a time, values in one buffer and slopes in another, and while copies read those two, the next 32 go to
+// two others. Rows are of 64 bytes here: 16 bytes c of row r are where c ^ (r / 2 % 4) would be.
+__device__ __forceinline__ void finish_value(float (&sum)[2][96], const Place& at, const Map* slope_map,
+                                             const Map* out_map) {
+  const int lane = at.thread % 32, row = at.thread / 32 * 16 + lane % 16;
+  const u32 line = at.buffers + row * 64 + (lane / 16 ^ row / 2 % 4) * 16;
+#pragma unroll
+  for (int chunk = 0; chunk < COLUMNS / 32; chunk++) {
+    const u32 values_at = chunk % 2 * BUFFER, slopes_at = values_at + BUFFER / 2;
+    if (at.thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+    synchronise(3 + at.group, 128);
+#pragma unroll
+    for (int pair = 0; pair < 2; pair++) {
+      float2 bias[2];
+#pragma unroll
+      for (int k = 0; k < 2; k++)
+        bias[k] = read_shared(at.sums + (chunk * 32 + (2 * pair + k) * 8 + lane % 4 * 2) * 4);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float* z = &sum[half][(chunk * 4 + pair * 2) * 4];
+        u32 values[4], slopes[4];
+        float y[8], slope[8];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {  // column block k / 2, rows 8 further down where k is odd
+          activate(z[2 * k] + bias[k / 2].x, y[2 * k], slope[2 * k]);
+          activate(z[2 * k + 1] + bias[k / 2].y, y[2 * k + 1], slope[2 * k + 1]);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          values[k] = pack(y[2 * k], y[2 * k + 1]);
+          slopes[k] = pack(slope[2 * k], slope[2 * k + 1]);
+        }
+        put((line ^ pair * 32) + values_at + half * (BUFFER / 4), values);
+        put((line ^ pair * 32) + slopes_at + half * (BUFFER / 4), slopes);
+      }
+    }
+    fence_async();
+    synchronise(3 + at.group, 128);
+    if (at.thread == 0) {
+      store(out_map, at.buffers + values_at, at.column + chunk * 32, at.row);
+      store(slope_map, at.buffers + slopes_at, at.column + chunk * 32, at.row);
+      commit_stores();
+    }
+  }
+}
+
+__device__ __forceinline__ void load_slope(const Place& at, const Map* slope_map, int chunk) {
+  u32 buffer = chunk % BUFFERS;
+  expect(at.loaded + 8 * buffer, BUFFER);
+  load(at.buffers + buffer * BUFFER, slope_map, at.loaded + 8 * buffer, at.column + chunk * CHUNK, at.row);
+}
+
+// Over the rows of a warp: lanes four apart have the same four columns, of which each then has the sum of one.
+__device__ __forceinline__ float reduce(const float (&total)[4], int lane) {
+  float two[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float mine = lane & 16 ? total[2 + i] : total[i], other = lane & 16 ? total[i] : total[2 + i];
+    two[i] = mine + __shfl_xor_sync(0xFFFFFFFFu, other, 16);
+  }
+  float one = (lane & 8 ? two[1] : two[0]) + __shfl_xor_sync(0xFFFFFFFFu, lane & 8 ? two[0] : two[1], 8);
+  return one + __shfl_xor_sync(0xFFFFFFFFu, one, 4);
+}
+
+__device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place& at, const Map* slope_map,
+                                                const Map* out_map, float* sums, int columns, u32& parity) {
+  const int lane = at.thread % 32;
+#pragma unroll
+  for (int chunk = 0; chunk < CHUNKS; chunk++) {
+    const int buffer = chunk % BUFFERS;
+    wait(at.loaded + 8 * buffer, parity >> buffer & 1);
+    parity ^= 1 << buffer;
+#pragma unroll
+    for (int pair = 0; pair < 4; pair++) {
+      float total[4];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float* x = &sum[half][(chunk * 8 + pair * 2) * 4];
+        u32 slope[4], g[4];
+        get(where(at, buffer, half, pair), slope);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          float first = x[2 * k] * low(slope[k]), second = x[2 * k + 1] * high(slope[k]);
+          float* column = &total[k / 2 * 2];
+          g[k] = pack(first, second);
+          column[0] = half + k % 2 ? column[0] + first : first;
+          column[1] = half + k % 2 ? column[1] + second : second;
+        }
+        put(where(at, buffer, half, pair), g);
+      }
+      float one = reduce(total, lane);
+      int column = pair * 16 + (lane >> 4) * 8 + lane % 4 * 2 + (lane >> 3 & 1);
+      if (!(lane & 4))
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(at.sums + (at.thread / 32 * CHUNK + column) * 4), "f"(one) : "memory");
+    }
+    fence_async();
+    synchronise(3 + at.group, 128);
+    if (at.thread == 0) {
+      store(out_map, at.buffers + buffer * BUFFER, at.column + chunk * CHUNK, at.row);
+      commit_stores();
+      if (chunk + BUFFERS < CHUNKS) {
+        wait_stores_read();
+        load_slope(at, slope_map, chunk + BUFFERS);
+      }
+    }
+    int column = at.column + chunk * CHUNK + at.thread;
+    if (at.thread < CHUNK) {
+      float part[4];
+#pragma unroll
+      for (int warp = 0; warp < 4; warp++)
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part[warp]) : "r"(at.sums + (warp * CHUNK + at.thread) * 4) : "memory");
+      if (column < columns) sums[(size_t)(at.row / ROWS) * columns + column] = (part[0] + part[1]) + (part[2] + part[3]);
+    }
+    synchronise(3 + at.group, 128);
+  }
+}
+
+// GRADIENT: `vector` are the sums, one for 128 rows and a column; else the bias, which may be null.
+template <bool GRADIENT>
+__device__ __forceinline__ void run(const Map* left, const Map* right, const Map* slope, const Map* out, float* vector,
+                                    int rows, int columns, int inner) {
+  extern __shared__ __align__(1024) char memory[];
+  const u32 base = shared(memory), barriers = base + AT_BARRIERS;
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      initialise(barriers + 8 * (FULL + i), 1);
+      initialise(barriers + 8 * (EMPTY + i), 2);  // one group of each SM of the cluster
+    }
+    for (int i = 0; i < 2 * BUFFERS; i++) initialise(barriers + 8 * (LOADED + i), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  synchronise_cluster();
+
+  const int across = (columns + COLUMNS - 1) / COLUMNS, steps = (inner + INNER - 1) / INNER;
+  const int tiles = (rows + 2 * ROWS - 1) / (2 * ROWS) * across, clusters = gridDim.x / 2;
+  if (group == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (thread == 0) {
+      int stage = 0;
+      u32 parity = 1;  // of a ring that nobody has used
+      for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
+        const int row = (tile / across * 2 + rank) * ROWS, column = tile % across * COLUMNS;
+        for (int step = 0; step < steps; step++) {
+          const u32 at = base + stage * STAGE, full = barriers + 8 * (FULL + stage);
+          wait(barriers + 8 * (EMPTY + stage), parity);
+          expect(full, STAGE);
+          load(at, left, full, step * INNER, row);
+          if (GRADIENT) {
+            for (int i = 0; i < COLUMNS / 64; i++)
+              load_for_both(at + LEFT + i * (64 * INNER * 2) + rank * (64 * INNER), right, full, column + 64 * i,
+                            step * INNER + rank * (INNER / 2));
+          } else {
+            load_for_both(at + LEFT + rank * (RIGHT / 2), right, full, step * INNER, column + rank * (COLUMNS / 2));
+          }
+          if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const int mine = group - 1;
+    Place at;
+    at.thread = thread, at.group = mine;
+    at.buffers = base + AT_BUFFERS + mine * BUFFERS * BUFFER;
+    at.sums = base + AT_SUMS + mine * 4 * CHUNK * 4;
+    at.loaded = barriers + 8 * (LOADED + mine * BUFFERS);
+    at.line = line(thread);
+    u32 parity = 0;  // of the buffers, a bit each
+    float sum[2][96];
+    if (mine == 1) announce(1, 256);  // the first group may begin
+    int turn = mine;
+    for (int tile = blockIdx.x / 2 + mine * clusters; tile < tiles; tile += 2 * clusters, turn += 2) {
+      at.row = (tile / across * 2 + rank) * ROWS, at.column = tile % across * COLUMNS;
+      if (GRADIENT && thread == 0) {
+        wait_stores_read();
+        for (int chunk = 0; chunk < BUFFERS; chunk++) load_slope(at, slope, chunk);
+      }
+      if (!GRADIENT) load_bias(at, vector, columns);
+      synchronise(1 + mine, 256);
+      int used = turn * steps, stage = used % STAGES, last = 0;
+      u32 full_parity = used / STAGES & 1;
+      for (int step = 0; step < steps; step++) {
+        wait(barriers + 8 * (FULL + stage), full_parity);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        const u32 a = base + stage * STAGE;
+        u64 left_at = describe(a, 16), right_at = describe(a + LEFT, GRADIENT ? 64 * INNER * 2 : 16);
+#pragma unroll
+        for (int k = 0; k < INNER / 16; k++) {
+          const int keep = step + k > 0;
+          multiply<GRADIENT>(sum[0], left_at + 2 * k, right_at + (GRADIENT ? 128 : 2) * k, keep);
+          multiply<GRADIENT>(sum[1], left_at + 512 + 2 * k, right_at + (GRADIENT ? 128 : 2) * k, keep);
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        if (step > 0 && thread < 2) arrive(barriers + 8 * (EMPTY + last), thread);
+        last = stage;
+        if (++stage == STAGES) stage = 0, full_parity ^= 1;
+      }
+      if (tile + clusters < tiles) announce(1 + (mine ^ 1), 256);
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      if (thread < 2) arrive(barriers + 8 * (EMPTY + last), thread);
+      if (GRADIENT)
+        finish_gradient(sum, at, slope, out, vector, columns, parity);
+      else
+        finish_value(sum, at, slope, out);
+    }
+    if (thread == 0) wait_stores();
+  }
+  synchronise_cluster();  // the other SM may still write here
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
+    value(const __grid_constant__ Map left, const __grid_constant__ Map right, const __grid_constant__ Map slope,
+          const __grid_constant__ Map out, float* bias, int rows, int columns, int inner) {
+  run<false>(&left, &right, &slope, &out, bias, rows, columns, inner);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
+    gradient(const __grid_constant__ Map left, const __grid_constant__ Map right, const __grid_constant__ Map slope,
+             const __grid_constant__ Map out, float* sums, int rows, int columns, int inner) {
+  run<true>(&left, &right, &slope, &out, sums, rows, columns, inner);
+}

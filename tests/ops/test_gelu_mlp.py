@@ -1,0 +1,270 @@
+"""The kernels need a Hopper. Elsewhere plain PyTorch takes their place, so that what is around them, which gradient
+goes where and in which dtype, is held against float64 on every machine."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ops.contract import DEVICE, assert_deterministic, assert_equal, assert_near_truth, assert_no_worse, doubles
+from tilewright.measure.work import Observation
+from tilewright.nn import GeluMLP
+from tilewright.ops import _cublaslt
+from tilewright.ops.gelu_mlp import gelu_mlp, reference
+
+op = sys.modules["tilewright.ops.gelu_mlp"]
+linear = sys.modules["tilewright.ops.linear"]
+BF16, FP32 = torch.bfloat16, torch.float32
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU: the kernels are of its instructions")
+# Tiles are 256 x 192, and what a stage holds of the inner dimension is 64: whole, cut short, less than one.
+SHAPES = [(256, 64, 192), (512, 128, 384), (300, 72, 200), (129, 8, 8), (1, 768, 3072), (1000, 520, 1000)]
+
+
+def value(x, up, bias):
+    with torch.autocast(DEVICE, enabled=False), torch.enable_grad():
+        z = (x.detach().float() @ up.detach().float().t() + (0.0 if bias is None else bias)).requires_grad_()
+        out = F.gelu(z, approximate="tanh")
+        return out.detach().to(BF16), torch.autograd.grad(out.sum(), z)[0].to(BF16)
+
+
+def gradient(dy, down, slope):
+    with torch.autocast(DEVICE, enabled=False):
+        out = dy.float() @ down.detach().float() * slope.float()
+        return out.to(BF16), out.sum(0)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Every size is fused, by the kernels or by what stands for them here; the list fills with what was called."""
+    called = []
+    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
+    if not HOPPER:
+        monkeypatch.setattr(linear, "_DEVICES", (DEVICE,))
+        monkeypatch.setattr(op, "_ready", lambda device: True)
+        monkeypatch.setattr(op, "_value", value)
+        monkeypatch.setattr(op, "_gradient", gradient)
+    for name in ("_value", "_gradient"):
+        kernel = getattr(op, name)
+        monkeypatch.setattr(op, name, lambda *inputs, n=name, k=kernel: called.append(n) or k(*inputs))
+    return called
+
+
+def leaves_of(rows, width, inner, *, parameter=FP32, biases=(True, True), out=None):
+    def randn(*shape, dtype, scale=1.0):
+        return (torch.randn(shape, device=DEVICE) * scale).to(dtype).requires_grad_()
+
+    out = width if out is None else out
+    return [
+        randn(rows, width, dtype=BF16),
+        randn(inner, width, dtype=parameter, scale=width**-0.5),
+        randn(inner, dtype=parameter) if biases[0] else None,
+        randn(out, inner, dtype=parameter, scale=inner**-0.5),
+        randn(out, dtype=parameter) if biases[1] else None,
+    ]
+
+
+def run(function, leaves, upstream, autocast=True):
+    with torch.autocast(DEVICE, BF16, enabled=autocast):
+        out = function(*leaves)
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    return [out, *torch.autograd.grad(out, wanted, upstream.to(out.dtype))]
+
+
+def truth(leaves, upstream):
+    """In float64, of what the products see: all but the biases in 16 bits."""
+    seen = [None if t is None else t.detach().to(BF16 if t.ndim > 1 else t.dtype) for t in leaves]
+    seen = [None if t is None else t.requires_grad_(leaf.requires_grad) for t, leaf in zip(seen, leaves, strict=True)]
+    return run(reference, doubles(seen), upstream.double(), autocast=False)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("parameter", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, False)], ids=str)
+def test_output_and_gradients(shape, parameter, biases, fused):
+    if DEVICE == "cpu" and shape[0] == 1000 and biases[0]:
+        pytest.skip("the shape is for the kernels; one case of it is enough for what is around them")
+    rows, width, inner = shape
+    leaves = leaves_of(rows, width, inner, parameter=parameter, biases=biases)
+    upstream = torch.randn(rows, width, device=DEVICE).to(BF16)
+    actual = run(gelu_mlp, leaves, upstream, autocast=parameter == FP32)
+    assert fused == ["_value", "_gradient"]
+    expected = truth(leaves, upstream)
+    assert [t.dtype for t in actual] == [BF16, *(t.dtype for t in leaves if t is not None)]
+    # What lies between the products has 16 bits, whatever the dtype of a gradient is.
+    assert_near_truth([t.to(BF16) for t in actual], expected, reduced=max(shape))
+    assert_no_worse(actual, run(reference, leaves, upstream, autocast=parameter == FP32), expected)
+
+
+def test_more_dimensions_and_another_width_out(fused):
+    leaves = leaves_of(24, 16, 40, out=32)
+    x = leaves[0].detach().view(2, 3, 4, 16).requires_grad_()
+    upstream = torch.randn(24, 32, device=DEVICE)
+    flat = run(gelu_mlp, leaves, upstream)
+    actual = run(gelu_mlp, [x, *leaves[1:]], upstream.view(2, 3, 4, 32))
+    assert actual[0].shape == (2, 3, 4, 32) and actual[1].shape == x.shape
+    assert_equal([t.flatten() for t in flat], [t.flatten() for t in actual])
+    assert len(fused) == 4
+
+
+def test_a_transposed_input_and_a_strided_gradient(fused):
+    leaves = leaves_of(64, 16, 40)
+    x = leaves[0].detach().t().contiguous().t().requires_grad_()
+    wide = torch.randn(64, 32, device=DEVICE).to(BF16)
+    assert_equal(run(gelu_mlp, leaves, wide[:, ::2].clone()), run(gelu_mlp, [x, *leaves[1:]], wide[:, ::2]))
+
+
+@pytest.mark.parametrize("large", [30.0, 1e4, 1e18])
+def test_far_from_zero_the_gelu_is_0_or_z_and_its_slope_0_or_1(large, fused):
+    up = torch.tensor([[1.0], [-1.0]], device=DEVICE).repeat(4, 8).requires_grad_()
+    down = torch.ones(8, 8, device=DEVICE).requires_grad_()
+    x = torch.zeros(256, 8, device=DEVICE, dtype=BF16)
+    x[:, 0] = large
+    x.requires_grad_()
+    y, dx, *_ = run(gelu_mlp, [x, up, None, down, None], torch.ones(256, 8, device=DEVICE))
+    seen = float(x[0, 0])
+    assert (y == 4 * seen).all() and (dx == 32.0).all()
+
+
+def test_what_is_not_a_number_comes_out(fused):
+    leaves = leaves_of(256, 64, 192)
+    leaves[0].data[7] = float("nan")
+    y, dx, *_ = run(gelu_mlp, leaves, torch.ones(256, 64, device=DEVICE))
+    assert y[7].isnan().all() and y[8:].isfinite().all() and dx[7].isnan().all() and dx[:7].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"approximate": "none"},
+        {"frozen": 1},
+        {"frozen": 3},
+        {"width": 12},
+        {"inner": 44},
+        {"out": 12},
+        {"autocast": torch.float16},
+        {"grad": False},
+        {"rows": 0},
+    ],
+    ids=str,
+)
+def test_what_the_kernels_cannot_do_is_done_without_them(change, fused):
+    leaves = leaves_of(change.get("rows", 24), change.get("width", 16), change.get("inner", 40), out=change.get("out"))
+    if "frozen" in change:
+        leaves[change["frozen"]].requires_grad_(False)
+    approximate = change.get("approximate", "tanh")
+    with torch.autocast(DEVICE, change.get("autocast", BF16)), torch.set_grad_enabled(change.get("grad", True)):
+        y = gelu_mlp(*leaves, approximate=approximate)
+        torch.testing.assert_close(y, reference(*leaves, approximate=approximate), rtol=0.02, atol=0.02)
+    assert not fused
+
+
+def test_under_compile_it_is_one_graph(fused):
+    leaves = leaves_of(24, 16, 40)
+    with torch.autocast(DEVICE, BF16):
+        y = torch.compile(gelu_mlp, backend="aot_eager", fullgraph=True)(*leaves)
+    torch.testing.assert_close(y, run(reference, leaves, torch.ones(24, 16, device=DEVICE))[0], rtol=0.02, atol=0.02)
+    assert not fused
+
+
+def test_it_has_no_second_derivative(fused):
+    leaves = leaves_of(24, 16, 40)
+    with torch.autocast(DEVICE, BF16), pytest.raises(RuntimeError, match="gelu_mlp has no second derivative"):
+        torch.autograd.grad(gelu_mlp(*leaves).sum(), leaves[0], create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("index", "shape", "sentence"),
+    [
+        (1, (40, 24), "linear: weight has shape"),
+        (2, (24,), "bias"),
+        (3, (16, 24), "linear: weight has shape"),
+        (4, (24,), "linear: bias has shape"),
+    ],
+)
+def test_what_does_not_fit_together_is_one_sentence(index, shape, sentence, fused):
+    leaves = leaves_of(24, 16, 40)
+    leaves[index] = torch.zeros(shape, device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE, BF16), pytest.raises(ValueError, match=sentence):
+        gelu_mlp(*leaves)
+    assert not fused
+
+
+def test_a_module_whose_product_somebody_listens_to_runs_that_product(fused):
+    mlp, heard = GeluMLP(16, 40).to(DEVICE), []
+    x = torch.randn(24, 16, device=DEVICE)
+    with torch.autocast(DEVICE, BF16):
+        silent = mlp(x)
+        assert fused == ["_value"]
+        mlp.down.register_forward_hook(lambda *_: heard.append(True))
+        torch.testing.assert_close(mlp(x), silent, rtol=0.02, atol=0.02)
+    assert heard and fused == ["_value"]
+
+
+# The kernels themselves.
+
+
+@on_hopper
+def test_runs_are_bit_equal_and_read_nothing_unwritten(fused):
+    leaves = leaves_of(1000, 520, 1000)
+    upstream = torch.randn(1000, 520, device=DEVICE)
+    assert_deterministic(lambda: run(gelu_mlp, leaves, upstream))
+
+
+@on_hopper
+def test_a_row_does_not_depend_on_the_rows_around_it(fused):
+    """Nor on which of two neighbours computes it, nor in which turn."""
+    leaves = leaves_of(2048, 256, 768)
+    upstream = torch.randn(2048, 256, device=DEVICE)
+    whole = run(gelu_mlp, leaves, upstream)
+    for begin, end in ((0, 1), (127, 128), (128, 384), (1000, 1700)):
+        part = [leaves[0].detach()[begin:end].clone().requires_grad_(), *leaves[1:]]
+        assert_equal(run(gelu_mlp, part, upstream[begin:end])[:2], [t[begin:end] for t in whole[:2]])
+
+
+@on_hopper
+def test_a_captured_graph_repeats_it(fused):
+    leaves = leaves_of(1024, 256, 768)
+    upstream = torch.randn(1024, 256, device=DEVICE)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = run(gelu_mlp, leaves, upstream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            actual = run(gelu_mlp, leaves, upstream)
+        for tensor in actual:
+            tensor.fill_(7.0)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(actual, expected)
+
+
+@on_hopper
+def test_an_observer_sees_its_products():
+    leaves = leaves_of(8192, 1024, 4096)
+    observation = Observation(compiled=False)
+    observation.begin()
+    run(gelu_mlp, leaves, torch.randn(8192, 1024, device=DEVICE))
+    torch.cuda.synchronize()
+    seen = {work.op: work for work in observation.end()}
+    for name in ("value", "gradient"):
+        work = seen[f"tilewright::gelu_mlp.{name}"]
+        assert work.flops == 2 * 8192 * 1024 * 4096 and work.seconds > 0
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile them with")
+def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(tmp_path):
+    """Registers that spill by the tile, or products that run one after the other, would be a warning or a number."""
+    done = subprocess.run(
+        ["nvcc", "-arch=sm_90a", f"-DSHARED_BYTES={op._SHARED_BYTES}", "-cubin", "-Xptxas", "-v", "-o",
+         str(tmp_path / "kernels"), str(op._SOURCE)], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "warning" not in done.stderr.lower(), done.stderr
+    spilled = [int(size) for size in re.findall(r"(\d+) bytes spill stores", done.stderr)]
+    assert len(spilled) == 2 and max(spilled) <= 64, done.stderr
