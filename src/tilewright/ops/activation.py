@@ -25,6 +25,7 @@ from tilewright.plan.cost import activation as cost
 __all__ = ["bias_gelu", "cost", "geglu", "reference", "swiglu"]
 
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
+_FLAT = 1024  # elements of a row that divides evenly into tiles, where rows are nobody's concern
 _ONCE = "activation has no second derivative: leave out create_graph=True, or use its `reference`."
 
 
@@ -82,12 +83,13 @@ def _prepare(
 
     width, item, rows = _width(gate, up, gated), gate.itemsize, gate.numel() // gate.shape[-1]
     gate, gate_stride = _by_rows(gate)
-    up_stride = gate_stride
+    up, up_stride = (None, gate_stride) if up is None else _by_rows(up)
+    (bias,) = _op.packed((bias,))
+    if bias is None and gate_stride == up_stride == width and not gate.numel() % _FLAT:
+        rows, width, gate_stride, up_stride = gate.numel() // _FLAT, _FLAT, _FLAT, _FLAT
     aligned = 16 | gate.data_ptr() | gate_stride * item | width * item
     if up is not None:
-        up, up_stride = _by_rows(up)
         aligned |= up.data_ptr() | up_stride * item
-    (bias,) = _op.packed((bias,))
     # The lowest bit that is set anywhere: a multiple of so many bytes is where every row starts.
     vector = (aligned & -aligned) // item
     dtypes = _op.dtypes((gate, up, bias))
