@@ -1,5 +1,6 @@
 """One file an op or workload, run by `tilewright bench NAME` wherever the package is installed."""
 
 NAMES = (
-    "activation", "cross_entropy", "dropout_add_norm", "linear_cross_entropy", "loss_curves", "memory", "rope", "train"
+    "activation", "cross_entropy", "dropout_add_norm", "gelu_mlp", "linear_cross_entropy", "loss_curves", "memory",
+    "rope", "train",
 )  # fmt: skip
