@@ -28,3 +28,19 @@ def test_the_documents_are_up_to_date_and_have_their_tables():
     for name in ("README.md", "docs/ops.md", "docs/plan.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
         assert "<!-- table: " in text and generate.render(text) == text
+
+
+def test_a_peer_that_is_quicker_is_named_if_by_more_than_ours_differs_from_itself():
+    def case(ours, again, peer, name):
+        cells = {"tilewright": {"median": ours}, "tilewright-64MiB": {"median": 0.1}, "eager": {"median": peer}}
+        return {"name": name, "forward": {"implementations": cells, "again": {"median": again}}}
+
+    def said(*cases):
+        return generate._slower(list(cases), ["forward"], lambda case: case["name"])
+
+    level = [case(1.0, 1.01, 1.2, f"level {i}") for i in range(20)]
+    assert "never behind a peer" in said(*level)
+    assert "in 1 of 21 measurements, never by more than that" in said(*level, case(1.0, 1.0, 0.995, "near"))
+    assert "by more than that in 1: far forward (0.970)." in said(*level, case(1.0, 1.0, 0.97, "far"))
+    del level[3]["forward"]["again"]
+    assert said(*level) == ""
