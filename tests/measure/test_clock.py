@@ -1,8 +1,16 @@
+import itertools
+
 import pytest
 import torch
 
 from ops.contract import on_gpu
-from tilewright.measure.clock import Timing, interleaved_event_time, interleaved_graph_time, interleaved_wall_time
+from tilewright.measure.clock import (
+    Timing,
+    interleaved_event_time,
+    interleaved_graph_time,
+    interleaved_wall_time,
+    turns,
+)
 from tilewright.measure.numerics import relative_error, tolerance
 
 
@@ -29,3 +37,13 @@ def test_the_three_clocks_agree_on_a_long_kernel():
     with torch.cuda.stream(torch.cuda.Stream()):
         assert interleaved_graph_time({"f": function})[0]["f"].median == pytest.approx(device, rel=0.2)
     assert interleaved_wall_time({"f": function})["f"].median == pytest.approx(device, rel=0.3)
+
+
+def test_nobody_has_the_same_neighbour_in_every_round():
+    behind = {name: set() for name in "abcd"}
+    for order in turns("abcd", 30):
+        assert sorted(order) == list("abcd")
+        for before, name in itertools.pairwise(order):
+            behind[name].add(before)
+    assert all(len(neighbours) == 3 for neighbours in behind.values())
+    assert list(turns("abcd", 3)) == list(turns("abcd", 3))
