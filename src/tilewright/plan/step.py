@@ -28,7 +28,7 @@ CATEGORIES = ("product", "attention", "fused", "pointwise", "optimizer", "copy")
 # Shares of the products' rate or, for what memory bounds, of the copy bandwidth. All from an H200: files are those of
 # results/h200, profiles of the standard block compiled, 125m at 32 and 1b at 16 sequences.
 SHARES = {
-    # train.json: 125m and 1b; profiles: 65 and 361 ms.
+    # train_125m.json, train_1b.json; profiles: 65 and 361 ms.
     "product": 0.885,
     # cuDNN's, which is what torch takes there, by the width of a head. Profiles: 27 and 60 ms; side by side, forward
     # and backward have 519 and 386 TFLOPS at 128.
@@ -37,7 +37,7 @@ SHARES = {
     "efficient": 0.4,  # of cuDNN's share; not measured: below FlashAttention-2, of the same inputs
     "fused": 0.97, "fused loss": 0.74,  # dropout_add_norm.json, activation.json; cross_entropy.json
     "compiled": 0.8, "compiled loss": 0.54,  # the same: of the bytes that one fused kernel would move
-    # Of the bytes that separate kernels move: train.json, 125m and 1b, standard and eager less compiled.
+    # Of the bytes that separate kernels move: train_125m.json and train_1b.json, standard and eager less compiled.
     "eager": 0.85, "eager loss": 0.85,
     "eager rope": 0.08,  # of the fused kernel's bytes; rope.json
     "optimizer": 0.85,  # profiles: 1 and 11 ms
@@ -57,9 +57,9 @@ CPU_BYTES = {"adamw_8bit": 1500, "other": 300}  # a parameter
 # of compiled ones are not measured: a launch for each kernel, and several for each op of Tilewright's.
 LAUNCHES = {"standard": 215, "optimized": 230, "compiled standard": 40, "compiled optimized": 110}
 FORWARD = 0.25  # of these
-WATCHED = 680  # more, where torch's selective checkpoint watches every op; train.json: 350m, selective
+WATCHED = 680  # more, where torch's selective checkpoint watches every op: 350m, when that was how `selective` worked
 ENDS = 60  # embedding, last norm, loss
-ASKED = 50  # for which the device waits, where `linear_fused` asks it something: what recording saves in train.json
+ASKED = 50  # for which the device waits, where `linear_fused` asks it something: what recording saves in train_350m.json
 UPDATE = 40  # norm of the gradients, guard, torch's fused optimizer
 CACHED = 256 * 2**20  # bytes that an op may find in the cache of a GPU or a CPU, whose rates nobody has measured
 TENSOR = {"cuda": 2, "cpu": 20}  # a tensor that Tilewright's own optimizer updates, by a kernel or by torch's ops
