@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -273,3 +274,21 @@ def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(tmp_pat
     assert done.returncode == 0 and "warning" not in done.stderr.lower(), done.stderr
     spilled = [int(size) for size in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     assert len(spilled) == 2 and max(spilled) <= 64, done.stderr
+
+
+def test_where_the_kernels_do_not_compile_it_is_said_once_and_done_without_them(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("gelu_mlp_kernels.cu does not compile: no such instruction")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(op._cuda, "can_compile", lambda: True)
+    monkeypatch.setattr(op._cuda, "Module", fails)
+    op._kernels.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="passes of its own for the GELU.*no such instruction"):
+            assert op._kernels(0) is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert op._kernels(0) is None
+    finally:
+        op._kernels.cache_clear()
