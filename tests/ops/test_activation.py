@@ -178,6 +178,14 @@ def test_rows_with_gaps_and_blocks_of_rows_with_gaps(launched):
         assert (launched[0][0].data_ptr() != view.data_ptr()) == copied
 
 
+def test_packed_rows_that_overlap():
+    """As far apart as they are wide without `up`, which a tensor without gaps is, too."""
+    base = randn(33 * 64, grad=False)
+    rows = base.unfold(0, 128, 64)
+    assert rows.shape == (32, 128) and rows.stride() == (64, 1)
+    assert_near_truth([swiglu(rows)], [reference(rows.double())], reduced=1)
+
+
 def test_any_layout():
     for name, gate in layouts(6, 40, torch.float32):
         gate.requires_grad_()

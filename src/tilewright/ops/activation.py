@@ -85,7 +85,8 @@ def _prepare(
     gate, gate_stride = _by_rows(gate)
     up, up_stride = (None, gate_stride) if up is None else _by_rows(up)
     (bias,) = _op.packed((bias,))
-    if bias is None and gate_stride == up_stride == width and not gate.numel() % _FLAT:
+    alone = bias is None and (up is not None or not gated)  # a packed gate has up in its rows
+    if alone and gate_stride == up_stride == width and not gate.numel() % _FLAT:
         rows, width, gate_stride, up_stride = gate.numel() // _FLAT, _FLAT, _FLAT, _FLAT
     aligned = 16 | gate.data_ptr() | gate_stride * item | width * item
     if up is not None:
