@@ -7,11 +7,11 @@ result or of several.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
 from tilewright.tune.answer import Answer
@@ -67,31 +67,35 @@ def _op(result: dict[str, Any], label: str, peers: tuple[str, ...], name: Callab
     return (
         f"{machine(result)} Measured ceilings: copy {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, bf16 product "
         f"{ceilings['bf16_flops'] / 1e12:.0f} TFLOPS. Device time, all taking turns; {versions}.\n\n"
-        f"{markdown(header, rows)}{_slower(result['cases'], steps, name)}"
+        f"{markdown(header, rows)}{_compared(result['cases'], steps, name)}"
     )
 
 
-def _slower(cases: list[dict[str, Any]], steps: list[str], name: Callable[[dict[str, Any]], str]) -> str:
-    """Where a peer is quicker than ours, and whether that is more than ours differs from itself."""
-    differences, slower, count = [], [], 0
+def _compared(cases: list[dict[str, Any]], steps: list[str], name: Callable[[dict[str, Any]], str]) -> str:
+    """In how many measurements ours is ahead of the quickest peer, or behind, by more than the same code differs.
+
+    Nothing of results from before everybody took two seats.
+    """
+    differences, ratios = [], []
     for case in cases:
         for step in steps:
-            measured = case[step]
-            cells = measured["implementations"]
-            times = [cell["median"] for n, cell in cells.items() if "median" in cell and not n.startswith("tilewright")]
-            ours = cells["tilewright"].get("median")
-            if "again" not in measured or ours is None or not times:
-                return ""
-            count += 1
-            differences.append(abs(measured["again"]["median"] / ours - 1))
-            if min(times) < ours:
-                slower.append((min(times) / ours, f"{name(case)} {step.replace('_', ' + ')}"))
-    noise = quantiles(differences, n=20, method="inclusive")[-1]
-    beyond = [f"{label} ({ratio:.3f})" for ratio, label in sorted(slower) if ratio < 1 - noise]
-    said = f"behind the quickest peer in {len(slower)} of {count} measurements" if slower else "never behind a peer"
-    if slower:
-        said += f", by more than that in {len(beyond)}: {'; '.join(beyond)}" if beyond else ", never by more than that"
-    return f"\nOurs, measured twice, differs from itself by up to {noise:.1%} in 19 of 20 cases. It is {said}.\n"
+            cells = case[step]["implementations"]
+            timed = {n: cell for n, cell in cells.items() if "median" in cell}
+            seats = [cell["seats"] for cell in timed.values() if "seats" in cell]
+            differences += [abs(second / first - 1) for first, second in seats]
+            times = [cell["median"] for n, cell in timed.items() if not n.startswith("tilewright")]
+            if "tilewright" in timed and times:
+                ratios.append((min(times) / timed["tilewright"]["median"], f"{name(case)} {step.replace('_', ' + ')}"))
+    if not differences or not ratios:
+        return ""
+    noise = sorted(differences)[math.ceil(0.95 * len(differences)) - 1]
+    ahead = sum(ratio > 1 + noise for ratio, _ in ratios)
+    behind = [f"{label} ({ratio:.3f})" for ratio, label in sorted(ratios) if ratio < 1 - noise]
+    return (
+        f"\nOf {len(differences)} pairs of turns of the same code 95% differ by no more than {noise:.1%}. By more than "
+        f"that ours is ahead of the quickest peer in {ahead} of {len(ratios)} measurements, and behind in {len(behind)}"
+        f"{': ' if behind else ''}{'; '.join(behind)}.\n"
+    )
 
 
 def dropout_add_norm(result: dict[str, Any]) -> str:
@@ -312,11 +316,17 @@ def memory(result: dict[str, Any]) -> str:
 
 
 def train(*results: dict[str, Any]) -> str:
-    """Every lever of `tilewright train`, beside what its group is compared with."""
+    """Every lever of `tilewright train`, beside what its group is compared with.
+
+    The newest result comes first; what it has is left out of the others.
+    """
     text, groups = "\n\n".join(dict.fromkeys(map(machine, results))) + "\n", {}
+    seen: set[tuple[str, str]] = set()
     for number, result in enumerate(results):  # what is compared was measured in one run
         for case in result["cases"]:
-            groups.setdefault((number, case["group"]), []).append(case)
+            if (case["group"], case["case"]) not in seen:
+                groups.setdefault((number, case["group"]), []).append(case)
+        seen |= {(case["group"], case["case"]) for case in result["cases"]}
     for (_, name), cases in groups.items():
         rows = []
         against = cases[0].get("against", cases[0]["case"])

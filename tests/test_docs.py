@@ -30,17 +30,27 @@ def test_the_documents_are_up_to_date_and_have_their_tables():
         assert "<!-- table: " in text and generate.render(text) == text
 
 
-def test_a_peer_that_is_quicker_is_named_if_by_more_than_ours_differs_from_itself():
-    def case(ours, again, peer, name):
-        cells = {"tilewright": {"median": ours}, "tilewright-64MiB": {"median": 0.1}, "eager": {"median": peer}}
-        return {"name": name, "forward": {"implementations": cells, "again": {"median": again}}}
+def test_a_peer_that_is_quicker_is_named_if_by_more_than_the_same_code_differs():
+    def case(ours, second, peer, name):
+        cells = {
+            "tilewright": {"median": ours, "seats": [ours, second]}, "tilewright-64MiB": {"median": 0.1},
+            "eager": {"median": peer, "seats": [peer, peer]}, "broken": {"error": "it is"},
+        }  # fmt: skip
+        return {"name": name, "forward": {"implementations": cells}}
 
     def said(*cases):
-        return generate._slower(list(cases), ["forward"], lambda case: case["name"])
+        return generate._compared(list(cases), ["forward"], lambda case: case["name"])
 
     level = [case(1.0, 1.01, 1.2, f"level {i}") for i in range(20)]
-    assert "never behind a peer" in said(*level)
-    assert "in 1 of 21 measurements, never by more than that" in said(*level, case(1.0, 1.0, 0.995, "near"))
-    assert "by more than that in 1: far forward (0.970)." in said(*level, case(1.0, 1.0, 0.97, "far"))
-    del level[3]["forward"]["again"]
+    assert "Of 40 pairs" in said(*level) and "ahead of the quickest peer in 20 of 20 measurements" in said(*level)
+    near = case(1.0, 1.0, 0.995, "near")
+    assert "no more than 1.0%" in said(*level, near) and "and behind in 0." in said(*level, near)
+    assert "in 20 of 21 measurements, and behind in 1: far forward (0.970)." in said(
+        *level, case(1.0, 1.0, 0.97, "far")
+    )
+    for one in level:
+        del (
+            one["forward"]["implementations"]["tilewright"]["seats"],
+            one["forward"]["implementations"]["eager"]["seats"],
+        )
     assert said(*level) == ""

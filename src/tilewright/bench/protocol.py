@@ -88,7 +88,7 @@ def _run_once(name: str, case: dict[str, Any]) -> None:
     torch.cuda.empty_cache()
 
 
-OURS, _AGAIN = "tilewright", "tilewright, again"
+OURS = "tilewright"
 
 Pass = Callable[[], object]
 Case = dict[str, Any]
@@ -181,23 +181,16 @@ def measure_case(functions: dict[str, Pass], cost: Cost, ceilings: Ceilings, *, 
     An implementation that raises is reported with its error, not left out. `from_graph`: for work whose host time
     would show, such as a backward through autograd; the functions are then to be made, and this to be called, under a
     `torch.cuda.stream` other than the default.
-
-    Ours takes two turns. What the second one's time, `again`, differs from the first one's by is what a difference from
-    somebody else's has to exceed to mean anything: memory lies elsewhere, clocks change.
     """
     floor = cost.floor_seconds(ceilings.copy_bytes_per_second, ceilings.bf16_flops)
-    twice = {**functions, _AGAIN: functions[OURS]} if OURS in functions else functions
-    timings, errors = (interleaved_graph_time if from_graph else interleaved_event_time)(twice)
-    again = timings.pop(_AGAIN, None)
-    errors.pop(_AGAIN, None)
+    timings, errors = (interleaved_graph_time if from_graph else interleaved_event_time)(functions)
     rows: dict[str, Any] = {name: {"error": sentence(error)} for name, error in errors.items()}
     for name, timing in timings.items():
         share = floor / timing.median
         rows[name] = {**timing.as_dict(), "limit_share": share}
         if share > 1.05:  # an error, not a record
             rows[name] = {"error": f"{share:.0%} of the GPU's limit cannot be: the measurement is wrong"}
-    repeated = {} if again is None else {"again": again.as_dict()}
-    return {"bytes": cost.bytes, "flops": cost.flops, "floor_seconds": floor, "implementations": rows, **repeated}
+    return {"bytes": cost.bytes, "flops": cost.flops, "floor_seconds": floor, "implementations": rows}
 
 
 def _peak(run: Pass) -> int:

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any, TypeVar
 
 import torch
@@ -18,26 +18,32 @@ _HEAD_START = 1_000_000  # cycles the device is kept busy before a call, about h
 
 @dataclass(frozen=True)
 class Timing:
-    """Median and quartiles, in seconds, of `runs` runs."""
+    """Median and quartiles, in seconds, of `runs` runs, and the median of each seat that they were measured from."""
 
     median: float
     low: float
     high: float
     runs: int
+    seats: tuple[float, ...]
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Timing:
+    def of(cls, *seats: Sequence[float]) -> Timing:
         """The summary of these measurements.
 
-        >>> Timing.of([1.0, 2.0, 3.0, 4.0, 5.0]).median
-        3.0
+        >>> Timing.of([1.0, 2.0, 3.0], [4.0, 5.0])
+        Timing(median=3.0, low=2.0, high=4.0, runs=5, seats=(2.0, 4.5))
         """
-        low, median, high = quantiles(seconds, n=4, method="inclusive")
-        return cls(median, low, high, len(seconds))
+        together = [second for seat in seats for second in seat]
+        low, middle, high = quantiles(together, n=4, method="inclusive")
+        return cls(middle, low, high, len(together), tuple(map(median, seats)))
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+
+# Everybody takes two turns in a round. What these differ by is what a difference between two of them has to exceed to
+# mean anything: memory lies elsewhere, clocks change.
+SEATS = 2
 
 T = TypeVar("T")
 Functions = dict[str, Callable[[], object]]
@@ -45,7 +51,7 @@ Times = tuple[dict[str, Timing], dict[str, Exception]]  # of what ran, and why t
 
 
 def turns(things: Iterable[T], rounds: int) -> Iterator[list[T]]:
-    """The things in each round, in an order of its own, the same ones every time.
+    """The things in each round, in an order of its own; the same orders in every run.
 
     At its power limit a GPU is slower behind what has run hot, and quicker behind what has let it cool: by 8 % for the
     very same code, were its neighbour always the same.
@@ -75,19 +81,25 @@ def interleaved_event_time(functions: Functions, *, seconds: float = 0.1) -> Tim
         flush.zero_()
         function()
     torch.cuda.synchronize()
-    rounds = min(200, max(10, round(seconds * len(sound) / (time.perf_counter() - began))))
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in sound}
-    for order in turns(sound.items(), rounds):
-        for name, function in order:
+    rounds = min(100, max(5, round(seconds * len(sound) / (time.perf_counter() - began) / SEATS)))
+    seats = [(name, seat) for name in sound for seat in range(SEATS)]
+    events: dict[tuple[str, int], list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {seat: [] for seat in seats}
+    for order in turns(seats, rounds):
+        for seat in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
             torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
             start.record()
-            function()
+            sound[seat[0]]()
             end.record()
-            events[name].append((start, end))
+            events[seat].append((start, end))
     torch.cuda.synchronize()
-    return {name: Timing.of([a.elapsed_time(b) / 1e3 for a, b in pairs]) for name, pairs in events.items()}, errors
+    return _summaries({s: [a.elapsed_time(b) / 1e3 for a, b in pairs] for s, pairs in events.items()}), errors
+
+
+def _summaries(seconds: dict[tuple[str, int], list[float]]) -> dict[str, Timing]:
+    names = dict.fromkeys(name for name, _ in seconds)
+    return {name: Timing.of(*(of for (owner, _), of in seconds.items() if owner == name)) for name in names}
 
 
 def _try_each(functions: Functions) -> tuple[Functions, dict[str, Exception]]:
@@ -105,8 +117,8 @@ def _try_each(functions: Functions) -> tuple[Functions, dict[str, Exception]]:
     return sound, errors
 
 
-def interleaved_graph_time(functions: Functions, *, calls: int = 5, rounds: int = 15) -> Times:
-    """Device time of a call, from CUDA graphs of several calls that take turns: no host in it at all.
+def interleaved_graph_time(functions: Functions, *, calls: int = 5, rounds: int = 8) -> Times:
+    """Device time of a call, from CUDA graphs of several calls that take `turns`: no host in it at all.
 
     Captures on the current stream, which must not be the default one: backward runs on the stream of its forward, so
     both belong under the same `torch.cuda.stream`. The cache is not flushed between calls; give it work that is
@@ -114,27 +126,28 @@ def interleaved_graph_time(functions: Functions, *, calls: int = 5, rounds: int 
     """
     stream = torch.cuda.current_stream()
     sound, errors = _try_each(functions)
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
     for name, function in sound.items():
-        graph = torch.cuda.CUDAGraph()
+        captured = [torch.cuda.CUDAGraph() for _ in range(SEATS)]
         try:
-            with torch.cuda.graph(graph, stream=stream):
-                for _ in range(calls):
-                    function()
-            graphs[name] = graph
+            for graph in captured:
+                with torch.cuda.graph(graph, stream=stream):
+                    for _ in range(calls):
+                        function()
+            graphs |= {(name, seat): graph for seat, graph in enumerate(captured)}
         except Exception as error:
             errors[name] = error
-    seconds: dict[str, list[float]] = {name: [] for name in graphs}
+    seconds: dict[tuple[str, int], list[float]] = {seat: [] for seat in graphs}
     for round_number, order in enumerate(turns(graphs.items(), rounds + 1)):
-        for name, graph in order:
+        for seat, graph in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
             if round_number:  # the first round warms up
-                seconds[name].append(start.elapsed_time(end) / 1e3 / calls)
-    return {name: Timing.of(values) for name, values in seconds.items()}, errors
+                seconds[seat].append(start.elapsed_time(end) / 1e3 / calls)
+    return _summaries(seconds), errors
 
 
 def interleaved_wall_time(functions: Functions, *, rounds: int = 15, calls: int = 100) -> dict[str, Timing]:
