@@ -11,8 +11,10 @@ from tilewright.ops.linear import linear, linear_parts
 
 
 def is_unheard(module: torch.nn.Module) -> bool:
-    """Whether nobody listens to what goes in and comes out: then it need not run by itself."""
-    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    """Whether nobody listens to what goes in and comes out, or has put another `forward` in its place: then it need not
+    run by itself."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooks and "forward" not in module.__dict__
 
 
 class Linear(torch.nn.Linear):

@@ -1,5 +1,5 @@
 """Kernels in CUDA C++, where Triton does not reach the limit: compiled by NVRTC when first asked for, started by the
-driver, both reached by ctypes. What torch brings is all it takes: no compiler, no headers, no build."""
+driver, both reached by ctypes. What torch brings is all it takes: no toolkit, no headers, no build."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
 _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_*B
 _L2_256B = 3  # CU_TENSOR_MAP_L2_PROMOTION_*
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_*
+_INVALID_CONTEXT = 201  # CUDA_ERROR_*
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 _NVRTC = {
@@ -29,6 +30,8 @@ _NVRTC = {
     "nvrtcDestroyProgram": (c_void_p,),
 }
 _DRIVER = {
+    "cuCtxGetCurrent": (c_void_p,),
+    "cuCtxSetCurrent": (c_void_p,),
     "cuModuleLoadData": (c_void_p, c_void_p),
     "cuModuleGetFunction": (c_void_p, c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
@@ -65,6 +68,10 @@ def _driver() -> Any:
     return _declared(ctypes.CDLL("libcuda.so.1"), _DRIVER)
 
 
+class CompileError(RuntimeError):
+    """A source that this compiler does not take, now or later."""
+
+
 def _must(status: int, what: str) -> None:
     if status:
         raise RuntimeError(f"CUDA could not {what}: status {status}.")
@@ -85,7 +92,7 @@ def _compile(source: Path, options: Sequence[str]) -> bytes:
             nvrtc.nvrtcGetProgramLogSize(program, byref(size))
             log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise RuntimeError(f"{source.name} does not compile: {log.value.decode(errors='replace')}")
+            raise CompileError(f"{source.name} does not compile: {log.value.decode(errors='replace')}")
         _must(nvrtc.nvrtcGetCUBINSize(program, byref(size)), "tell the size of a kernel")
         code = ctypes.create_string_buffer(size.value)
         _must(nvrtc.nvrtcGetCUBIN(program, code), "give a kernel")
@@ -98,38 +105,52 @@ class Module:
     """The kernels of a source file, compiled for one device, which stays theirs."""
 
     def __init__(self, source: Path, device: int, macros: dict[str, int]) -> None:
-        self.name, self.handle = source.name, c_void_p()
+        self.name, self.device, self.handle, self.context = source.name, device, c_void_p(), c_void_p()
         major, minor = torch.cuda.get_device_capability(device)
         options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
         code = _compile(source, [*options, *(f"-D{name}={value}" for name, value in macros.items())])
         with torch.cuda.device(device):
-            torch.empty(0, device="cuda")  # the driver wants a context, and this makes one
+            torch.empty(1, device="cuda")  # what the runtime does first makes the context that the driver wants
+            _must(_driver().cuCtxGetCurrent(byref(self.context)), "tell its context")
             _must(_driver().cuModuleLoadData(byref(self.handle), code), f"load {self.name}")
+
+    def kernel(self, name: str, threads: int, shared_bytes: int) -> Kernel:
+        """The one of that name, for blocks of so many threads and bytes of shared memory."""
+        driver, function = _driver(), c_void_p()
+        with torch.cuda.device(self.device):
+            status = driver.cuModuleGetFunction(byref(function), self.handle, name.encode())
+            _must(status, f"find {name} in {self.name}")
+            status = driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            _must(status, f"give {name} its shared memory")
+        return Kernel(self, function, threads, shared_bytes)
 
 
 class Kernel:
     """One kernel of a module."""
 
-    def __init__(self, module: Module, name: str, threads: int, shared_bytes: int) -> None:
-        self.function, self.threads, self.shared_bytes = c_void_p(), threads, shared_bytes
-        driver = _driver()
-        self.start = driver.cuLaunchKernel
-        status = driver.cuModuleGetFunction(byref(self.function), module.handle, name.encode())
-        _must(status, f"find {name} in {module.name}")
-        status = driver.cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        _must(status, f"give {name} its shared memory")
+    def __init__(self, module: Module, function: c_void_p, threads: int, shared_bytes: int) -> None:
+        self.module, self.function, self.threads, self.shared_bytes = module, function, threads, shared_bytes
+        self.start = _driver().cuLaunchKernel
 
-    def __call__(self, programs: int, arguments: Sequence[Any], device: int) -> None:
-        """On the current stream of the device. `arguments` are ctypes values and tensor maps, in the kernel's order."""
+    def __call__(self, programs: int, arguments: Sequence[Any]) -> None:
+        """On the device's current stream. `arguments` are ctypes values and tensor maps, in the kernel's order."""
+        device = self.module.device
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self(programs, arguments, device)
+                return self(programs, arguments)
+        status = self._start(programs, arguments, device)
+        if status == _INVALID_CONTEXT:  # a thread, such as autograd's, in which the runtime has done nothing yet
+            _must(_driver().cuCtxSetCurrent(self.module.context), "take its context")
+            status = self._start(programs, arguments, device)
+        _must(status, "start a kernel")
+
+    def _start(self, programs: int, arguments: Sequence[Any], device: int) -> int:
         addresses = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = torch._C._cuda_getCurrentRawStream(device)
-        status = self.start(
+        status: int = self.start(
             self.function, programs, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, addresses, None
         )  # fmt: skip
-        _must(status, "start a kernel")
+        return status
 
 
 def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:
@@ -141,7 +162,7 @@ def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:
     encoded = (ctypes.c_char * _MAP_BYTES).from_buffer(whole, -ctypes.addressof(whole) % _MAP_ALIGNMENT)
     status = _driver().cuTensorMapEncodeTiled(
         byref(encoded), _BFLOAT16, 2, matrix.data_ptr(), (c_uint64 * 2)(*reversed(matrix.shape)),
-        (c_uint64 * 1)(matrix.stride(0) * matrix.element_size()), (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1),
+        (c_uint64 * 1)(matrix.shape[1] * matrix.element_size()), (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1),
         0, _SWIZZLES[columns * matrix.element_size()], _L2_256B, 0,
     )  # fmt: skip
     _must(status, "describe a matrix to bulk copies")

@@ -20,7 +20,6 @@ Floor: that of the products, 2 forward and 4 backward, each of 2 x tokens x widt
 from __future__ import annotations
 
 import ctypes
-import functools
 import sys
 import warnings
 from pathlib import Path
@@ -45,6 +44,7 @@ _SOURCE = Path(__file__).with_name("gelu_mlp_kernels.cu")
 _THREADS, _SHARED_BYTES = 384, 231_520
 _COLUMNS = 192  # of a tile; one of two neighbours loads half of what both need
 _ROWS = 256  # of the tiles of two neighbours
+_MACROS = {"SHARED_BYTES": _SHARED_BYTES, "PAIR_ROWS": _ROWS, "COLUMNS": _COLUMNS}
 
 Tensor = torch.Tensor
 
@@ -78,36 +78,38 @@ class _Kernels(NamedTuple):
     gradient: _cuda.Kernel
 
 
-@functools.cache
+_loaded: dict[int, _Kernels | None] = {}  # by device; None where there are none, and never will be
+
+
 def _kernels(device: int) -> _Kernels | None:
-    """None where the device is no Hopper, or NVRTC is not to be found."""
+    """None where the device is no Hopper, where NVRTC is not to be found or does not take them, or not now."""
+    if device in _loaded:
+        return _loaded[device]
     if torch.cuda.get_device_capability(device) != (9, 0) or not _cuda.can_compile():
-        return None
-    try:
-        module = _cuda.Module(_SOURCE, device, {"SHARED_BYTES": _SHARED_BYTES})
-        return _Kernels(*(_cuda.Kernel(module, name, _THREADS, _SHARED_BYTES) for name in _Kernels._fields))
-    except RuntimeError as error:
-        warnings.warn(f"{_NAME} makes passes of its own for the GELU: {error}", stacklevel=2)
-        return None
+        _loaded[device] = None
+    elif not torch.cuda.is_current_stream_capturing():  # for what is captured must not load anything
+        try:
+            module = _cuda.Module(_SOURCE, device, _MACROS)
+            names = (f"{_NAME}_{field}" for field in _Kernels._fields)
+            _loaded[device] = _Kernels(*(module.kernel(name, _THREADS, _SHARED_BYTES) for name in names))
+        except RuntimeError as error:
+            if isinstance(error, _cuda.CompileError):
+                _loaded[device] = None
+            warnings.warn(f"{_NAME} makes passes of its own for the GELU: {error}", stacklevel=4)
+    return _loaded.get(device)
 
 
 def _ready(device: torch.device) -> bool:
-    """Whether there are kernels; while a graph is captured none can be loaded."""
-    if device.type != "cuda" or device.index is None:
-        return False
-    if torch.cuda.is_current_stream_capturing() and not _kernels.cache_info().currsize:
-        return False
-    return _kernels(device.index) is not None
+    return device.type == "cuda" and device.index is not None and _kernels(device.index) is not None
 
 
 def _start(kernel: str, maps: tuple[Any, ...], vector: Tensor | None, sizes: tuple[int, int, int], x: Tensor) -> None:
     """`maps` are of left, right, slope and out; sizes are rows, columns and the inner dimension."""
-    index = x.get_device()
-    kernels = _kernels(index)
+    kernels = _kernels(x.get_device())
     assert kernels is not None
     address = ctypes.c_void_p(None if vector is None else vector.data_ptr())
     programs = min(_op.multiprocessors(x.device) // 2, -(-sizes[0] // _ROWS) * -(-sizes[1] // _COLUMNS)) * 2
-    getattr(kernels, kernel)(programs, (*maps, address, *map(ctypes.c_int, sizes)), index)
+    getattr(kernels, kernel)(programs, (*maps, address, *map(ctypes.c_int, sizes)))
 
 
 def _value(x: Tensor, up: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -168,7 +170,7 @@ class _Function(torch.autograd.Function):
         _, ddown, ddown_bias = _linear._backward(
             rows, activated, down_cast, ctx.full[1], [False, needs_down, needs_down_bias]
         )
-        dz, sums = _gradient(rows, _linear._matrix(down_cast), slope)
+        dz, sums = _gradient(rows, _linear._matrix(down_cast), *_op.packed((slope,)))
         if needs_up_bias:
             dup_bias = sums.to(torch.float32 if ctx.full[0][1] else dy.dtype)
         dx, dup, _ = _linear._backward(dz, x, up_cast, ctx.full[0], [needs_x, needs_up, False])
@@ -194,13 +196,15 @@ def gelu_mlp(
         approximate: ``"tanh"`` or ``"none"``, as in ``torch.nn.functional.gelu``.
 
     Fused are bfloat16 and the GELU by tanh on a Hopper GPU (H100, H200), where all widths are multiples of 8, a product
-    has at least 20 GFLOP and both weights are trained; everything else is `linear`, `bias_gelu`, `linear`.
+    has at least 20 GFLOP, both weights are trained and torch has its NVRTC; everything else, and under torch.compile
+    all, is `linear`, `bias_gelu`, `linear`.
 
     >>> import torch
     >>> x, up, down = torch.randn(2, 3, 8), torch.randn(32, 8), torch.randn(8, 32)
     >>> torch.allclose(gelu_mlp(x, up, None, down), reference(x, up, None, down), atol=1e-4)
     True
     """
+    _check(x, up, up_bias, down, down_bias, approximate)
     if _fits(x, up, down, down_bias, approximate):
         prepared = _linear._prepared(x, up, up_bias)  # which knows whether the first product fits
         if prepared is not None:
@@ -209,18 +213,31 @@ def gelu_mlp(
 
 
 def _fits(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approximate: str) -> bool:
-    """Whether all but the first product does; what is wrong with the second is for `linear` to say."""
+    """Whether all but the first product does."""
     trained = torch.is_grad_enabled() and up.requires_grad and down.requires_grad
-    if approximate != "tanh" or not trained or torch.compiler.is_compiling():
-        return False
-    if down.ndim != 2 or down.shape[1] != up.shape[0] or down.shape[0] % 8 or not x.numel():
-        return False
-    if down_bias is not None and down_bias.shape != down.shape[:1]:
+    if approximate != "tanh" or not trained or torch.compiler.is_compiling() or down.shape[0] % 8 or not x.numel():
         return False
     for tensor in (x, down, down_bias):
-        if tensor is not None and (_linear._dtype(tensor) != torch.bfloat16 or tensor.device != x.device):
+        if tensor is not None and _linear._dtype(tensor) != torch.bfloat16:
             return False
     if type(down) not in _op.PLAIN or (down_bias is not None and type(down_bias) not in _op.PLAIN):
         return False
     large = 2 * (x.numel() // x.shape[-1]) * down.numel() >= _cublaslt.WORTH_CHOOSING
     return large and _ready(x.device)
+
+
+def _check(x: Any, up: Any, up_bias: Any, down: Any, down_bias: Any, approximate: str) -> None:
+    """Refuse, with one sentence, what does not fit together."""
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"{_NAME}: approximate is {approximate!r}; choose tanh or none.")
+    _op.check_tensor(_NAME, "x", x)
+    if x is None or not x.ndim:
+        raise ValueError(f"{_NAME}: x must be a tensor whose last dimension holds the features.")
+    for name, weight in (("up", up), ("down", down)):
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            raise ValueError(f"{_NAME}: {name} must be a matrix, features out by features in.")
+    inner, out = up.shape[0], down.shape[0]
+    _op.check_tensor(_NAME, "up", up, torch.Size((inner, x.shape[-1])), x)
+    _op.check_tensor(_NAME, "up_bias", up_bias, torch.Size((inner,)), x)
+    _op.check_tensor(_NAME, "down", down, torch.Size((out, inner)), x)
+    _op.check_tensor(_NAME, "down_bias", down_bias, torch.Size((out,)), x)

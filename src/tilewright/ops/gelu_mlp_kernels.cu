@@ -20,7 +20,8 @@ typedef unsigned long long u64;
 
 struct alignas(64) Map { char bytes[128]; };  // CUtensorMap
 
-constexpr int ROWS = 128, COLUMNS = 192, INNER = 64;  // of a tile, and of what a stage holds of the inner dimension
+// SHARED_BYTES, PAIR_ROWS and COLUMNS are the host's: of a block, and of the tiles of two neighbours.
+constexpr int ROWS = PAIR_ROWS / 2, INNER = 64;  // of a tile, and of what a stage holds of the inner dimension
 constexpr int STAGES = 4, CHUNK = 64, CHUNKS = COLUMNS / CHUNK;
 constexpr int LEFT = ROWS * INNER * 2, RIGHT = COLUMNS * INNER * 2, STAGE = LEFT + RIGHT;  // bytes
 constexpr int BUFFER = ROWS * CHUNK * 2, BUFFERS = 2;
@@ -75,8 +76,8 @@ __device__ __forceinline__ void synchronise_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Where a matrix in shared memory begins, and how its groups of 8 rows of 128 swizzled bytes follow each other. `along`
-// the contiguous dimension the next 64 elements are `leading` bytes on, where there are more.
+// Where a matrix in shared memory begins, and how its groups of 8 rows of 128 swizzled bytes follow each other. Along the
+// contiguous dimension the next 64 elements are `leading` bytes on, where there are more.
 __device__ __forceinline__ u64 describe(u32 at, u32 leading) {
   return (u64)((at & 0x3FFFF) >> 4) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
@@ -132,7 +133,8 @@ constexpr float LOG2E = 1.4426950408889634f, TANH = 1.5957691216057308f, CUBIC =
 // Slopes are stored times 7/8. Many lie between 1 and 1.13, where bfloat16 is at its coarsest; below 1 it is twice as fine.
 constexpr float SCALE = 0.875f, UNSCALE = 1.0f / SCALE;
 
-// The GELU by tanh is z sigmoid(v), v = 2 sqrt(2 / pi) (z + 0.044715 z^3).
+// The GELU by tanh is z sigmoid(v), v = 2 sqrt(2 / pi) (z + 0.044715 z^3). Beyond 1e19, where z^2 is infinite, there is no
+// slope, as there is none in PyTorch.
 __device__ __forceinline__ void activate(float z, float& value, float& slope) {
   float square = z * z;
   float share = reciprocal(1.0f + power_of_two(z * fmaf(-LOG2E * CUBIC, square, -LOG2E * TANH)));
@@ -386,13 +388,14 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
   synchronise_cluster();  // the other SM may still write here
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
-    value(const __grid_constant__ Map left, const __grid_constant__ Map right, const __grid_constant__ Map slope,
-          const __grid_constant__ Map out, float* bias, int rows, int columns, int inner) {
+#define KERNEL extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
+#define MAPS                                                                      \
+  const __grid_constant__ Map left, const __grid_constant__ Map right, const __grid_constant__ Map slope, \
+      const __grid_constant__ Map out
+
+KERNEL gelu_mlp_value(MAPS, float* bias, int rows, int columns, int inner) {
   run<false>(&left, &right, &slope, &out, bias, rows, columns, inner);
 }
-extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
-    gradient(const __grid_constant__ Map left, const __grid_constant__ Map right, const __grid_constant__ Map slope,
-             const __grid_constant__ Map out, float* sums, int rows, int columns, int inner) {
+KERNEL gelu_mlp_gradient(MAPS, float* sums, int rows, int columns, int inner) {
   run<true>(&left, &right, &slope, &out, sums, rows, columns, inner);
 }
