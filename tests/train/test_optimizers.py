@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.func import functional_call
 
 from ops.contract import DEVICE, assert_equal
 from tilewright.errors import UserError
@@ -213,8 +214,9 @@ def trained(name, precision):
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 - step / 300)
         rows = torch.randint(512, (128,))
-        dtype = next(student.parameters()).dtype
-        loss = (student(inputs[rows].to(dtype)).float() - targets[rows]).square().mean()
+        # In float32 of weights that have fewer bits: CPUs without products in bfloat16 take minutes for those.
+        weights = {name: parameter.float() for name, parameter in student.named_parameters()}
+        loss = (functional_call(student, weights, (inputs[rows],)) - targets[rows]).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -228,7 +230,7 @@ def test_every_optimizer_trains_and_fewer_bits_cost_little():
     assert baseline < 0.02 * variance
     for name, precision in (("adamw_8bit", "fp32"), ("adamw_bf16", "fp32")):
         assert trained(name, precision)[0] < 1.2 * baseline, name
-    for precision in ("bf16_kahan", "bf16_stochastic"):  # forward and backward are in bfloat16 here
+    for precision in ("bf16_kahan", "bf16_stochastic"):  # weights and gradients are in bfloat16 here
         assert trained("adamw_8bit", precision)[0] < 0.03 * variance, precision
     for name in ("lion", "adafactor", "sgd"):
         assert trained(name, "bf16_kahan")[0] < 0.2 * variance, name

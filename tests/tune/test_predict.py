@@ -29,10 +29,10 @@ def committed(name):
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-MEASURED = committed("train")
+MEASURED = [committed(name) for name in ("train_125m", "train_1b", "train_350m", "train")]
 CEILINGS = committed("cross_entropy")["ceilings"]  # of the same card; `bench train` measures none
 H200 = {
-    "device": "cuda", "host": {"cores": 16}, "memory_bytes": MEASURED["machine"]["gpu"]["memory_bytes"],
+    "device": "cuda", "host": {"cores": 16}, "memory_bytes": MEASURED[0]["machine"]["gpu"]["memory_bytes"],
     "copy_bytes_per_second": CEILINGS["copy_bytes_per_second"], "launch_seconds": 13e-6, "kernel_seconds": 2e-6,
     "flops": {"bf16": CEILINGS["bf16_flops"], "tf32": 400e12, "fp32": 50e12},
 }  # fmt: skip
@@ -41,23 +41,27 @@ XEON = {
     "launch_seconds": 4e-6, "kernel_seconds": 3e-6, "flops": {"fp32": 1e11, "bf16": 1e12},
 }  # fmt: skip
 
-# What was measured before two faults were found, and is not like that any more.
-BEFORE = MEASURED["machine"]["commit"] == "b23fbfe82bc6"
+BEFORE = "b23fbfe82bc6"  # was measured before two faults were found, and is not like that any more
 CASES = [
-    {**case, "run": read(None, case["overrides"]).train, "seconds": statistics.median(case["step_seconds"])}
-    for case in MEASURED["cases"]
+    {
+        **case, "run": read(None, case["overrides"]).train, "seconds": statistics.median(case["step_seconds"]),
+        "commit": result["machine"]["commit"],
+    }
+    for result in MEASURED
+    for case in result["cases"]
     if "error" not in case
-]
+]  # fmt: skip
 
 
 def watched(case):
     """Torch's selective checkpoint, which cost the host more than training; the fused block has its own since."""
-    return BEFORE and case["run"].model.recompute in ("selective", "budget") and not case["group"].startswith("7b")
+    selective = case["run"].model.recompute in ("selective", "budget") and not case["group"].startswith("7b")
+    return selective and case["commit"] == BEFORE
 
 
 def doubled(case):
     """Bytes of a second set of gradients, which a graph's warm-up held at its peak."""
-    return 4 * case["run"].model.parameters if BEFORE and case["run"].cuda_graphs else 0
+    return 4 * case["run"].model.parameters if case["commit"] == BEFORE and case["run"].cuda_graphs else 0
 
 
 def tau(pairs):
@@ -71,7 +75,7 @@ def expected(case):
 
 
 def named(case):
-    return f"{case['group']}: {case['case']}"
+    return f"{case['commit']} {case['group']}: {case['case']}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
@@ -121,10 +125,10 @@ def test_most_steps_agree_closely():
     assert sum(error < 0.1 for error in errors) >= 0.8 * len(errors)
 
 
-GROUPS = {case["group"]: [] for case in CASES}
+GROUPS = {f"{case['commit']} {case['group']}": [] for case in CASES}
 for _case in CASES:
     if not watched(_case):
-        GROUPS[_case["group"]].append(_case)
+        GROUPS[f"{_case['commit']} {_case['group']}"].append(_case)
 
 
 @pytest.mark.parametrize("group", [name for name, cases in GROUPS.items() if len(cases) >= 5])
