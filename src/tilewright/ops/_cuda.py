@@ -18,7 +18,7 @@ _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_*B
 _L2_256B = 3  # CU_TENSOR_MAP_L2_PROMOTION_*
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_*
 _INVALID_CONTEXT = 201  # CUDA_ERROR_*
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 128
 
 _NVRTC = {
     "nvrtcCreateProgram": (c_void_p, c_char_p, c_char_p, c_int, c_void_p, c_void_p),

@@ -1,0 +1,185 @@
+"""The driver and NVRTC need a GPU. Here an emulator of their C interfaces takes their place and notes what it is told;
+and what they are told is compared with the driver's header, where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+from ctypes import POINTER, c_int, cast
+
+import pytest
+import torch
+
+from tilewright.ops import _cuda
+
+CONTEXT, MODULE, FUNCTION, STREAM = 11, 12, 13, 14
+
+
+class Emulator:
+    def __init__(self):
+        self.log, self.context, self.launched, self.maps = b"", CONTEXT, [], []
+
+    # NVRTC
+
+    def nvrtcCreateProgram(self, program, text, name, headers, *_):
+        self.text, self.name = text, name
+        program._obj.value = 1
+        return 0
+
+    def nvrtcCompileProgram(self, program, count, options):
+        self.options = [options[i].decode() for i in range(count)]
+        return 6 if self.log else 0
+
+    def nvrtcGetProgramLogSize(self, program, size):
+        size._obj.value = len(self.log) + 1
+        return 0
+
+    def nvrtcGetProgramLog(self, program, log):
+        log.value = self.log
+        return 0
+
+    def nvrtcGetCUBINSize(self, program, size):
+        size._obj.value = 4
+        return 0
+
+    def nvrtcGetCUBIN(self, program, code):
+        code.raw = b"cube"
+        return 0
+
+    def nvrtcDestroyProgram(self, program):
+        program._obj.value = None
+        return 0
+
+    # The driver
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = self.context
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.context = context.value
+        return 0
+
+    def cuModuleLoadData(self, module, code):
+        assert code == b"cube" and self.context == CONTEXT
+        module._obj.value = MODULE
+        return 0
+
+    def cuModuleGetFunction(self, function, module, name):
+        assert module.value == MODULE
+        function._obj.value = FUNCTION
+        return 0 if name == b"known" else 500
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        assert (function.value, attribute) == (FUNCTION, 8)
+        self.shared = value
+        return 0
+
+    def cuLaunchKernel(self, function, *sizes_and_rest):
+        *sizes, stream, arguments, extra = sizes_and_rest
+        if self.context != CONTEXT:
+            return 201
+        assert function.value == FUNCTION and extra is None
+        numbers = [cast(address, POINTER(c_int))[0] for address in arguments]
+        self.launched.append((tuple(sizes), stream, numbers))
+        return 0
+
+    def cuTensorMapEncodeTiled(self, to, kind, rank, address, sizes, strides, box, steps, *rest):
+        assert ctypes.addressof(to._obj) % 128 == 0 and ctypes.sizeof(to._obj) == 128
+        to._obj.value = b"map"
+        self.maps.append((kind, rank, address, list(sizes), list(strides), list(box), list(steps), rest))
+        return 0
+
+
+@pytest.fixture
+def emulator(monkeypatch):
+    library, real = Emulator(), torch.empty
+    monkeypatch.setattr(_cuda, "_nvrtc", lambda: library)
+    monkeypatch.setattr(_cuda, "_driver", lambda: library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "empty", lambda *shape, device=None: real(*shape))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    return library
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "some.cu"
+    path.write_text("a kernel")
+    return path
+
+
+def test_a_kernel_is_compiled_for_its_device_and_started_with_its_arguments(emulator, source):
+    module = _cuda.Module(source, 0, {"ROWS": 7})
+    assert (emulator.text, emulator.name) == (b"a kernel", b"some.cu")
+    assert emulator.options == ["--gpu-architecture=sm_90a", "--std=c++17", "-DROWS=7"]
+    kernel = module.kernel("known", threads=384, shared_bytes=1000)
+    assert emulator.shared == 1000
+    kernel(5, (c_int(3), c_int(4)))
+    assert emulator.launched == [((5, 1, 1, 384, 1, 1, 1000), STREAM, [3, 4])]
+
+
+def test_a_thread_without_a_context_gets_the_modules(emulator, source):
+    kernel = _cuda.Module(source, 0, {}).kernel("known", 32, 0)
+    emulator.context = None
+    kernel(1, (c_int(8),))
+    assert emulator.context == CONTEXT and [numbers for *_, numbers in emulator.launched] == [[8]]
+
+
+def test_what_does_not_compile_says_why_and_what_is_not_there_what(emulator, source):
+    with pytest.raises(RuntimeError, match=r"could not find unknown in some\.cu: status 500"):
+        _cuda.Module(source, 0, {}).kernel("unknown", 32, 0)
+    emulator.log = b"line 3: no"
+    with pytest.raises(_cuda.CompileError, match=r"some\.cu does not compile: line 3: no"):
+        _cuda.Module(source, 0, {})
+
+
+@pytest.mark.parametrize(("columns", "swizzle"), [(64, 3), (32, 2)])
+def test_a_matrix_is_described_by_columns_first(columns, swizzle, emulator):
+    matrix = torch.zeros(40, 24, dtype=torch.bfloat16)
+    encoded = _cuda.tensor_map(matrix, columns, 128)
+    assert bytes(encoded)[:3] == b"map"
+    assert emulator.maps == [(9, 2, matrix.data_ptr(), [24, 40], [48], [columns, 128], [1, 1], (0, swizzle, 3, 0))]
+    one_row = torch.zeros(8, 770, dtype=torch.bfloat16)[:1, :768]  # whose distance to the next means nothing
+    _cuda.tensor_map(one_row, columns, 128)
+    assert emulator.maps[1][4] == [768 * 2]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here, and so no cuda.h")
+def test_the_constants_and_arguments_are_those_of_the_header(tmp_path):
+    sizes = {ctypes.c_void_p: 8, ctypes.c_char_p: 8, c_int: 4, ctypes.c_uint32: 4, ctypes.c_size_t: 8}
+    told = "".join(
+        f'static_assert(same<decltype({name})>({{{", ".join(str(sizes[kind]) for kind in arguments)}}}), "{name}");\n'
+        for name, arguments in _cuda._DRIVER.items()
+    )
+    (tmp_path / "check.cu").write_text(
+        f"""
+#include <cuda.h>
+#include <initializer_list>
+template <class F> struct Sizes;
+template <class... A> struct Sizes<CUresult(A...)> {{
+  static constexpr bool same(std::initializer_list<int> told) {{
+    int sizes[] = {{(int)sizeof(A)...}}, i = 0;
+    if (told.size() != sizeof...(A)) return false;
+    for (int size : told) if (size != sizes[i++]) return false;
+    return true;
+  }}
+}};
+template <class F> constexpr bool same(std::initializer_list<int> told) {{ return Sizes<F>::same(told); }}
+{told}
+static_assert(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 == {_cuda._BFLOAT16});
+static_assert(CU_TENSOR_MAP_SWIZZLE_64B == {_cuda._SWIZZLES[64]});
+static_assert(CU_TENSOR_MAP_SWIZZLE_128B == {_cuda._SWIZZLES[128]});
+static_assert(CU_TENSOR_MAP_L2_PROMOTION_L2_256B == {_cuda._L2_256B});
+static_assert(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES == {_cuda._MAX_DYNAMIC_SHARED_SIZE_BYTES});
+static_assert(CUDA_ERROR_INVALID_CONTEXT == {_cuda._INVALID_CONTEXT});
+static_assert(sizeof(CUtensorMap) == {_cuda._MAP_BYTES} && {_cuda._MAP_ALIGNMENT} % alignof(CUtensorMap) == 0);
+"""
+    )
+    command = ["nvcc", "-std=c++17", "-c", "-o", str(tmp_path / "check.o"), str(tmp_path / "check.cu")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
