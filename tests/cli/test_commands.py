@@ -6,8 +6,10 @@ import sys
 import pytest
 import torch
 
+from tilewright.cli import doctor
 from tilewright.errors import UserError
 from tilewright.hardware import peak
+from tilewright.ops import _cuda
 
 
 def tilewright(*arguments, **environment):
@@ -55,6 +57,19 @@ def test_doctor_names_the_fix_for_a_missing_compiler():
     done = tilewright("doctor", "--json", PATH="", CXX="")
     found = {f["what"]: f for f in json.loads(done.stdout)["findings"]}
     assert "install g++" in found["compilers"]["advice"]
+
+
+def test_doctor_names_the_compiler_that_torch_brings_for_gpus(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert doctor._nvrtc() == []
+    for version, package in (("12.8", "nvidia-cuda-nvrtc-cu12"), ("13.0", "nvidia-cuda-nvrtc;")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        monkeypatch.setattr(_cuda, "can_compile", lambda: False)
+        (missing,) = doctor._nvrtc()
+        assert missing.ok and missing.found == "missing" and f"pip install {package}" in missing.advice
+        monkeypatch.setattr(_cuda, "can_compile", lambda: True)
+        (found,) = doctor._nvrtc()
+        assert (found.found, found.advice) == ("found", "")
 
 
 def test_an_unknown_accelerator_has_no_mfu_and_the_flag_is_named():

@@ -48,7 +48,7 @@ def examine() -> list[Finding]:
     """Look at everything once."""
     findings = [Finding("tilewright", tilewright.__version__, True), _python(), _package("torch", "2.11")]
     if findings[-1].ok:
-        findings += [_accelerator(), _package("triton", "3.6", "; without it no kernel runs")]
+        findings += [_accelerator(), _package("triton", "3.6", "; without it no kernel runs"), *_nvrtc()]
     findings += [_compiler(), _memory(), *_optional()]
     return findings
 
@@ -95,6 +95,20 @@ def _compiler() -> Finding:
     found = ", ".join([*compilers[:1], *(["nvcc"] if nvcc else [])]) or "none"
     advice = "" if compilers else "install g++: torch.compile on a CPU, and Triton's first launch, need a C compiler"
     return Finding("compilers", found, bool(compilers), advice)
+
+
+def _nvrtc() -> list[Finding]:
+    """The compiler that torch brings for GPUs, and that our kernels in CUDA C++ take."""
+    import torch
+
+    from tilewright.ops import _cuda
+
+    if torch.version.cuda is None:
+        return []
+    package = f"nvidia-cuda-nvrtc{'-cu12' if torch.version.cuda.startswith('12') else ''}"
+    advice = f"optional: pip install {package}; without it the GELU of an MLP makes passes of its own on a Hopper"
+    found = _cuda.can_compile()
+    return [Finding("nvrtc", "found" if found else "missing", True, "" if found else advice)]
 
 
 def _memory() -> Finding:
