@@ -53,8 +53,8 @@ Times = tuple[dict[str, Timing], dict[str, Exception]]  # of what ran, and why t
 def turns(things: Iterable[T], rounds: int) -> Iterator[list[T]]:
     """The things in each round, in an order of its own; the same orders in every run.
 
-    At its power limit a GPU is slower behind what has run hot, and quicker behind what has let it cool: by 8 % for the
-    very same code, were its neighbour always the same.
+    At its power limit a GPU is slower behind what has run hot, and quicker behind what has let it cool: the very same
+    code by several percent, were its neighbour always the same.
 
     >>> [len(set(order)) for order in turns("abc", 4)]
     [3, 3, 3, 3]
