@@ -566,6 +566,7 @@ def test_where_all_that_is_faster_is_wrong_the_run_as_given_is_not_held_to_be_so
     monkeypatch.setattr(study._Study, "_work", work)
     answer = run(given)
     assert not answer.changes and answer.recommended and answer.sentences[0].startswith("Change nothing: of all")
+    assert "by more than the noise" in answer.sentences[0]  # which another run may lead the table by
     assert read(tmp_path / "study/best.yaml", []).train == space.start
 
 

@@ -203,7 +203,10 @@ def _what(answer: Answer) -> str:
     if not answer.changes:
         if why := alone(answer):
             return f"Change nothing yet: only the run as given was measured; {why}."
-        return "Change nothing: of all that ran and was not found wrong, the run as given is the fastest."
+        return (
+            "Change nothing: of all that ran and was not found wrong, no run is faster than the one as given by more "
+            "than the noise of measuring."
+        )
     what = listed(f"{name} to {_word(value)}" for name, value in answer.changes.items())
     return f"Set {what}, as best.yaml does." if not answer.own_model else f"In your own training, set {what}."
 
