@@ -191,7 +191,8 @@ def scale(gradient: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
     rows = gradient.numel() // columns
     if rows:
         start = kernels.scale_launch(gradient.device, columns, gradient.dtype, upstream.dtype)
-        start((rows, 1), (gradient, upstream), (1 if upstream.ndim else 0,))
+        programs = min(rows, kernels.SCALING * _op.multiprocessors(gradient.device))
+        start((programs, 1), (gradient, upstream), (1 if upstream.ndim else 0, rows))
     return gradient
 
 

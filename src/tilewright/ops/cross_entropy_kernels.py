@@ -337,17 +337,20 @@ def prepare(
         tl.store(denominator, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["stride"])
-def scale_rows(gradient, factor, stride: tl.int64, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+SCALING = 16  # programs a processor that scale a gradient: as many as run side by side
+
+
+@triton.jit(do_not_specialize=["stride", "rows"])
+def scale_rows(gradient, factor, stride: tl.int64, rows: tl.int64, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """gradient *= factor, a number (stride 0) or one a row; a factor of 1, the usual one, costs a look at it."""
-    row = tl.program_id(0).to(tl.int64)
-    by = tl.load(factor + row * stride)
-    if by != 1.0:
-        for first in range(0, COLUMNS, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            inside = column < COLUMNS
-            g = tl.load(gradient + row * COLUMNS + column, inside, 0.0)
-            tl.store(gradient + row * COLUMNS + column, (g * by).to(g.dtype), inside)
+    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        by = tl.load(factor + row * stride)
+        if by != 1.0:
+            for first in range(0, COLUMNS, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                inside = column < COLUMNS
+                g = tl.load(gradient + row * COLUMNS + column, inside, 0.0)
+                tl.store(gradient + row * COLUMNS + column, (g * by).to(g.dtype), inside)
 
 
 def _block(columns: int, most: int) -> int:
