@@ -30,6 +30,7 @@ from tilewright.plan.memory import Training, train
 
 NAMES = {
     "gelu_mlp_value": "product",
+    "linear_cross_entropy_add": "product",
     "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "product",
     "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8": "product",
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1": "product",

@@ -18,6 +18,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((1, 1), (3, 7), (5, 127), (2, 3, 128), (4, 129), (1, 257), (2, 1000), (0, 16), (2, 0, 8), (24,))
 
 on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU: size, capture or repetition beyond the interpreter")
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU: the kernels are of its instructions")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:

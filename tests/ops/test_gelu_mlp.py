@@ -3,27 +3,31 @@ goes where and in which dtype, is held against float64 on every machine."""
 
 from __future__ import annotations
 
-import re
-import shutil
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ops.contract import DEVICE, assert_deterministic, assert_equal, assert_near_truth, assert_no_worse, doubles
+from ops.contract import (
+    DEVICE,
+    HOPPER,
+    assert_deterministic,
+    assert_equal,
+    assert_near_truth,
+    assert_no_worse,
+    doubles,
+    on_hopper,
+)
 from tilewright.measure.work import Observation
 from tilewright.nn import GeluMLP
-from tilewright.ops import _cublaslt
+from tilewright.ops import _cublaslt, _hopper
 from tilewright.ops.gelu_mlp import gelu_mlp, reference
 
 op = sys.modules["tilewright.ops.gelu_mlp"]
 linear = sys.modules["tilewright.ops.linear"]
 BF16, FP32 = torch.bfloat16, torch.float32
-HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU: the kernels are of its instructions")
 # Tiles are 256 x 192, and what a stage holds of the inner dimension is 64: whole, cut short, less than one.
 TILES = [(256, 64, 192), (512, 128, 384), (300, 72, 200), (129, 8, 8), (1, 768, 3072), (1000, 520, 1000)]
 SHAPES = TILES if HOPPER else [(256, 64, 192), (129, 8, 8), (1, 72, 200)]
@@ -49,7 +53,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
     if not HOPPER:
         monkeypatch.setattr(linear, "_DEVICES", (DEVICE,))
-        monkeypatch.setattr(op, "_ready", lambda device: True)
+        monkeypatch.setattr(_hopper, "ready", lambda device: True)
         monkeypatch.setattr(op, "_value", value)
         monkeypatch.setattr(op, "_gradient", gradient)
     for name in ("_value", "_gradient"):
@@ -308,35 +312,3 @@ def test_an_observer_sees_its_products():
     for name in ("value", "gradient"):
         work = seen[f"tilewright::gelu_mlp.{name}"]
         assert work.flops == 2 * 8192 * 1024 * 4096 and work.seconds > 0
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile them with")
-def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(tmp_path):
-    """Registers that spill by the tile, or products that run one after the other, would be a warning or a number."""
-    macros = [f"-D{name}={value}" for name, value in op._MACROS.items()]
-    command = ["nvcc", "-arch=sm_90a", *macros, "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "kernels"), op._SOURCE]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for word in ("warning", "serialized", "(c75"):  # of which the latter two are the assembler's, and no warning
-        assert word not in done.stderr.lower(), done.stderr
-    spilled = [int(size) for size in re.findall(r"(\d+) bytes spill stores", done.stderr)]
-    assert len(spilled) == 2 and max(spilled) <= 64, done.stderr
-
-
-def test_where_the_kernels_do_not_compile_it_is_said_once_and_done_without_them(monkeypatch):
-    def fails(*_):
-        raise op._cuda.CompileError("gelu_mlp_kernels.cu does not compile: no such instruction")
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(op._cuda, "can_compile", lambda: True)
-    monkeypatch.setattr(op._cuda, "Module", fails)
-    monkeypatch.setattr(op, "_loaded", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    capturing = True
-    assert op._kernels(0) is None and not op._loaded  # nothing is loaded, and nothing decided
-    capturing = False
-    with pytest.warns(UserWarning, match="passes of its own for the GELU.*no such instruction"):
-        assert op._kernels(0) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert op._kernels(0) is None

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from ops.contract import (
     DEVICE,
     DTYPES,
+    HOPPER,
     assert_compiles,
     assert_deterministic,
     assert_near_truth,
@@ -15,7 +16,7 @@ from ops.contract import (
     on_gpu,
 )
 from ranks import run_ranks
-from tilewright.ops import linear_cross_entropy
+from tilewright.ops import _hopper, linear_cross_entropy
 from tilewright.ops import linear_cross_entropy_kernels as kernels
 from tilewright.ops.linear_cross_entropy import cost, reference
 
@@ -86,23 +87,26 @@ def test_loss_and_gradients_match_float64_and_are_no_worse_than_torch(dtype, nam
             assert (a.double() - e).norm() <= 4.0 * (p.double() - e).norm() + 1e-5 * e.norm()
 
 
-def test_a_sum_over_many_chunks_stays_as_exact_as_one_product():
+@pytest.mark.parametrize("large", [0, 1])
+@pytest.mark.parametrize("hopper", [True, False] if HOPPER else [False])
+def test_a_sum_over_many_chunks_stays_as_exact_as_one_product(hopper, large, monkeypatch):
+    monkeypatch.setattr(_hopper, "ready", lambda device: hopper)
     torch.manual_seed(0)
     left, right = (torch.randn(320, n, device=DEVICE).bfloat16() for n in (CLASSES, WIDTH))
-    right[:, 7] *= 1000.0  # a column that would take all of a shared range for itself
+    (left, right)[large][:, 7] *= 1000.0  # a row or a column that would take all of a shared range for itself
     truth = left.double().t() @ right.double()
     errors = []
     for step in (320, 16):
         total = torch.empty(CLASSES, WIDTH, device=DEVICE, dtype=torch.bfloat16)
-        scales = torch.empty(kernels.scales_shape(total.device, CLASSES, WIDTH), device=DEVICE)
+        shape, dtype = kernels.scales(total)
+        scales = torch.empty(shape, device=DEVICE, dtype=dtype)
         for first in range(0, 320, step):
             part = slice(first, first + step)
             kernels.launch(left[part], right[part], total, scales, first == 0, first + step == 320)
-        columns = (total.double() - truth).norm(dim=0) / truth.norm(dim=0)
-        errors.append(columns)
+        errors.append((total.double() - truth).norm(dim=1 - large) / truth.norm(dim=1 - large))
     # 19 more roundings, three bits finer than the last, of sums that grow: sqrt(1 + 9.5 / 64) times the error. To
-    # bfloat16 they would make it three times as large.
-    assert (errors[1] <= 1.5 * errors[0]).all() and errors[1].mean() <= 1.1 * errors[0].mean(), errors
+    # bfloat16 they would make it three times as large. What one row or column gets is chance, of few elements.
+    assert (errors[1] <= 2.0 * errors[0]).all() and errors[1].mean() <= 1.1 * errors[0].mean(), errors
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

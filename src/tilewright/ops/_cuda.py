@@ -154,15 +154,16 @@ class Kernel:
 
 
 def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:
-    """How bulk copies find boxes of so many columns and rows in a bfloat16 matrix whose rows are packed.
+    """How bulk copies find boxes of so many columns and rows in a bfloat16 matrix whose rows are contiguous.
 
     A row of a box, of 64 or 128 bytes, is swizzled. What a box has beyond the matrix is read as 0 and not written.
     """
+    stride = matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]  # of a row alone it means nothing
     whole = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     encoded = (ctypes.c_char * _MAP_BYTES).from_buffer(whole, -ctypes.addressof(whole) % _MAP_ALIGNMENT)
     status = _driver().cuTensorMapEncodeTiled(
         byref(encoded), _BFLOAT16, 2, matrix.data_ptr(), (c_uint64 * 2)(*reversed(matrix.shape)),
-        (c_uint64 * 1)(matrix.shape[1] * matrix.element_size()), (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1),
+        (c_uint64 * 1)(stride * matrix.element_size()), (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1),
         0, _SWIZZLES[columns * matrix.element_size()], _L2_256B, 0,
     )  # fmt: skip
     _must(status, "describe a matrix to bulk copies")

@@ -10,7 +10,7 @@ takes anyway it is a few instructions, while in backward it would take longer th
 behind. It is rounded to 16 bits (times 7/8, for the better), but what it multiplies is not; plain PyTorch rounds that,
 and z: its error is the larger one.
 
-`gelu_mlp_kernels.cu` has the kernels, for bfloat16 on a Hopper. Everything else is `linear`, `bias_gelu`, `linear`.
+`hopper_kernels.cu` has the kernels, for bfloat16 on a Hopper. Everything else is `linear`, `bias_gelu`, `linear`.
 
 Saved for backward: x, a, s, and both weights in the dtype of the products.
 
@@ -19,17 +19,14 @@ Floor: that of the products, 2 forward and 4 backward, each of 2 x tokens x widt
 
 from __future__ import annotations
 
-import ctypes
 import sys
-import warnings
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tilewright.measure import work
-from tilewright.ops import _cublaslt, _cuda, _op
+from tilewright.ops import _cublaslt, _cuda, _hopper, _op
 from tilewright.ops.activation import bias_gelu
 from tilewright.ops.linear import linear
 from tilewright.plan.cost import Cost, product
@@ -39,12 +36,6 @@ __all__ = ["cost", "gelu_mlp", "reference"]
 _NAME = "gelu_mlp"
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 _linear: Any = sys.modules["tilewright.ops.linear"]  # the module; its name in the package is the function's
-
-_SOURCE = Path(__file__).with_name("gelu_mlp_kernels.cu")
-_THREADS, _SHARED_BYTES = 384, 231_520
-_COLUMNS = 192  # of a tile; one of two neighbours loads half of what both need
-_ROWS = 256  # of the tiles of two neighbours
-_MACROS = {"SHARED_BYTES": _SHARED_BYTES, "PAIR_ROWS": _ROWS, "COLUMNS": _COLUMNS}
 
 Tensor = torch.Tensor
 
@@ -73,55 +64,16 @@ def reference(
     return F.linear(F.gelu(F.linear(x, up, up_bias), approximate=approximate), down, down_bias)
 
 
-class _Kernels(NamedTuple):
-    value: _cuda.Kernel
-    gradient: _cuda.Kernel
-
-
-_loaded: dict[int, _Kernels | None] = {}  # by device; None where there are none, and never will be
-
-
-def _kernels(device: int) -> _Kernels | None:
-    """None where the device is no Hopper, where NVRTC is not to be found or does not take them, or not now."""
-    if device in _loaded:
-        return _loaded[device]
-    if torch.cuda.get_device_capability(device) != (9, 0) or not _cuda.can_compile():
-        _loaded[device] = None
-    elif not torch.cuda.is_current_stream_capturing():  # for what is captured must not load anything
-        try:
-            module = _cuda.Module(_SOURCE, device, _MACROS)
-            names = (f"{_NAME}_{field}" for field in _Kernels._fields)
-            _loaded[device] = _Kernels(*(module.kernel(name, _THREADS, _SHARED_BYTES) for name in names))
-        except RuntimeError as error:
-            if isinstance(error, _cuda.CompileError):
-                _loaded[device] = None
-            warnings.warn(f"{_NAME} makes passes of its own for the GELU: {error}", stacklevel=4)
-    return _loaded.get(device)
-
-
-def _ready(device: torch.device) -> bool:
-    return device.type == "cuda" and device.index is not None and _kernels(device.index) is not None
-
-
-def _start(kernel: str, maps: tuple[Any, ...], vector: Tensor | None, sizes: tuple[int, int, int], x: Tensor) -> None:
-    """`maps` are of left, right, slope and out; sizes are rows, columns and the inner dimension."""
-    kernels = _kernels(x.get_device())
-    assert kernels is not None
-    address = ctypes.c_void_p(None if vector is None else vector.data_ptr())
-    programs = min(_op.multiprocessors(x.device) // 2, -(-sizes[0] // _ROWS) * -(-sizes[1] // _COLUMNS)) * 2
-    getattr(kernels, kernel)(programs, (*maps, address, *map(ctypes.c_int, sizes)))
-
-
 def _value(x: Tensor, up: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """gelu(x @ up^T + bias) and its derivative; `bias` is in float32."""
     (rows, inner), columns = x.shape, up.shape[0]
     out, slope = (x.new_empty((rows, columns)) for _ in range(2))
     with work.launching(f"tilewright::{_NAME}.value", (x, up, bias, out, slope), 2.0 * x.numel() * columns):
         maps = (
-            _cuda.tensor_map(x, 64, 128), _cuda.tensor_map(up, 64, _COLUMNS // 2), _cuda.tensor_map(slope, 32, 128),
+            _cuda.tensor_map(x, 64, 128), _cuda.tensor_map(up, 64, _hopper.COLUMNS // 2), _cuda.tensor_map(slope, 32, 128),
             _cuda.tensor_map(out, 32, 128),
         )  # fmt: skip
-        _start("value", maps, bias, (rows, columns, inner), x)
+        _hopper.start(f"{_NAME}_value", maps, bias, (rows, columns, inner), x.device)
     return out, slope
 
 
@@ -129,13 +81,13 @@ def _gradient(dy: Tensor, down: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
     """(dy @ down) * slope and its sum over the rows, the latter in float32."""
     (rows, inner), columns = dy.shape, down.shape[1]
     out = torch.empty_like(slope)
-    sums = dy.new_empty((-(-rows // _ROWS) * 2, columns), dtype=torch.float32)
+    sums = dy.new_empty((-(-rows // _hopper.PAIR_ROWS) * 2, columns), dtype=torch.float32)
     with work.launching(f"tilewright::{_NAME}.gradient", (dy, down, slope, out, sums), 2.0 * dy.numel() * columns):
         maps = (
             _cuda.tensor_map(dy, 64, 128), _cuda.tensor_map(down, 64, 32), _cuda.tensor_map(slope, 64, 128),
             _cuda.tensor_map(out, 64, 128),
         )  # fmt: skip
-        _start("gradient", maps, sums, (rows, columns, inner), dy)
+        _hopper.start(f"{_NAME}_gradient", maps, sums, (rows, columns, inner), dy.device)
     return out, sums.sum(0)
 
 
@@ -223,7 +175,7 @@ def _fits(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approxi
     if type(down) not in _op.PLAIN or (down_bias is not None and type(down_bias) not in _op.PLAIN):
         return False
     large = 2 * (x.numel() // x.shape[-1]) * down.numel() >= _cublaslt.WORTH_CHOOSING
-    return large and _ready(x.device)
+    return large and _hopper.ready(x.device)
 
 
 def _check(x: Any, up: Any, up_bias: Any, down: Any, down_bias: Any, approximate: str) -> None:

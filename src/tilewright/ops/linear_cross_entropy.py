@@ -97,15 +97,15 @@ def _plan(
         return chunk, False, None
     from tilewright.ops import linear_cross_entropy_kernels as kernels
 
-    classes, width = dweight.shape
-    if dweight.dtype == torch.bfloat16 and kernels.fits(dweight.device, classes, width):
-        shape = kernels.scales_shape(dweight.device, classes, width)
-        size, last = shape[0] * shape[1], (count - 1) % chunk + 1
-        if chunk >= _SUMMED_FROM and dx is not None and last * width >= 2 * size:
-            return chunk, False, dx[-last:].view(-1)[: 2 * size].view(torch.float32).view(shape)
-        smaller = _room(memory - 4 * size, a_row, count)
+    scales = kernels.scales(dweight) if dweight.dtype == torch.bfloat16 else None
+    if scales is not None:
+        shape, dtype = scales
+        size, last = shape[0] * shape[1] * dtype.itemsize, (count - 1) % chunk + 1
+        if chunk >= _SUMMED_FROM and dx is not None and last * dx[0].nbytes >= size:
+            return chunk, False, dx[-last:].view(-1)[: size // dx.itemsize].view(dtype).view(shape)
+        smaller = _room(memory - size, a_row, count)
         if smaller >= _SUMMED_FROM:
-            return smaller, False, dweight.new_empty(shape, dtype=torch.float32)
+            return smaller, False, dweight.new_empty(shape, dtype=dtype)
     return chunk, True, None
 
 
@@ -140,7 +140,6 @@ def _run(
     denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute)
     loss = targets.new_zeros(rows, dtype=compute)
     lse = torch.zeros_like(loss) if wants_lse else None
-    dx = torch.zeros_like(tokens) if needs_x else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
     dbias = torch.zeros_like(bias, dtype=compute) if needs_bias and bias is not None else None
     if upstream is not None and upstream.ndim:
@@ -152,6 +151,9 @@ def _run(
         kept = torch.nonzero(targets != ignore_index).reshape(-1)
         index = kept if len(kept) < rows else None
     count = rows if index is None else len(index)
+    dx = None
+    if needs_x:
+        dx = torch.empty_like(tokens) if index is None else torch.zeros_like(tokens)
 
     pitch = -(-classes // 64) * 64  # rows of logits begin on 128 bytes, whatever the vocabulary
     chunk, again, scales = _plan(memory, pitch * dtype.itemsize, count, dweight, dx if index is None else None)

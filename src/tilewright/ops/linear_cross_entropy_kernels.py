@@ -3,8 +3,10 @@
 The sum over chunks of tokens has to be kept between them. In the gradient's own bfloat16 it would lose a bit each time
 it is rounded; in float32 it would be a buffer twice as large as the gradient. So between chunks the gradient's memory
 holds float16, three bits finer than bfloat16, with a power of two for each stretch of a row that keeps its numbers in
-float16's range. Nobody else reads it then, so it lies there in the order in which the threads have it. The
-product and the addition are in float32, and the last chunk leaves the gradient in its own dtype.
+float16's range. The product and the addition are in float32, and the last chunk leaves the gradient in its own dtype.
+
+On a Hopper that is `hopper_kernels.cu`, whose scales are of 16 bits, elsewhere the kernel below, whose scales are of 32.
+Nobody else reads a sum before the last chunk, so here it lies in the order in which the threads have it.
 """
 
 import functools
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 
 from tilewright.measure import work
-from tilewright.ops import _op
+from tilewright.ops import _cuda, _hopper, _op
 
 _WIDEN = tl.constexpr(_op.INTERPRETED)  # Triton's interpreter multiplies bfloat16 as if it were whole numbers
 
@@ -100,32 +102,44 @@ def _shape(device: torch.device) -> tuple[int, int, int, int, int]:
     return (128, 256, 64, 4, 8) if _op.shared_memory(device) >= 229_440 else (128, 128, 64, 3, 8)
 
 
-def scales_shape(device: torch.device, rows: int, columns: int) -> tuple[int, int]:
-    """One scale for each row and stretch of columns."""
-    return columns // _shape(device)[1], rows
-
-
-def fits(device: torch.device, rows: int, columns: int) -> bool:
-    """Whether a sum of this shape is made of whole tiles."""
-    block_rows, block_columns, *_ = _shape(device)
-    return rows % block_rows == 0 and columns % block_columns == 0
+def scales(total: torch.Tensor) -> tuple[tuple[int, int], torch.dtype] | None:
+    """Shape and dtype of the scales of such a sum; None where there is no kernel for it."""
+    rows, columns = total.shape
+    if columns % 8 == 0 and _hopper.ready(total.device):
+        return (-(-rows // _hopper.COLUMNS), columns), torch.bfloat16
+    block_rows, block_columns, *_ = _shape(total.device)
+    if rows % block_rows or columns % block_columns:
+        return None
+    return (columns // block_columns, rows), torch.float32
 
 
 def launch(
     left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, scales: torch.Tensor, first: bool, last: bool
 ) -> None:
     """total += left^T @ right, a bfloat16 matrix after the last time; the first time it is set."""
+    (rows, columns), inner = total.shape, left.shape[0]
+    tensors, changed = (left, right, total, scales), () if first else (2,)
+    flops = 2.0 * rows * columns * inner
+    with work.launching("tilewright::linear_cross_entropy.add_product", tensors, flops, changed):
+        if scales.dtype == torch.bfloat16:
+            maps = (_cuda.tensor_map(right, 64, 64), _cuda.tensor_map(left, 64, 32), _cuda.tensor_map(total, 64, 64))
+            sizes = (columns, rows, inner)  # of the transpose, whose tiles fill usual widths
+            _hopper.start("linear_cross_entropy_add", maps, scales, sizes, total.device, first, last)
+        else:
+            _launch(left, right, total, scales, first, last)
+
+
+def _launch(
+    left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, scales: torch.Tensor, first: bool, last: bool
+) -> None:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     block_rows, block_columns, block_inner, stages, warps = _shape(total.device)
     (rows, columns), inner = total.shape, left.shape[0]
     tiles = -(-rows // block_rows) * -(-columns // block_columns)
     constants: tuple[Any, ...] = (block_rows, block_columns, block_inner, 8, stages, first, last)
-    flops = 2.0 * rows * columns * inner
-    tensors, changed = (left, right, total, scales), () if first else (2,)
-    with work.launching("tilewright::linear_cross_entropy.add_product", tensors, flops, changed):
-        add_product[(min(tiles, _op.multiprocessors(total.device)),)](
-            TensorDescriptor(left, list(left.shape), list(left.stride()), [block_inner, block_rows]),
-            TensorDescriptor(right, list(right.shape), list(right.stride()), [block_inner, block_columns]),
-            total.view(torch.int16), scales, rows, columns, inner, *constants, num_warps=warps,
-        )  # fmt: skip
+    add_product[(min(tiles, _op.multiprocessors(total.device)),)](
+        TensorDescriptor(left, list(left.shape), list(left.stride()), [block_inner, block_rows]),
+        TensorDescriptor(right, list(right.shape), list(right.stride()), [block_inner, block_columns]),
+        total.view(torch.int16), scales, rows, columns, inner, *constants, num_warps=warps,
+    )  # fmt: skip

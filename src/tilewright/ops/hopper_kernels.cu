@@ -1,12 +1,13 @@
-// The product with a GELU, or with the derivative of one, on its way to memory; for Hopper (sm_90a).
+// Products that something happens to on their way to memory; for Hopper (sm_90a).
 //
-//   value       z = left right^T + bias     stores gelu(z) and its slope         (the first product of an MLP)
-//   gradient    g = (left right) slope      stores g, and its sum over 128 rows  (in backward of the second one)
+//   VALUE       z = left right^T + bias     stores gelu(z) and its slope         (the first product of an MLP)
+//   GRADIENT    g = (left right) slope      stores g, and its sum over 128 rows  (in backward of the second one)
+//   SUM         total^T += left^T right     where total has 16 bits              (a classifier's weight, by chunks)
 //
-// A GELU is as many instructions as an SM issues in half the time of the product itself, so it has to run beside it. Two
-// groups of 128 threads therefore take turns (ping-pong): while one multiplies a tile of 128 x 192, the other does its
-// GELU and stores. A third group is one thread that loads. What it loads goes through one ring of stages, in the order
-// of the tiles, and a group begins its product when the other has seen the last of its own stages.
+// What happens is as many instructions, or as much memory, as an SM manages in half the time of the product itself, so it
+// has to run beside it. Two groups of 128 threads therefore take turns (ping-pong): while one multiplies a tile of
+// 128 x 192, the other finishes its own. A third group is one thread that loads. What it loads goes through one ring of
+// stages, in the order of the tiles, and a group begins its product when the other has seen the last of its own stages.
 //
 // Two neighbouring SMs (a cluster) take tiles that lie one below the other, and each loads half of what both need of
 // `right`, for both: without that the L2 cannot feed them.
@@ -19,6 +20,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 struct alignas(64) Map { char bytes[128]; };  // CUtensorMap
+enum Kind { VALUE, GRADIENT, SUM };
 
 // SHARED_BYTES, PAIR_ROWS and COLUMNS are the host's: of a block, and of the tiles of two neighbours.
 constexpr int ROWS = PAIR_ROWS / 2, INNER = 64;  // of a tile, and of what a stage holds of the inner dimension
@@ -85,8 +87,9 @@ __device__ __forceinline__ u64 describe(u32 at, u32 leading) {
 #define R4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define R16(x, i) R4(x, i), R4(x, i + 4), R4(x, i + 8), R4(x, i + 12)
 
-// sum += left right, 64 x 192 x 16; `right` lies by its rows where TRANSPOSED is 1.
-template <int TRANSPOSED>
+// sum += left right, 64 x 192 x 16. In memory rows of `left` and columns of `right` follow the inner dimension; where
+// LEFT_ACROSS or RIGHT_ACROSS is 1, it is the other way round.
+template <int LEFT_ACROSS, int RIGHT_ACROSS>
 __device__ __forceinline__ void multiply(float (&sum)[96], u64 left, u64 right, int keep) {
   asm volatile(
       "{\n.reg .pred keep;\nsetp.ne.b32 keep, %98, 0;\n"
@@ -95,9 +98,9 @@ __device__ __forceinline__ void multiply(float (&sum)[96], u64 left, u64 right, 
       "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
       "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, "
       "%68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, "
-      "%90, %91, %92, %93, %94, %95}, %96, %97, keep, 1, 1, 0, %99;\n}"
+      "%90, %91, %92, %93, %94, %95}, %96, %97, keep, 1, 1, %99, %100;\n}"
       : R16(sum, 0), R16(sum, 16), R16(sum, 32), R16(sum, 48), R16(sum, 64), R16(sum, 80)
-      : "l"(left), "l"(right), "r"(keep), "n"(TRANSPOSED));
+      : "l"(left), "l"(right), "r"(keep), "n"(LEFT_ACROSS), "n"(RIGHT_ACROSS));
 }
 
 __device__ __forceinline__ u32 pack(float low, float high) {
@@ -114,6 +117,15 @@ __device__ __forceinline__ void put(u32 at, const u32 (&x)[4]) {
 }
 __device__ __forceinline__ void get(u32 at, u32 (&x)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+
+__device__ __forceinline__ void put_transposed(u32 at, const u32 (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3]) : "memory");
+}
+__device__ __forceinline__ void get_transposed(u32 at, u32 (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 }
 
@@ -291,10 +303,117 @@ __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place
   }
 }
 
-// GRADIENT: `vector` are the sums, one for 128 rows and a column; else the bias, which may be null.
-template <bool GRADIENT>
-__device__ __forceinline__ void run(const Map* left, const Map* right, const Map* slope, const Map* out, float* vector,
-                                    int rows, int columns, int inner) {
+// Between two parts of a sum `total` holds float16, three bits finer than bfloat16, times a power of two for every row
+// (a column of `total`) and 192 columns, which lies in `scales` as a bfloat16. The last part leaves bfloat16.
+__device__ __forceinline__ void load_total(const Place& at, const Map* total, int chunk) {
+  const u32 buffer = chunk % BUFFERS, loaded = at.loaded + 8 * buffer;
+  expect(loaded, BUFFER);
+  for (int half = 0; half < 2; half++)
+    load(at.buffers + buffer * BUFFER + half * (BUFFER / 2), total, loaded, at.row + half * 64, at.column + chunk * CHUNK);
+}
+
+__device__ __forceinline__ u32 pack_half(float low, float high) {
+  u32 both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ __forceinline__ float2 unpack_half(u32 both) {
+  float2 x;
+  asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(x.x), "=f"(x.y) : "r"(both));
+  return x;
+}
+
+__device__ __forceinline__ void finish_sum(float (&sum)[2][96], const Place& at, const Map* total, unsigned short* scales,
+                                           int rows, bool first, bool last, u32& parity) {
+  const int warp = at.thread / 32, lane = at.thread % 32, row = at.row + warp * 16 + lane / 4;
+  // In a buffer lie 64 columns, each of 128 bytes: 64 rows of the tile, and behind all those the other 64.
+  const u32 line = at.buffers + (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+  unsigned short* mine = scales + (size_t)(at.column / COLUMNS) * rows + row;
+  if (!first) {
+    float scale[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {  // rows 8 further down where k is odd, 64 from 2 on
+      const int below = k / 2 * 64 + k % 2 * 8;
+      scale[k] = row + below < rows ? __uint_as_float((u32)mine[below] << 16) : 0.0f;
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+      const int buffer = chunk % BUFFERS;
+      wait(at.loaded + 8 * buffer, parity >> buffer & 1);
+      parity ^= 1 << buffer;
+#pragma unroll
+      for (int part = 0; part < 8; part++) {
+        const int half = part / 4, pair = part % 4;
+        float* x = &sum[half][(chunk * 8 + pair * 2) * 4];
+        u32 old[4];
+        get_transposed(line + buffer * BUFFER + half * (BUFFER / 2) + pair * 2048, old);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const float2 both = unpack_half(old[k]);
+          x[2 * k] = fmaf(both.x, scale[half * 2 + k % 2], x[2 * k]);
+          x[2 * k + 1] = fmaf(both.y, scale[half * 2 + k % 2], x[2 * k + 1]);
+        }
+      }
+      if (chunk + BUFFERS < CHUNKS) {
+        synchronise(3 + at.group, 128);  // all have seen this chunk
+        if (at.thread == 0) load_total(at, total, chunk + BUFFERS);
+      }
+    }
+  }
+  float inverse[4];
+#pragma unroll
+  for (int k = 0; k < 4 && !last; k++) {
+    const float* x = &sum[k / 2][k % 2 * 2];
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 96; i += 4) largest = fmaxf(largest, fmaxf(fabsf(x[i]), fabsf(x[i + 1])));
+    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+    // The largest comes to lie between 2^14 and 2^15, of what lies above 2^-112.
+    const u32 exponent = max(__float_as_uint(largest) >> 23, 15u) - 14u;
+    inverse[k] = __uint_as_float((254u - exponent) << 23);
+    const int below = k / 2 * 64 + k % 2 * 8;
+    if (lane % 4 == 0 && row + below < rows) mine[below] = (unsigned short)(exponent << 7);
+  }
+#pragma unroll
+  for (int chunk = 0; chunk < CHUNKS; chunk++) {
+    const int buffer = chunk % BUFFERS;
+    if (at.thread == 0) {  // what was stored from this buffer before has been read
+      if (chunk == 0)
+        wait_stores_read();
+      else
+        asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+    }
+    synchronise(3 + at.group, 128);
+#pragma unroll
+    for (int part = 0; part < 8; part++) {
+      const int half = part / 4, pair = part % 4;
+      const float* x = &sum[half][(chunk * 8 + pair * 2) * 4];
+      u32 packed[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const float by = inverse[half * 2 + k % 2];
+        packed[k] = last ? pack(x[2 * k], x[2 * k + 1]) : pack_half(x[2 * k] * by, x[2 * k + 1] * by);
+      }
+      put_transposed(line + buffer * BUFFER + half * (BUFFER / 2) + pair * 2048, packed);
+    }
+    fence_async();
+    synchronise(3 + at.group, 128);
+    if (at.thread == 0) {
+      for (int half = 0; half < 2; half++)
+        store(total, at.buffers + buffer * BUFFER + half * (BUFFER / 2), at.row + half * 64, at.column + chunk * CHUNK);
+      commit_stores();
+    }
+  }
+}
+
+// `vector`: the bias, which may be null; of a GRADIENT the sums, one for 128 rows and a column; of a SUM the scales.
+template <Kind KIND>
+__device__ __forceinline__ void run(const Map* left, const Map* right, const Map* slope, const Map* out, void* vector,
+                                    int rows, int columns, int inner, bool first = true, bool last = true) {
+  constexpr bool LEFT_ACROSS = KIND == SUM, RIGHT_ACROSS = KIND != VALUE;
+  constexpr int ACROSS = 64 * INNER * 2;  // bytes from 64 rows of an operand to the next 64, where they lie across
   extern __shared__ __align__(1024) char memory[];
   const u32 base = shared(memory), barriers = base + AT_BARRIERS;
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
@@ -310,23 +429,30 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
   }
   synchronise_cluster();
 
-  const int across = (columns + COLUMNS - 1) / COLUMNS, steps = (inner + INNER - 1) / INNER;
-  const int tiles = (rows + 2 * ROWS - 1) / (2 * ROWS) * across, clusters = gridDim.x / 2;
+  const int across = (columns + COLUMNS - 1) / COLUMNS, down = (rows + 2 * ROWS - 1) / (2 * ROWS);
+  const int tiles = down * across, clusters = gridDim.x / 2, steps = (inner + INNER - 1) / INNER;
+  // Tiles at the same time share what is small, and take what is large from memory once.
+  auto row_of = [&](int tile) { return ((KIND == SUM ? tile % down : tile / across) * 2 + (int)rank) * ROWS; };
+  auto column_of = [&](int tile) { return (KIND == SUM ? tile / down : tile % across) * COLUMNS; };
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (thread == 0) {
       int stage = 0;
       u32 parity = 1;  // of a ring that nobody has used
       for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
-        const int row = (tile / across * 2 + rank) * ROWS, column = tile % across * COLUMNS;
+        const int row = row_of(tile), column = column_of(tile);
         for (int step = 0; step < steps; step++) {
           const u32 at = base + stage * STAGE, full = barriers + 8 * (FULL + stage);
           wait(barriers + 8 * (EMPTY + stage), parity);
           expect(full, STAGE);
-          load(at, left, full, step * INNER, row);
-          if (GRADIENT) {
+          if (LEFT_ACROSS) {
+            for (int i = 0; i < ROWS / 64; i++) load(at + i * ACROSS, left, full, row + 64 * i, step * INNER);
+          } else {
+            load(at, left, full, step * INNER, row);
+          }
+          if (RIGHT_ACROSS) {
             for (int i = 0; i < COLUMNS / 64; i++)
-              load_for_both(at + LEFT + i * (64 * INNER * 2) + rank * (64 * INNER), right, full, column + 64 * i,
+              load_for_both(at + LEFT + i * ACROSS + rank * (ACROSS / 2), right, full, column + 64 * i,
                             step * INNER + rank * (INNER / 2));
           } else {
             load_for_both(at + LEFT + rank * (RIGHT / 2), right, full, step * INNER, column + rank * (COLUMNS / 2));
@@ -349,39 +475,44 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
     if (mine == 1) announce(1, 256);  // the first group may begin
     int turn = mine;
     for (int tile = blockIdx.x / 2 + mine * clusters; tile < tiles; tile += 2 * clusters, turn += 2) {
-      at.row = (tile / across * 2 + rank) * ROWS, at.column = tile % across * COLUMNS;
-      if (GRADIENT && thread == 0) {
+      at.row = row_of(tile), at.column = column_of(tile);
+      if (KIND != VALUE && !(KIND == SUM && first) && thread == 0) {
         wait_stores_read();
-        for (int chunk = 0; chunk < BUFFERS; chunk++) load_slope(at, slope, chunk);
+        for (int chunk = 0; chunk < BUFFERS; chunk++) {
+          if (KIND == SUM)
+            load_total(at, out, chunk);
+          else
+            load_slope(at, slope, chunk);
+        }
       }
-      if (!GRADIENT) load_bias(at, vector, columns);
+      if (KIND == VALUE) load_bias(at, (const float*)vector, columns);
       synchronise(1 + mine, 256);
-      int used = turn * steps, stage = used % STAGES, last = 0;
+      int used = turn * steps, stage = used % STAGES, previous = 0;
       u32 full_parity = used / STAGES & 1;
       for (int step = 0; step < steps; step++) {
         wait(barriers + 8 * (FULL + stage), full_parity);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
         const u32 a = base + stage * STAGE;
-        u64 left_at = describe(a, 16), right_at = describe(a + LEFT, GRADIENT ? 64 * INNER * 2 : 16);
+        u64 left_at = describe(a, LEFT_ACROSS ? ACROSS : 16), right_at = describe(a + LEFT, RIGHT_ACROSS ? ACROSS : 16);
 #pragma unroll
         for (int k = 0; k < INNER / 16; k++) {
           const int keep = step + k > 0;
-          multiply<GRADIENT>(sum[0], left_at + 2 * k, right_at + (GRADIENT ? 128 : 2) * k, keep);
-          multiply<GRADIENT>(sum[1], left_at + 512 + 2 * k, right_at + (GRADIENT ? 128 : 2) * k, keep);
+          const u64 left_k = left_at + (LEFT_ACROSS ? 128 : 2) * k, right_k = right_at + (RIGHT_ACROSS ? 128 : 2) * k;
+          multiply<LEFT_ACROSS, RIGHT_ACROSS>(sum[0], left_k, right_k, keep);
+          multiply<LEFT_ACROSS, RIGHT_ACROSS>(sum[1], left_k + 512, right_k, keep);
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        if (step > 0 && thread < 2) arrive(barriers + 8 * (EMPTY + last), thread);
-        last = stage;
+        if (step > 0 && thread < 2) arrive(barriers + 8 * (EMPTY + previous), thread);
+        previous = stage;
         if (++stage == STAGES) stage = 0, full_parity ^= 1;
       }
       if (tile + clusters < tiles) announce(1 + (mine ^ 1), 256);
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (thread < 2) arrive(barriers + 8 * (EMPTY + last), thread);
-      if (GRADIENT)
-        finish_gradient(sum, at, slope, out, vector, columns, parity);
-      else
-        finish_value(sum, at, slope, out);
+      if (thread < 2) arrive(barriers + 8 * (EMPTY + previous), thread);
+      if (KIND == VALUE) finish_value(sum, at, slope, out);
+      if (KIND == GRADIENT) finish_gradient(sum, at, slope, out, (float*)vector, columns, parity);
+      if (KIND == SUM) finish_sum(sum, at, out, (unsigned short*)vector, rows, first, last, parity);
     }
     if (thread == 0) wait_stores();
   }
@@ -389,13 +520,15 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
 }
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
-#define MAPS                                                                      \
-  const __grid_constant__ Map left, const __grid_constant__ Map right, const __grid_constant__ Map slope, \
-      const __grid_constant__ Map out
+#define MAP(name) const __grid_constant__ Map name
 
-KERNEL gelu_mlp_value(MAPS, float* bias, int rows, int columns, int inner) {
-  run<false>(&left, &right, &slope, &out, bias, rows, columns, inner);
+KERNEL gelu_mlp_value(MAP(left), MAP(right), MAP(slope), MAP(out), float* bias, int rows, int columns, int inner) {
+  run<VALUE>(&left, &right, &slope, &out, bias, rows, columns, inner);
 }
-KERNEL gelu_mlp_gradient(MAPS, float* sums, int rows, int columns, int inner) {
-  run<true>(&left, &right, &slope, &out, sums, rows, columns, inner);
+KERNEL gelu_mlp_gradient(MAP(left), MAP(right), MAP(slope), MAP(out), float* sums, int rows, int columns, int inner) {
+  run<GRADIENT>(&left, &right, &slope, &out, sums, rows, columns, inner);
+}
+KERNEL linear_cross_entropy_add(MAP(left), MAP(right), MAP(total), unsigned short* scales, int rows, int columns, int inner,
+                                int first, int last) {
+  run<SUM>(&left, &right, nullptr, &total, scales, rows, columns, inner, first, last);
 }

@@ -1,0 +1,129 @@
+"""`hopper_kernels.cu` without its ops: that a compiler takes it, when its kernels are loaded, and the sum in 16 bits."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import warnings
+
+import pytest
+import torch
+
+from ops.contract import DEVICE, HOPPER, assert_equal, on_hopper
+from tilewright.measure.work import Observation
+from tilewright.ops import _cuda, _hopper
+from tilewright.ops import linear_cross_entropy_kernels as kernels
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile them with")
+def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(tmp_path):
+    """Registers that spill by the tile, or products that run one after the other, would be a warning or a number."""
+    macros = [f"-D{name}={value}" for name, value in _hopper.MACROS.items()]
+    command = ["nvcc", "-arch=sm_90a", *macros, "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "kernels")]
+    done = subprocess.run([*command, _hopper.SOURCE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for word in ("warning", "serialized", "(c75"):  # of which the latter two are the assembler's, and no warning
+        assert word not in done.stderr.lower(), done.stderr
+    spilled = [int(size) for size in re.findall(r"(\d+) bytes spill stores", done.stderr)]
+    assert len(spilled) == len(_hopper._NAMES) and max(spilled) <= 80, done.stderr
+    assert set(re.findall(r"entry function '(\w+)'", done.stderr)) == set(_hopper._NAMES)
+
+
+def test_where_the_kernels_do_not_compile_it_is_said_once_and_done_without_them(monkeypatch):
+    def fails(*_):
+        raise _cuda.CompileError("hopper_kernels.cu does not compile: no such instruction")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(_cuda, "can_compile", lambda: True)
+    monkeypatch.setattr(_cuda, "Module", fails)
+    monkeypatch.setattr(_hopper, "_loaded", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    capturing = True
+    assert _hopper._kernels(0) is None and not _hopper._loaded  # nothing is loaded, and nothing decided
+    capturing = False
+    with pytest.warns(UserWarning, match="slower ones do their work.*no such instruction"):
+        assert _hopper._kernels(0) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _hopper._kernels(0) is None
+
+
+# Classes by width are tiles of 192 x 256, by tokens in stages of 64: whole, cut short, less than one, and several turns.
+SUMS = [(192, 256, 64), (384, 512, 128), (200, 264, 80), (8, 8, 1), (1000, 136, 72), (5056, 768, 256), (20000, 2048, 512)]
+
+
+def added(left, right, parts):
+    total = torch.full((left.shape[1], right.shape[1]), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+    shape, dtype = kernels.scales(total)
+    scales = torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
+    inner = len(left) // parts
+    for number in range(parts):
+        part = slice(number * inner, (number + 1) * inner)
+        kernels.launch(left[part], right[part], total, scales, number == 0, number == parts - 1)
+    return total
+
+
+def operands(classes, width, tokens, parts):
+    torch.manual_seed(classes)
+    padded = torch.randn(parts * tokens, -(-classes // 64) * 64, device=DEVICE).bfloat16()
+    return padded[:, :classes], torch.randn(parts * tokens, width, device=DEVICE).bfloat16()
+
+
+@on_hopper
+@pytest.mark.parametrize("parts", [2, 3, 8])
+@pytest.mark.parametrize("shape", SUMS, ids=str)
+def test_a_sum_of_parts_is_the_whole_product(shape, parts):
+    left, right = operands(*shape, parts)
+    truth = left.double().t() @ right.double()
+    error = (added(left, right, parts).double() - truth).norm()
+    once = (truth.bfloat16().double() - truth).norm()
+    assert error <= 1.06 * once  # each part rounds three bits finer than the last rounding does
+
+
+@on_hopper
+@pytest.mark.parametrize("processors", [2, 4, 10])
+def test_a_sum_does_not_depend_on_who_computes_which_tile(processors, monkeypatch):
+    left, right = operands(5056, 768, 256, 3)
+    expected = added(left, right, 3)
+    assert_equal([added(left, right, 3)], [expected])
+    monkeypatch.setattr(_hopper._op, "multiprocessors", lambda device: processors)
+    assert_equal([added(left, right, 3)], [expected])
+
+
+@on_hopper
+@pytest.mark.parametrize("by", [1e-38, 1e-20, 1e20, 1e36])
+def test_a_sum_of_very_large_or_small_numbers(by):
+    left, right = operands(384, 256, 64, 3)
+    left = (left.float() * by).bfloat16()
+    truth = left.double().t() @ right.double()
+    difference = (added(left, right, 3).double() - truth).norm()
+    assert difference <= (2e-3 if by > 1e-30 else 0.02) * truth.norm()
+
+
+@on_hopper
+def test_what_is_not_a_number_stays_in_its_column():
+    left, right = operands(384, 256, 64, 3)
+    left[70, 9], right[5, 17] = float("nan"), float("inf")
+    total = added(left, right, 3)
+    assert total[9].isnan().all() and not total[:, 17].isfinite().any()
+    total[9], total[:, 17] = 0.0, 0.0
+    assert total.isfinite().all()
+
+
+@on_hopper
+def test_an_observer_sees_the_sum():
+    left, right = operands(5056, 768, 256, 2)
+    observation = Observation(compiled=False)
+    observation.begin()
+    added(left, right, 2)
+    torch.cuda.synchronize()
+    seen = [work for work in observation.end() if work.op.endswith("add_product")]
+    assert sum(work.flops for work in seen) == 2 * 2 * 5056 * 768 * 256 and all(work.seconds > 0 for work in seen)
+
+
+@pytest.mark.skipif(HOPPER, reason="here are the kernels for Hopper")
+def test_elsewhere_a_sum_is_of_whole_tiles_or_not_at_all():
+    rows, columns, *_ = kernels._shape(torch.device(DEVICE))
+    assert kernels.scales(torch.empty(2 * rows, 3 * columns, device=DEVICE)) == ((3, 2 * rows), torch.float32)
+    assert kernels.scales(torch.empty(2 * rows + 1, columns, device=DEVICE)) is None
