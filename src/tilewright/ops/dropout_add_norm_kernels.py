@@ -427,10 +427,16 @@ def forward_launch(
         return 1, _op.Launch(wide_forward, device, (width, block, *flags), warps)
     block = max(16, _power_of_two(width))
     rows, full = max(1, 1024 // block), element > 2
+    narrow = stored == 2 and 512 < width <= 1024  # tiles of 256: 768 columns are three of them, with no lane idle
     if rms and block > 8192:
-        block, warps, early = 4096 if stored == 2 else block, 16, True
+        block, warps, early = 4096 if stored == 2 else block, 16, stored > 2 or width > 12288
+    elif rms and narrow and width < 1024:
+        rows, block, warps, early = 4, 256, 4, True
     elif rms:
-        warps, early = max(4, block // 512), block < 8192 and (full or not dropout)
+        warps = 32 if stored == 2 and width == 8192 else max(4, block // 512)
+        early = block < 8192 and (full or not dropout)
+    elif narrow:
+        block, warps, early = 256, 2, True
     elif block == 8192:
         block, warps, early = 2048, 8, True
     else:
