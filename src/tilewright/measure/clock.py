@@ -81,7 +81,7 @@ def interleaved_event_time(functions: Functions, *, seconds: float = 0.1) -> Tim
         flush.zero_()
         function()
     torch.cuda.synchronize()
-    rounds = min(100, max(5, round(seconds * len(sound) / (time.perf_counter() - began) / SEATS)))
+    rounds = min(100, max(10, round(seconds * len(sound) / (time.perf_counter() - began) / SEATS)))
     seats = [(name, seat) for name in sound for seat in range(SEATS)]
     events: dict[tuple[str, int], list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {seat: [] for seat in seats}
     for order in turns(seats, rounds):
