@@ -70,8 +70,8 @@ def _value(x: Tensor, up: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     out, slope = (x.new_empty((rows, columns)) for _ in range(2))
     with work.launching(f"tilewright::{_NAME}.value", (x, up, bias, out, slope), 2.0 * x.numel() * columns):
         maps = (
-            _cuda.tensor_map(x, 64, 128), _cuda.tensor_map(up, 64, _hopper.COLUMNS // 2), _cuda.tensor_map(slope, 32, 128),
-            _cuda.tensor_map(out, 32, 128),
+            _cuda.tensor_map(x, 64, 128), _cuda.tensor_map(up, 64, _hopper.COLUMNS // 2),
+            _cuda.tensor_map(slope, 32, 128), _cuda.tensor_map(out, 32, 128),
         )  # fmt: skip
         _hopper.start(f"{_NAME}_value", maps, bias, (rows, columns, inner), x.device)
     return out, slope

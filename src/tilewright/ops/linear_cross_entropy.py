@@ -22,7 +22,8 @@ Floor: three products of 2 x tokens x classes x width FLOPs.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +110,55 @@ def _plan(
     return chunk, True, None
 
 
+class _Chunks(NamedTuple):
+    """How the tokens are taken, and the memory for it."""
+
+    kept: Tensor | None  # which tokens; None: all, where they lie
+    tokens: int  # how many these are
+    size: int  # tokens a chunk
+    again: bool  # the weight's gradient takes a second pass
+    scales: Tensor | None  # of the weight's gradient, where it is summed in 16 bits
+    dx: Tensor | None
+    buffer: Tensor  # for the logits of a chunk
+
+
+def _chunks(
+    index: Tensor | None, tokens: Tensor, classes: int, memory: int, needs_x: bool, dweight: Tensor | None
+) -> _Chunks:
+    count, (_, width), itemsize = len(tokens) if index is None else len(index), tokens.shape, tokens.itemsize
+    dx = None
+    if needs_x:
+        dx = torch.empty_like(tokens) if index is None else torch.zeros_like(tokens)
+    pitch = -(-classes // 64) * 64  # rows of logits begin on 128 bytes, whatever the vocabulary
+    size, again, scales = _plan(memory, pitch * itemsize, count, dweight, dx if index is None else None)
+    home = None
+    if again and dweight is not None:
+        free = dweight.numel() // pitch
+        if index is not None:  # of what is not taken as it lies, there are copies
+            free = min(free, memory // (2 * width * itemsize))
+        size = max(size, _room(free, 1, count))
+        home = dweight.view(-1)[: size * pitch] if size * pitch <= dweight.numel() else None
+    buffer = tokens.new_empty(size, pitch) if home is None else home.view(size, pitch)
+    if pitch > classes:
+        buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
+    return _Chunks(index, count, size, again, scales, dx, buffer)
+
+
+def _asked(wanted: Tensor) -> Callable[[], int]:
+    """How many are true: a question to the device, and a function that waits for the answer."""
+    number = torch.count_nonzero(wanted)
+    if not number.is_cuda:
+        return lambda: int(number)
+    here, arrived = number.to("cpu", non_blocking=True), torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(number.device))
+
+    def answer() -> int:
+        arrived.synchronize()
+        return int(here)
+
+    return answer
+
+
 def _run(
     upstream: Tensor | None,
     x: Tensor,
@@ -136,6 +186,11 @@ def _run(
     targets, rows = targets.reshape(-1), targets.numel()
     wanted = needs_x or needs_weight or needs_bias
     memory = max(1, memory - _A_TOKEN * rows) if memory else min(_MOST, rows * classes * dtype.itemsize // 8)
+    # Ignored tokens are left out. Whether there are any the host has to ask, and cannot while a graph is captured.
+    # Until the answer is here, everything is made ready for the usual one.
+    answer = None
+    if not wants_lse and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        answer = _asked(targets != ignore_index)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute)
     loss = targets.new_zeros(rows, dtype=compute)
@@ -144,31 +199,15 @@ def _run(
     dbias = torch.zeros_like(bias, dtype=compute) if needs_bias and bias is not None else None
     if upstream is not None and upstream.ndim:
         upstream = upstream.reshape(-1)
-
-    # Ignored tokens are left out. Which ones these are the host has to ask for, and cannot while a graph is captured.
-    index = None
-    if not wants_lse and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        kept = torch.nonzero(targets != ignore_index).reshape(-1)
-        index = kept if len(kept) < rows else None
-    count = rows if index is None else len(index)
-    dx = None
-    if needs_x:
-        dx = torch.empty_like(tokens) if index is None else torch.zeros_like(tokens)
-
-    pitch = -(-classes // 64) * 64  # rows of logits begin on 128 bytes, whatever the vocabulary
-    chunk, again, scales = _plan(memory, pitch * dtype.itemsize, count, dweight, dx if index is None else None)
-    if again and dweight is not None:
-        free = dweight.numel() // pitch
-        if index is not None:  # of what is not taken as it lies, there are copies
-            free = min(free, memory // (2 * width * dtype.itemsize))
-        chunk = max(chunk, _room(free, 1, count))
+    index, count, chunk, again, scales, dx, buffer = _chunks(None, tokens, classes, memory, needs_x, dweight)
+    if answer is not None and answer() < rows:
+        del scales, dx, buffer  # before there are others
+        index = torch.nonzero(targets != ignore_index).reshape(-1)
+        index, count, chunk, again, scales, dx, buffer = _chunks(index, tokens, classes, memory, needs_x, dweight)
     chunks = -(-count // chunk)
     if dweight is not None and count == 0:
         dweight.zero_()
     statistics: list[tuple[Tensor, Tensor]] = []  # of the chunks, for a second pass
-    home = dweight if again and dweight is not None and chunk * pitch <= dweight.numel() else None
-    buffer = x.new_empty(chunk, pitch) if home is None else home.view(-1)[: chunk * pitch].view(chunk, pitch)
-    buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
     for number in range(chunks):
         part = slice(number * chunk, min((number + 1) * chunk, count))
         at = part if index is None else index[part]

@@ -5,7 +5,7 @@ it is rounded; in float32 it would be a buffer twice as large as the gradient. S
 holds float16, three bits finer than bfloat16, with a power of two for each stretch of a row that keeps its numbers in
 float16's range. The product and the addition are in float32, and the last chunk leaves the gradient in its own dtype.
 
-On a Hopper that is `hopper_kernels.cu`, whose scales are of 16 bits, elsewhere the kernel below, whose scales are of 32.
+On a Hopper that is `hopper_kernels.cu`, whose scales have 16 bits, elsewhere the kernel below, whose scales have 32.
 Nobody else reads a sum before the last chunk, so here it lies in the order in which the threads have it.
 """
 
