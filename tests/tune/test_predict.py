@@ -29,7 +29,7 @@ def committed(name):
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-MEASURED = [committed(name) for name in ("train_125m", "train_1b", "train_350m", "train")]
+MEASURED = [committed(name) for name in ("train_125m", "train_1b", "train_350m", "train_7b")]
 CEILINGS = committed("cross_entropy")["ceilings"]  # of the same card; `bench train` measures none
 H200 = {
     "device": "cuda", "host": {"cores": 16}, "memory_bytes": MEASURED[0]["machine"]["gpu"]["memory_bytes"],
@@ -41,7 +41,7 @@ XEON = {
     "launch_seconds": 4e-6, "kernel_seconds": 3e-6, "flops": {"fp32": 1e11, "bf16": 1e12},
 }  # fmt: skip
 
-BEFORE = "b23fbfe82bc6"  # was measured before two faults were found, and is not like that any more
+SLOWER = {"a4c9903": 15.4e-6}  # an eager op on the host of that run, by "micro batch 4", which is nothing else
 CASES = [
     {
         **case, "run": read(None, case["overrides"]).train, "seconds": statistics.median(case["step_seconds"]),
@@ -53,15 +53,9 @@ CASES = [
 ]  # fmt: skip
 
 
-def watched(case):
-    """Torch's selective checkpoint, which cost the host more than training; the fused block has its own since."""
-    selective = case["run"].model.recompute in ("selective", "budget") and not case["group"].startswith("7b")
-    return selective and case["commit"] == BEFORE
-
-
-def doubled(case):
-    """Bytes of a second set of gradients, which a graph's warm-up held at its peak."""
-    return 4 * case["run"].model.parameters if case["commit"] == BEFORE and case["run"].cuda_graphs else 0
+def twice(case):
+    """Measured when a bfloat16 weight of 50,368 classes, which are no whole tiles, took a product more."""
+    return case["run"].precision.startswith("bf16_") and case["commit"] == "a4c9903"
 
 
 def tau(pairs):
@@ -71,7 +65,7 @@ def tau(pairs):
 
 
 def expected(case):
-    return predict(case["run"], H200)
+    return predict(case["run"], {**H200, "launch_seconds": SLOWER.get(case["commit"], H200["launch_seconds"])})
 
 
 def named(case):
@@ -80,7 +74,7 @@ def named(case):
 
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_the_peak_agrees_with_an_h200(case):
-    assert expected(case).bytes == pytest.approx(case["peak_allocated"] - doubled(case), rel=0.08)
+    assert expected(case).bytes == pytest.approx(case["peak_allocated"], rel=0.08)
 
 
 def studied(name):
@@ -111,7 +105,7 @@ def test_the_ten_most_different_runs_of_a_study_are_ranked_as_measured():
     assert tau([(expected.seconds, found.seconds) for _, expected, found in chosen]) >= 0.7
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not watched(case)], ids=named)
+@pytest.mark.parametrize("case", [case for case in CASES if not twice(case)], ids=named)
 def test_the_step_agrees_with_an_h200(case):
     # Some levers have never been measured, and what the others were fitted to is within 3 %.
     found = expected(case)
@@ -120,14 +114,14 @@ def test_the_step_agrees_with_an_h200(case):
 
 
 def test_most_steps_agree_closely():
-    errors = [abs(expected(case).seconds / case["seconds"] - 1) for case in CASES if not watched(case)]
+    errors = [abs(expected(case).seconds / case["seconds"] - 1) for case in CASES if not twice(case)]
     assert statistics.median(errors) < 0.05
     assert sum(error < 0.1 for error in errors) >= 0.8 * len(errors)
 
 
 GROUPS = {f"{case['commit']} {case['group']}": [] for case in CASES}
 for _case in CASES:
-    if not watched(_case):
+    if not twice(_case):
         GROUPS[f"{_case['commit']} {_case['group']}"].append(_case)
 
 

@@ -41,7 +41,7 @@ SHARES = {
     "eager": 0.85, "eager loss": 0.85,
     "eager rope": 0.08,  # of the fused kernel's bytes; rope.json
     "optimizer": 0.85,  # profiles: 1 and 11 ms
-    "codes": 0.2,  # states in 8 bits are arithmetic; train.json: 350m, adamw_8bit
+    "codes": 0.2,  # states in 8 bits are arithmetic; train_350m.json
 }  # fmt: skip
 # A norm takes its rows one by one: bytes of the stream that each costs beyond its own. dropout_add_norm.json by width.
 ROW_ENDS = {"fused": 400, "compiled": 700, "eager": 800}
@@ -53,8 +53,8 @@ CPU_SHARES = {"float32": 0.35, "bfloat16": 0.25, "optimized": 0.8}
 CPU_BYTES = {"adamw_8bit": 1500, "other": 300}  # a parameter
 
 # What a layer's forward and backward cost their host, in eager ops of `Rates.launch_seconds` each. Where one such op
-# took 13 us, a layer of 350m took 3.0 ms at micro batch 4 (train.json), and the modules of a standard one 2.8 ms. Those
-# of compiled ones are not measured: a launch for each kernel, and several for each op of Tilewright's.
+# took 13 us, a layer of 350m took 3.0 ms at micro batch 4, and the modules of a standard one 2.8 ms. Those of compiled
+# ones are not measured: a launch for each kernel, and several for each op of Tilewright's.
 LAUNCHES = {"standard": 215, "optimized": 230, "compiled standard": 40, "compiled optimized": 110}
 FORWARD = 0.25  # of these
 WATCHED = 680  # more, where torch's selective checkpoint watches every op: 350m, when that was how `selective` worked
@@ -63,6 +63,7 @@ ASKED = 50  # for which the device waits, where `linear_fused` asks it something
 UPDATE = 40  # norm of the gradients, guard, torch's fused optimizer
 CACHED = 256 * 2**20  # bytes that an op may find in the cache of a GPU or a CPU, whose rates nobody has measured
 TENSOR = {"cuda": 2, "cpu": 20}  # a tensor that Tilewright's own optimizer updates, by a kernel or by torch's ops
+ADAFACTOR = 33  # a tensor: its ops counted, the mean of a matrix and a vector
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def launches(decoder: Decoder, training: Training, how: How) -> float:
     """What a step costs its host, in eager ops."""
     micro_batches, block = training.accumulation or 1, _block(decoder, how)
     tensors = decoder.layers * (12 if decoder.mlp_bias else 7)
-    update = UPDATE + (TENSOR[how.device] * tensors if _is_own(training) else 0)
+    each = ADAFACTOR if training.optimizer == "adafactor" else TENSOR[how.device]
+    update = UPDATE + (each * tensors if _is_own(training) else 0)
     if how.recorded:
         return 2 * micro_batches + update
     layer: float = LAUNCHES[f"compiled {block}" if training.compiled else block]
