@@ -1,3 +1,4 @@
+import gc
 import itertools
 
 import pytest
@@ -47,3 +48,13 @@ def test_nobody_has_the_same_neighbour_in_every_round():
             behind[name].add(before)
     assert all(len(neighbours) == 3 for neighbours in behind.values())
     assert list(turns("abcd", 3)) == list(turns("abcd", 3))
+
+
+def test_garbage_is_not_collected_while_a_caller_is_timed_and_is_afterwards(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen = []
+    interleaved_wall_time({"f": lambda: seen.append(gc.isenabled())}, rounds=2, calls=2)
+    assert not any(seen) and gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        interleaved_wall_time({"f": lambda: 1 / 0})
+    assert gc.isenabled()

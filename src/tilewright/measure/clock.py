@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -151,15 +152,25 @@ def interleaved_graph_time(functions: Functions, *, calls: int = 5, rounds: int 
 
 
 def interleaved_wall_time(functions: Functions, *, rounds: int = 15, calls: int = 100) -> dict[str, Timing]:
-    """What a caller waits for one call, in a loop of calls that ends with the device idle. The loops take turns."""
+    """What a caller waits for one call, in a loop of calls that ends with the device idle. The loops take turns.
+
+    The collector of garbage rests meanwhile, as in `timeit`: what it takes depends on all that the process holds.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for round_number, order in enumerate(turns(functions.items(), rounds + 1)):
-        for name, function in order:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(calls):
-                function()
-            torch.cuda.synchronize()
-            if round_number:  # the first round warms up
-                seconds[name].append((time.perf_counter() - began) / calls)
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for round_number, order in enumerate(turns(functions.items(), rounds + 1)):
+            for name, function in order:
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(calls):
+                    function()
+                torch.cuda.synchronize()
+                if round_number:  # the first round warms up
+                    seconds[name].append((time.perf_counter() - began) / calls)
+    finally:
+        if collects:
+            gc.enable()
     return {name: Timing.of(values) for name, values in seconds.items()}
