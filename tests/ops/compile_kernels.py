@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from tilewright.ops import _op, activation_kernels, cross_entropy_kernels, embedding_kernels, rope_kernels
 from tilewright.ops import dropout_add_norm_kernels as kernels
+from tilewright.ops import optimizer as optimizer_op
 
 H200 = torch.device("cuda", 0)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -37,10 +38,13 @@ def resources(launch: _op.Launch, types: list[str | None]) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", "--dump-sass", file.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = dict(part.split(":")[:2] for part in printed.split() if part.startswith(("REG:", "STACK:")))
-    return {"registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "shared": binary.metadata.shared}
+    return {
+        "registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "shared": binary.metadata.shared,
+        "vectors": printed.count("LDG.E.128"),
+    }  # fmt: skip
 
 
 def dropout_add_norm(x: torch.dtype, residual: torch.dtype, weight: torch.dtype, width: int, norm: str, full: bool):
@@ -120,12 +124,20 @@ def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleav
         yield name, resources(launch, [*types, "i64", "i32", "i64", "fp64", *["i64"] * 12])
 
 
+def optimizer(dtype: torch.dtype, rule: str):
+    """As the training loop has it, and without what may take a step back."""
+    for name, given in (("forward", torch.float32), ("alone", None)):
+        tensors = (dtype, dtype, torch.float32, None, None, None, None, torch.float32, None, given, given)
+        launch = optimizer_op._launch(H200, tensors, rule, False, True)
+        yield name, resources(launch, [POINTER[t] for t in tensors] + ["fp32"] * 9 + ["i64", "i64"])
+
+
 if __name__ == "__main__":
     _op.multiprocessors = lambda device: 132
     _op.shared_memory = lambda device: 232_448
     for line in sys.stdin:
         op, *arguments = json.loads(line)
         arguments = [getattr(torch, a, a) if isinstance(a, str) and "float" in a else a for a in arguments]
-        ops = {f.__name__: f for f in (activation, cross_entropy, dropout_add_norm, embedding, rope)}
+        ops = {f.__name__: f for f in (activation, cross_entropy, dropout_add_norm, embedding, optimizer, rope)}
         for name, usage in ops[op](*arguments):
             print(json.dumps({"kernel": name, **usage}), flush=True)

@@ -20,7 +20,19 @@ def _assembles() -> bool:
         return False
 
 
-@pytest.mark.skipif(not _assembles(), reason="Triton brings no assembler of NVIDIA's for this machine")
+needs_assembler = pytest.mark.skipif(not _assembles(), reason="Triton brings no assembler of NVIDIA's for this machine")
+
+
+def compiled(case):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], input=json.dumps(case) + "\n", capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@needs_assembler
 @pytest.mark.parametrize(
     ("case", "spill_free"),
     [
@@ -46,14 +58,15 @@ def _assembles() -> bool:
     ids=str,
 )
 def test_the_real_compiler_takes_the_kernels_and_an_h200_can_hold_them(case, spill_free):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], input=json.dumps(case) + "\n", capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = compiled(case)
     assert {"forward"} < {kernel["kernel"] for kernel in kernels}
     for kernel in kernels:
         assert kernel["shared"] <= 232_448, kernel
         # A few spilled words are in the noise; a tile of them is what made backward at 16384 slow.
         assert not spill_free or kernel["spilled"] <= 64, kernel
+
+
+@needs_assembler
+def test_an_optimizer_reads_vectors_whether_or_not_a_step_can_be_taken_back():
+    for kernel in compiled(("optimizer", F32, "lion")):
+        assert kernel["vectors"] == 6, kernel  # parameter, gradient and mean: eight numbers each, of 16 bytes two

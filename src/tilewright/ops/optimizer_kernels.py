@@ -123,7 +123,7 @@ def update(
     if found_inf is not None:
         elements = tl.where(tl.load(found_inf) == 0.0, elements, 0)
     if EVEN:  # eight elements are then inside together, or none is: one access, not eight
-        elements = tl.multiple_of(elements, 8)
+        elements = elements // 8 * 8  # which says so to the compiler; of an argument as it is it forgets a hint
     inside, blocks = at < elements, (elements + _BLOCK - 1) // _BLOCK
     if lr_tensor is not None:
         lr = tl.load(lr_tensor)
