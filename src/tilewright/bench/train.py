@@ -33,6 +33,7 @@ BLOCKS: Cases = {
     "optimized, eager": OPTIMIZED,
     "optimized, graphs": OPTIMIZED + GRAPHS,
     "optimized, graphs, bf16 residual": OPTIMIZED + GRAPHS + STREAM,
+    "optimized, linear_fused, graphs, bf16 residual": LEAN + GRAPHS + STREAM,
     "optimized, linear_fused, graphs, bf16 residual, mlp recompute": (*LEAN, *GRAPHS, *STREAM, "model.mlp=recompute"),
     "standard, compile, again": STANDARD + COMPILED,
 }
@@ -59,7 +60,14 @@ LEVERS: Cases = {
     "adafactor": (*LEAN, "optimizer.name=adafactor"),
     "sgd": (*LEAN, "optimizer.name=sgd"),
     "attention flash": (*LEAN, "model.attention=flash"),
+    "attention cudnn": (*LEAN, "model.attention=cudnn"),
+    "attention efficient": (*LEAN, "model.attention=efficient"),
     "compile": LEAN + COMPILED,
+    "compile reduce-overhead": (*LEAN, "compile=reduce-overhead"),
+    "compile max-autotune": (*LEAN, "compile=max-autotune"),
+    "compile max-autotune-no-cudagraphs": (*LEAN, "compile=max-autotune-no-cudagraphs"),
+    "tf32": (*LEAN, "precision=tf32"),
+    "fp32": (*LEAN, "precision=fp32"),
 }
 LARGE: Cases = {
     "8-bit, kahan, selective": (*LEAN, *SELECTIVE, "precision=bf16_kahan", "optimizer.name=adamw_8bit"),
@@ -78,9 +86,12 @@ def _group(preset: str, batch: int, dropout: float, cases: Cases, among: Cases |
     )  # fmt: skip
     name = f"{preset}, batch {batch}, dropout {dropout:g}"
     return [
-        {"group": name, "case": label, "against": against, "steps": STEPS[preset], "overrides": [*shared, *levers]}
+        {
+            "group": name, "case": label, "against": against, "overrides": [*shared, *levers],
+            "steps": (3, 5) if "precision=fp32" in levers else STEPS[preset],  # ten times as long, each of them
+        }
         for label, levers in cases.items()
-    ]
+    ]  # fmt: skip
 
 
 CASES = [
