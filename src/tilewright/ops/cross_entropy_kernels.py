@@ -337,7 +337,7 @@ def prepare(
         tl.store(denominator, tl.sum(total, 0))
 
 
-SCALING = 16  # programs a processor that scale a gradient: as many as run side by side
+SCALING = 16  # programs a processor that scale a gradient: about as many as run side by side
 
 
 @triton.jit(do_not_specialize=["stride", "rows"])

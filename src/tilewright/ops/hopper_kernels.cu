@@ -304,7 +304,8 @@ __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place
 }
 
 // Between two parts of a sum `total` holds float16, three bits finer than bfloat16, times a power of two for every row
-// (a column of `total`) and 192 columns, which lies in `scales` as a bfloat16. The last part leaves bfloat16.
+// (a column of `total`) and 192 columns, which lies in `scales` as a bfloat16. The last part leaves bfloat16. An infinite
+// number stays infinite, and leaves nothing of the other 191: who finds it in a gradient has no use for them.
 __device__ __forceinline__ void load_total(const Place& at, const Map* total, int chunk) {
   const u32 buffer = chunk % BUFFERS, loaded = at.loaded + 8 * buffer;
   expect(loaded, BUFFER);

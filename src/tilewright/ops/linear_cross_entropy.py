@@ -11,7 +11,7 @@ above (float16, whose range needs the loss scale; reduction="none"), all of it i
 The weight's gradient is a sum over chunks, and between chunks it is kept
 - in float32 where the weight is float32 (also under autocast): the gradient's own memory is the sum;
 - for a bfloat16 weight and large chunks in the gradient's own memory, in a float16 with scales that is three bits finer
-  than bfloat16 (`linear_cross_entropy_kernels`): neither a float32 buffer, which would be larger than the logits are,
+  than bfloat16 (`linear_cross_entropy_kernels`): neither a float32 buffer, of twice the size of the gradient,
   nor a sum that is rounded to bfloat16 at every chunk;
 - for a float16 weight, and for small chunks, where adding up would cost more than the product itself: nowhere. A
   second pass computes the logits again, by columns, and writes each row of the gradient once. Until then the
@@ -23,7 +23,7 @@ Floor: three products of 2 x tokens x classes x width FLOPs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,21 +110,12 @@ def _plan(
     return chunk, True, None
 
 
-class _Chunks(NamedTuple):
-    """How the tokens are taken, and the memory for it."""
-
-    kept: Tensor | None  # which tokens; None: all, where they lie
-    tokens: int  # how many these are
-    size: int  # tokens a chunk
-    again: bool  # the weight's gradient takes a second pass
-    scales: Tensor | None  # of the weight's gradient, where it is summed in 16 bits
-    dx: Tensor | None
-    buffer: Tensor  # for the logits of a chunk
-
-
 def _chunks(
     index: Tensor | None, tokens: Tensor, classes: int, memory: int, needs_x: bool, dweight: Tensor | None
-) -> _Chunks:
+) -> tuple[int, int, bool, Tensor | None, Tensor | None, Tensor]:
+    """How the tokens of `index` are taken, all where there is none, and the memory for it: how many they are, how many
+    a chunk has, whether the weight's gradient takes a second pass, its scales where it is summed in 16 bits, x's
+    gradient, and a buffer for the logits of a chunk."""
     count, (_, width), itemsize = len(tokens) if index is None else len(index), tokens.shape, tokens.itemsize
     dx = None
     if needs_x:
@@ -141,7 +132,7 @@ def _chunks(
     buffer = tokens.new_empty(size, pitch) if home is None else home.view(size, pitch)
     if pitch > classes:
         buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
-    return _Chunks(index, count, size, again, scales, dx, buffer)
+    return count, size, again, scales, dx, buffer
 
 
 def _asked(wanted: Tensor) -> Callable[[], int]:
@@ -199,11 +190,12 @@ def _run(
     dbias = torch.zeros_like(bias, dtype=compute) if needs_bias and bias is not None else None
     if upstream is not None and upstream.ndim:
         upstream = upstream.reshape(-1)
-    index, count, chunk, again, scales, dx, buffer = _chunks(None, tokens, classes, memory, needs_x, dweight)
+    index = None
+    count, chunk, again, scales, dx, buffer = _chunks(index, tokens, classes, memory, needs_x, dweight)
     if answer is not None and answer() < rows:
         del scales, dx, buffer  # before there are others
         index = torch.nonzero(targets != ignore_index).reshape(-1)
-        index, count, chunk, again, scales, dx, buffer = _chunks(index, tokens, classes, memory, needs_x, dweight)
+        count, chunk, again, scales, dx, buffer = _chunks(index, tokens, classes, memory, needs_x, dweight)
     chunks = -(-count // chunk)
     if dweight is not None and count == 0:
         dweight.zero_()

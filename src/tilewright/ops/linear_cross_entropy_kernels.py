@@ -2,11 +2,13 @@
 
 The sum over chunks of tokens has to be kept between them. In the gradient's own bfloat16 it would lose a bit each time
 it is rounded; in float32 it would be a buffer twice as large as the gradient. So between chunks the gradient's memory
-holds float16, three bits finer than bfloat16, with a power of two for each stretch of a row that keeps its numbers in
-float16's range. The product and the addition are in float32, and the last chunk leaves the gradient in its own dtype.
+holds float16, three bits finer than bfloat16, with a power of two for each stretch of numbers that brings their largest
+near the end of float16's range. (What is 2^29 times smaller than the largest of its stretch has fewer bits.) The
+product and the addition are in float32, and the last chunk leaves the gradient in its own dtype.
 
-On a Hopper that is `hopper_kernels.cu`, whose scales have 16 bits, elsewhere the kernel below, whose scales have 32.
-Nobody else reads a sum before the last chunk, so here it lies in the order in which the threads have it.
+On a Hopper that is `hopper_kernels.cu`: a stretch is 192 classes of a column, its scale a bfloat16. Elsewhere it is the
+kernel below: a stretch is a block of columns of a class, its scale a float32. Nobody else reads a sum before the last
+chunk, so here it lies in the order in which the threads have it.
 """
 
 import functools

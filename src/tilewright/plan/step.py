@@ -59,7 +59,9 @@ LAUNCHES = {"standard": 215, "optimized": 230, "compiled standard": 40, "compile
 FORWARD = 0.25  # of these
 WATCHED = 680  # more, where torch's selective checkpoint watches every op: 350m, when that was how `selective` worked
 ENDS = 60  # embedding, last norm, loss
-ASKED = 50  # for which the device waits, where `linear_fused` asks it something: "cuda graphs" of train_350m.json
+# For which the device waits, where `linear_fused` asks it something: "cuda graphs" of train_350m.json, when it waited
+# longer than it does now.
+ASKED = 50
 UPDATE = 40  # norm of the gradients, guard, torch's fused optimizer
 CACHED = 256 * 2**20  # bytes that an op may find in the cache of a GPU or a CPU, whose rates nobody has measured
 TENSOR = {"cuda": 2, "cpu": 20}  # a tensor that Tilewright's own optimizer updates, by a kernel or by torch's ops
