@@ -135,7 +135,14 @@ def test_what_does_not_compile_says_why_and_what_is_not_there_what(emulator, sou
         _cuda.Module(source, 0, {}).kernel("unknown", 32, 0)
     emulator.log = b"line 3: no"
     with pytest.raises(_cuda.CompileError, match=r"some\.cu does not compile: line 3: no"):
-        _cuda.Module(source, 0, {})
+        _cuda.Module(source, 0, {"OTHER": 1})
+
+
+def test_what_is_compiled_is_so_once_for_all_devices_of_a_kind(emulator, source):
+    _cuda.Module(source, 0, {})
+    emulator.text = None
+    module = _cuda.Module(source, 1, {})
+    assert module.handle.value == MODULE and emulator.text is None
 
 
 @pytest.mark.parametrize(("columns", "swizzle"), [(64, 3), (32, 2)])

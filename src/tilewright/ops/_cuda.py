@@ -82,7 +82,8 @@ def can_compile() -> bool:
     return _nvrtc() is not None
 
 
-def _compile(source: Path, options: Sequence[str]) -> bytes:
+@functools.cache  # for other devices of its kind, and for when it could not be loaded
+def _compile(source: Path, options: tuple[str, ...]) -> bytes:
     nvrtc, program, size = _nvrtc(), c_void_p(), c_size_t()
     text = source.read_bytes()
     _must(nvrtc.nvrtcCreateProgram(byref(program), text, source.name.encode(), 0, None, None), "take a kernel's source")
@@ -107,8 +108,8 @@ class Module:
     def __init__(self, source: Path, device: int, macros: dict[str, int]) -> None:
         self.name, self.device, self.handle, self.context = source.name, device, c_void_p(), c_void_p()
         major, minor = torch.cuda.get_device_capability(device)
-        options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
-        code = _compile(source, [*options, *(f"-D{name}={value}" for name, value in macros.items())])
+        options = (f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17")
+        code = _compile(source, (*options, *(f"-D{name}={value}" for name, value in macros.items())))
         with torch.cuda.device(device):
             torch.empty(1, device="cuda")  # what the runtime does first makes the context that the driver wants
             _must(_driver().cuCtxGetCurrent(byref(self.context)), "tell its context")
