@@ -111,23 +111,18 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 __device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
 __device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
 
-__device__ __forceinline__ void put(u32 at, const u32 (&x)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]),
-               "r"(x[2]), "r"(x[3]) : "memory");
-}
-__device__ __forceinline__ void get(u32 at, u32 (&x)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
-}
-
-__device__ __forceinline__ void put_transposed(u32 at, const u32 (&x)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]),
-               "r"(x[2]), "r"(x[3]) : "memory");
-}
-__device__ __forceinline__ void get_transposed(u32 at, u32 (&x)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
-}
+// Four matrices of 8 x 8, to shared memory and from there: by their rows, or by their columns.
+#define MATRICES(put, get, how)                                                                                      \
+  __device__ __forceinline__ void put(u32 at, const u32 (&x)[4]) {                                                   \
+    asm volatile("stmatrix.sync.aligned.m8n8.x4" how ".shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]),      \
+                 "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");                                                        \
+  }                                                                                                                  \
+  __device__ __forceinline__ void get(u32 at, u32 (&x)[4]) {                                                         \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0, %1, %2, %3}, [%4];"                           \
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");                             \
+  }
+MATRICES(put, get, "")
+MATRICES(put_transposed, get_transposed, ".trans")
 
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
