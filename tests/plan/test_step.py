@@ -10,12 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilewright.models.gpt import StandardDropoutAddNorm
+from tilewright.ops import optimizer
 from tilewright.plan import memory
 from tilewright.plan.decoder import from_gpt, load
 from tilewright.plan.gpt import LLAMA, preset
 from tilewright.plan.memory import Training
 from tilewright.plan.roofline import step_ops
-from tilewright.plan.step import CATEGORIES, SHARES, How, Rates, _norms, launches, step
+from tilewright.plan.step import ADAFACTOR, CATEGORIES, SHARES, TENSOR, How, Rates, _norms, launches, step
 
 H200 = Rates({"bf16": 787e12, "tf32": 400e12, "fp32": 50e12}, 4.27e12, 13e-6, 2e-6)
 XEON = Rates({"bf16": 1e12, "fp32": 1e11}, 1.2e10, 4e-6, 3e-6)
@@ -186,3 +187,27 @@ def test_slower_attention_takes_longer(micro_batch):
 def test_it_needs_no_torch():
     code = "import sys, tilewright.plan.step; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class _Launched(TorchDispatchMode):
+    """How many ops there were, without those that only look at their tensor another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += not op.is_view and not str(op).startswith("aten.detach")
+        return op(*args, **(kwargs or {}))
+
+
+def test_adafactor_launches_as_many_ops_a_tensor_as_a_step_is_charged(monkeypatch):
+    monkeypatch.setattr(optimizer, "update", lambda *tensors, **numbers: None)  # a kernel, where there is a GPU
+    counts = []
+    for shape in ((8, 16), (16,)):
+        parameter, given = torch.zeros(shape), {"grad_scale": torch.ones(1), "found_inf": torch.zeros(1)}
+        state = optimizer.new_state(parameter, "adafactor")
+        with _Launched() as launched:
+            optimizer.adafactor(parameter, torch.ones(shape), state, lr=1e-3, **given)
+        counts.append(launched.count + TENSOR["cuda"])
+    assert sum(counts) / 2 == pytest.approx(ADAFACTOR, rel=0.1), counts

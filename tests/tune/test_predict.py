@@ -41,7 +41,6 @@ XEON = {
     "launch_seconds": 4e-6, "kernel_seconds": 3e-6, "flops": {"fp32": 1e11, "bf16": 1e12},
 }  # fmt: skip
 
-SLOWER = {"a4c9903": 15.4e-6}  # an eager op on the host of that run, by "micro batch 4", which proves nothing then
 CASES = [
     {
         **case, "run": read(None, case["overrides"]).train, "seconds": statistics.median(case["step_seconds"]),
@@ -51,6 +50,14 @@ CASES = [
     for case in result["cases"]
     if "error" not in case
 ]  # fmt: skip
+
+
+# How long an eager op took the host of a run, as "micro batch 4", which is nothing else, says; that row proves nothing.
+LAUNCH_SECONDS = {
+    case["commit"]: H200["launch_seconds"] * case["seconds"] / predict(case["run"], H200).seconds
+    for case in CASES
+    if case["case"] == "micro batch 4"
+}
 
 
 def twice(case):
@@ -65,7 +72,8 @@ def tau(pairs):
 
 
 def expected(case):
-    return predict(case["run"], {**H200, "launch_seconds": SLOWER.get(case["commit"], H200["launch_seconds"])})
+    seconds = LAUNCH_SECONDS.get(case["commit"], H200["launch_seconds"])
+    return predict(case["run"], {**H200, "launch_seconds": seconds})
 
 
 def named(case):
