@@ -106,8 +106,8 @@ def test_autocast_keeps_sixteen_bits_and_copies_of_the_weights(device, residual,
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_narrow_stream_is_kept_wide_by_each_norm_unless_compiled(compiled, widens):
-    config = GPTConfig(width=128, layers=3, heads=2, vocabulary=256, sequence=256, residual="bf16")
-    model, tokens, kept = GPT(config), torch.zeros(4, 256, dtype=torch.long), {}
+    config = GPTConfig(width=64, layers=3, heads=2, vocabulary=256, sequence=64, residual="bf16")
+    model, tokens, kept = GPT(config), torch.zeros(4, 64, dtype=torch.long), {}
     own = {parameter.data_ptr() for parameter in model.parameters()}
 
     def keep(tensor):
