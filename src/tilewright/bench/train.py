@@ -56,6 +56,8 @@ LEVERS: Cases = {
     "adamw_bf16": (*LEAN, "optimizer.name=adamw_bf16"),
     "bf16_kahan": (*LEAN, "precision=bf16_kahan"),
     "bf16_stochastic": (*LEAN, "precision=bf16_stochastic"),
+    "tf32": (*LEAN, "precision=tf32"),
+    "fp32": (*LEAN, "precision=fp32"),
     "lion": (*LEAN, "optimizer.name=lion"),
     "adafactor": (*LEAN, "optimizer.name=adafactor"),
     "sgd": (*LEAN, "optimizer.name=sgd"),
@@ -66,8 +68,6 @@ LEVERS: Cases = {
     "compile reduce-overhead": (*LEAN, "compile=reduce-overhead"),
     "compile max-autotune": (*LEAN, "compile=max-autotune"),
     "compile max-autotune-no-cudagraphs": (*LEAN, "compile=max-autotune-no-cudagraphs"),
-    "tf32": (*LEAN, "precision=tf32"),
-    "fp32": (*LEAN, "precision=fp32"),
 }
 LARGE: Cases = {
     "8-bit, kahan, selective": (*LEAN, *SELECTIVE, "precision=bf16_kahan", "optimizer.name=adamw_8bit"),
