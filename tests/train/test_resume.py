@@ -27,8 +27,12 @@ CASES = {
     "8-bit optimizer": {"optimizer": {"name": "adamw_8bit", "learning_rate": 3e-3}},
     # Of few tokens, where products are in bfloat16: some CPUs have no instructions for them.
     "bf16_stochastic": {"precision": "bf16_stochastic", "model": {"dropout": 0.1}, "micro_batch": 1},
-    "bf16_kahan, lion": {"precision": "bf16_kahan", "micro_batch": 1, "optimizer": {"name": "lion", "learning_rate": 3e-3}},
-    "bf16, adafactor": {"precision": "bf16", "micro_batch": 1, "optimizer": {"name": "adafactor", "learning_rate": 0.1}},
+    "bf16_kahan, lion": {
+        "precision": "bf16_kahan", "optimizer": {"name": "lion", "learning_rate": 3e-3}, "micro_batch": 1,
+    },
+    "bf16, adafactor": {
+        "precision": "bf16", "optimizer": {"name": "adafactor", "learning_rate": 0.1}, "micro_batch": 1,
+    },
     "sgd, recomputed dropout": {
         "model": {"dropout": 0.2, "recompute": "selective"}, "optimizer": {"name": "sgd", "learning_rate": 0.1},
     },
