@@ -1,6 +1,6 @@
 """The kernel of `rope`, by how it moves the data.
 
-A program takes TOKENS tokens of one sequence and HEADS heads of q or of k, some 8 KiB: both members of every pair are
+A program takes HEADS heads of q or of k and TOKENS tokens of one sequence, some 4 KiB: both members of every pair are
 loaded, turned and stored, once each. One launch does both: the programs of a token's heads, those of q and then those
 of k, follow each other, so that all but the first find its cosines and sines in L2.
 
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tilewright.ops import _op
 
-_BYTES = 8192  # that a program reads
+_BYTES = 4096  # that a program reads
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _rows(x, batch, token, head, batch_stride, token_stride, head_stride, UNIT: 
     batch_stride = batch_stride // UNIT * UNIT
     token_stride = token_stride // UNIT * UNIT
     head_stride = head_stride // UNIT * UNIT
-    return x + batch * batch_stride + (token * token_stride)[:, None, None] + (head * head_stride)[None, :, None]
+    return x + batch * batch_stride + (head * head_stride)[:, None, None] + (token * token_stride)[None, :, None]
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _rotate_heads(
 ):  # fmt: skip
     """The group-th HEADS heads of the tokens."""
     head = (group * HEADS + tl.arange(0, HEADS)).to(tl.int64)
-    there = inside[:, None, None] & (head < ALL_HEADS)[None, :, None]
+    there = (head < ALL_HEADS)[:, None, None] & inside[None, :, None]
     source = _rows(x, batch, token, head, x_batch, x_token, x_head, UNIT)
     target = _rows(out, batch, token, head, out_batch, out_token, out_head, UNIT)
     pair = tl.arange(0, BLOCK)[None, None, :]
@@ -52,13 +52,18 @@ def _rotate_heads(
     if INTERLEAVED:
         both = tl.arange(0, 2 * BLOCK)[None, None, :]
         pairs = tl.load(source + both, there & (both < 2 * HALF))
-        first, second = tl.split(tl.reshape(pairs, [TOKENS, HEADS, BLOCK, 2]))
+        first, second = tl.split(tl.reshape(pairs, [HEADS, TOKENS, BLOCK, 2]))
     else:
         first = tl.load(source + pair, there & (pair < HALF))
         second = tl.load(source + HALF + pair, there & (pair < HALF))
-    # Once a head, out of L1: loaded once a token, they would lie in other threads than x and make it move there.
-    at = tl.broadcast_to(position[:, None, None] * HALF + pair, [TOKENS, HEADS, BLOCK])
-    listed = tl.broadcast_to(known[:, None, None] & (pair < HALF), [TOKENS, HEADS, BLOCK])
+    at = position[None, :, None] * HALF + pair
+    listed = known[None, :, None] & (pair < HALF)
+    # Loaded once a token, for all its heads, they lie in other threads than x and are moved, which is quicker than to
+    # load them more often. But where a thread's pairs are as many as elements of 16 bytes, x is what would be moved:
+    # then once a head, out of L1.
+    if not INTERLEAVED:
+        at = tl.broadcast_to(at, [HEADS, TOKENS, BLOCK])
+        listed = tl.broadcast_to(listed, [HEADS, TOKENS, BLOCK])
     cosine = tl.load(cos + at, listed, float("nan")).to(COMPUTE)
     sine = tl.load(sin + at, listed, float("nan")).to(COMPUTE) * sign
     first = first.to(COMPUTE)
@@ -66,7 +71,7 @@ def _rotate_heads(
     turned_first = (first * cosine - second * sine).to(out.dtype.element_ty)
     turned_second = (second * cosine + first * sine).to(out.dtype.element_ty)
     if INTERLEAVED:
-        turned = tl.reshape(tl.join(turned_first, turned_second), [TOKENS, HEADS, 2 * BLOCK])
+        turned = tl.reshape(tl.join(turned_first, turned_second), [HEADS, TOKENS, 2 * BLOCK])
         tl.store(target + both, turned, there & (both < 2 * HALF))
     else:
         tl.store(target + pair, turned_first, there & (pair < HALF))
@@ -140,8 +145,9 @@ def rotate_launch(
     block, rest = _power_of_two(half), 0 if inplace else _power_of_two(head_dim - 2 * half)
     width = _power_of_two(head_dim) if rest else 2 * block
     rows = max(1, _BYTES // dtypes[0].itemsize // width)  # tokens x heads of a program
-    # The most heads, for few programs to read the same cosines, of which at most a fifth do not exist.
-    heads = min(16, rows)
+    # Interleaved, a few heads share cosines that are loaded once. Else the most, for few programs to read the same ones
+    # from L2. At most a fifth of them do not exist.
+    heads = min(4 if interleaved else 32, rows)
     while heads > 1 and 4 * heads * (-(-q_heads // heads) - (-k_heads // heads)) > 5 * (q_heads + k_heads):
         heads //= 2
     tokens, warps = rows // heads, max(4, min(16, rows * width // 1024))
