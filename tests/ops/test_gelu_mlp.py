@@ -3,6 +3,7 @@ goes where and in which dtype, is held against float64 on every machine."""
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -21,9 +22,11 @@ from ops.contract import (
     on_hopper,
 )
 from tilewright.measure.work import Observation
+from tilewright.models import GPT
 from tilewright.nn import GeluMLP
 from tilewright.ops import _cublaslt, _hopper
-from tilewright.ops.gelu_mlp import gelu_mlp, reference
+from tilewright.ops.gelu_mlp import fused_gelu_mlp, gelu_mlp, reference
+from tilewright.plan.gpt import GPTConfig
 
 op = sys.modules["tilewright.ops.gelu_mlp"]
 linear = sys.modules["tilewright.ops.linear"]
@@ -33,17 +36,34 @@ TILES = [(256, 64, 192), (512, 128, 384), (300, 72, 200), (129, 8, 8), (1, 768, 
 SHAPES = TILES if HOPPER else [(256, 64, 192), (129, 8, 8), (1, 72, 200)]
 
 
-def value(x, up, bias):
-    with torch.autocast(DEVICE, enabled=False), torch.enable_grad():
-        z = (x.detach().float() @ up.detach().float().t() + (0.0 if bias is None else bias)).requires_grad_()
+def activated(z):
+    """The GELU and its slope, in float32."""
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
         out = F.gelu(z, approximate="tanh")
-        return out.detach().to(BF16), torch.autograd.grad(out.sum(), z)[0].to(BF16)
+        return out.detach(), torch.autograd.grad(out.sum(), z)[0]
 
 
-def gradient(dy, down, slope):
+def value(x, up, bias, lean):
     with torch.autocast(DEVICE, enabled=False):
-        out = dy.float() @ down.detach().float() * slope.float()
-        return out.to(BF16), out.sum(0)
+        z = x.detach().float() @ up.detach().float().t() + (0.0 if bias is None else bias)
+        out, slope = activated(z.to(BF16).float() if lean else z)
+        return out.to(BF16), z.to(BF16) if lean else slope.to(BF16)
+
+
+def gradient(dy, down, kept, lean):
+    with torch.autocast(DEVICE, enabled=False):
+        again, slope = activated(kept.float()) if lean else (None, kept.float())
+        out = dy.float() @ down.detach().float() * slope
+        return out.to(BF16), out.sum(0), again.to(BF16) if lean else None
+
+
+def lean_gelu_mlp(*leaves):
+    return fused_gelu_mlp(*leaves, lean=True)
+
+
+WAYS = {"keeps its slopes": gelu_mlp, "lean": lean_gelu_mlp}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 @pytest.fixture
@@ -93,11 +113,12 @@ def truth(leaves, upstream):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("parameter", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("biases", [(True, True), (True, False), (False, False)], ids=str)
-def test_output_and_gradients(shape, parameter, biases, fused):
+@ways
+def test_output_and_gradients(shape, parameter, biases, way, fused):
     rows, width, inner = shape
     leaves = leaves_of(rows, width, inner, parameter=parameter, biases=biases)
     upstream = torch.randn(rows, width, device=DEVICE).to(BF16)
-    actual = run(gelu_mlp, leaves, upstream, autocast=parameter == FP32)
+    actual = run(way, leaves, upstream, autocast=parameter == FP32)
     assert fused == ["_value", "_gradient"]
     expected = truth(leaves, upstream)
     assert [t.dtype for t in actual] == [BF16, *(t.dtype for t in leaves if t is not None)]
@@ -130,21 +151,23 @@ def test_a_transposed_input_and_a_strided_gradient(fused):
 
 
 @pytest.mark.parametrize("large", [30.0, 1e4, 1e18])
-def test_far_from_zero_the_gelu_is_0_or_z_and_its_slope_0_or_1(large, fused):
+@ways
+def test_far_from_zero_the_gelu_is_0_or_z_and_its_slope_0_or_1(large, way, fused):
     up = torch.tensor([[1.0], [-1.0]], device=DEVICE).repeat(4, 8).requires_grad_()
     down = torch.ones(8, 8, device=DEVICE).requires_grad_()
     x = torch.zeros(256, 8, device=DEVICE, dtype=BF16)
     x[:, 0] = large
     x.requires_grad_()
-    y, dx, *_ = run(gelu_mlp, [x, up, None, down, None], torch.ones(256, 8, device=DEVICE))
+    y, dx, *_ = run(way, [x, up, None, down, None], torch.ones(256, 8, device=DEVICE))
     seen = float(x[0, 0])
     assert (y == 4 * seen).all() and (dx == 32.0).all()
 
 
-def test_what_is_not_a_number_comes_out(fused):
+@ways
+def test_what_is_not_a_number_comes_out(way, fused):
     leaves = leaves_of(256, 64, 192)
     leaves[0].data[7] = float("nan")
-    y, dx, *_ = run(gelu_mlp, leaves, torch.ones(256, 64, device=DEVICE))
+    y, dx, *_ = run(way, leaves, torch.ones(256, 64, device=DEVICE))
     assert y[7].isnan().all() and y[8:].isfinite().all() and dx[7].isnan().all() and dx[:7].isfinite().all()
 
 
@@ -171,6 +194,7 @@ def test_what_the_kernels_cannot_do_is_done_without_them(change, fused):
     with torch.autocast(DEVICE, change.get("autocast", BF16)), torch.set_grad_enabled(change.get("grad", True)):
         y = gelu_mlp(*leaves, approximate=approximate)
         torch.testing.assert_close(y, reference(*leaves, approximate=approximate), rtol=0.02, atol=0.02)
+        assert fused_gelu_mlp(*leaves, approximate=approximate, lean=True) is None
     assert not fused
 
 
@@ -217,6 +241,65 @@ def test_other_dtypes_and_an_unknown_gelu_are_refused(fused):
     assert not fused
 
 
+def kept_by(function, *inputs):
+    """How many bytes autograd keeps for a backward, and what comes out."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = function(*inputs)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), out
+
+
+def test_a_module_that_recomputes_keeps_one_tensor_of_the_inner_width(fused):
+    rows, width, inner = 64, 16, 64
+    x = torch.randn(rows, width, device=DEVICE, dtype=BF16, requires_grad=True)
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        mlp = GeluMLP(width, inner, recompute=recompute).to(DEVICE)
+        with torch.autocast(DEVICE, BF16):
+            kept, y = kept_by(mlp, x)
+        found.append((kept, y, *torch.autograd.grad(y, [x, *mlp.parameters()], torch.ones_like(y), retain_graph=True)))
+        again = torch.autograd.grad(y, [x, *mlp.parameters()], torch.ones_like(y))  # nothing that is kept has changed
+        assert_equal(again, found[-1][2:])
+    assert fused == ["_value", "_gradient", "_gradient"] * 2
+    assert found[0][0] - found[1][0] == 2 * rows * inner
+    for a, b in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+def test_a_block_that_recomputes_selectively_gives_up_what_its_mlp_takes(fused):
+    config = GPTConfig(width=32, layers=1, heads=2, vocabulary=64, sequence=16, gpt_block="optimized")
+    tokens, found = torch.arange(64, device=DEVICE).view(4, 16), []
+    for changes in ({}, {"mlp": "recompute"}, {"recompute": "selective"}):
+        torch.manual_seed(0)
+        model = GPT(dataclasses.replace(config, **changes)).to(DEVICE)
+        with torch.autocast(DEVICE, BF16):
+            kept, loss = kept_by(model, tokens, tokens)
+        found.append((kept, torch.autograd.grad(loss, list(model.parameters()))))
+    assert fused == ["_value", "_gradient"] * 3
+    activations = 2 * tokens.numel() * config.width  # bytes of one
+    assert found[0][0] - found[1][0] == 4 * activations and found[1][0] - found[2][0] >= 2 * activations
+    for other in found[1:]:
+        for a, b in zip(found[0][1], other[1], strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=2e-3)
+
+
+def test_backward_has_the_activation_of_forward_to_the_bit(fused, monkeypatch):
+    values = []
+    forward, backward = op._value, op._gradient
+    monkeypatch.setattr(op, "_value", lambda *inputs: values.append(out := forward(*inputs)) or out)
+    monkeypatch.setattr(op, "_gradient", lambda *inputs: values.append(out := backward(*inputs)) or out)
+    leaves = leaves_of(300, 72, 200)
+    run(lean_gelu_mlp, leaves, torch.randn(300, 72, device=DEVICE))
+    (value, _), (_, _, again) = values
+    assert_equal([again], [value])
+
+
 @pytest.mark.parametrize("how", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_a_module_whose_product_somebody_listens_to_runs_that_product(how, fused):
     mlp, heard = GeluMLP(16, 40).to(DEVICE), []
@@ -242,33 +325,36 @@ def test_a_product_with_another_forward_runs_that(fused):
 
 
 @on_hopper
-def test_runs_are_bit_equal_and_read_nothing_unwritten(fused):
+@ways
+def test_runs_are_bit_equal_and_read_nothing_unwritten(way, fused):
     leaves = leaves_of(1000, 520, 1000)
     upstream = torch.randn(1000, 520, device=DEVICE)
-    assert_deterministic(lambda: run(gelu_mlp, leaves, upstream))
+    assert_deterministic(lambda: run(way, leaves, upstream))
 
 
 @on_hopper
-def test_a_row_does_not_depend_on_the_rows_around_it(fused):
+@ways
+def test_a_row_does_not_depend_on_the_rows_around_it(way, fused):
     """Nor on which of two neighbours computes it, nor in which turn."""
     leaves = leaves_of(2048, 256, 768)
     upstream = torch.randn(2048, 256, device=DEVICE)
-    whole = run(gelu_mlp, leaves, upstream)
+    whole = run(way, leaves, upstream)
     for begin, end in ((0, 1), (127, 128), (128, 384), (1000, 1700)):
         part = [leaves[0].detach()[begin:end].clone().requires_grad_(), *leaves[1:]]
-        assert_equal(run(gelu_mlp, part, upstream[begin:end])[:2], [t[begin:end] for t in whole[:2]])
+        assert_equal(run(way, part, upstream[begin:end])[:2], [t[begin:end] for t in whole[:2]])
 
 
 @on_hopper
+@ways
 @pytest.mark.parametrize("processors", [2, 4, 6, 10])
 @pytest.mark.parametrize("shape", [(1000, 520, 1000), (2048, 256, 768), (4096, 768, 3072)], ids=str)
-def test_tiles_that_come_after_others_have_the_same_bits(processors, shape, fused, monkeypatch):
+def test_tiles_that_come_after_others_have_the_same_bits(processors, shape, way, fused, monkeypatch):
     """Few processors take many tiles each, in turns; all of them take one or none."""
     rows, width, inner = shape
     leaves, upstream = leaves_of(rows, width, inner), torch.randn(rows, width, device=DEVICE)
-    expected = run(gelu_mlp, leaves, upstream)
+    expected = run(way, leaves, upstream)
     monkeypatch.setattr(op._op, "multiprocessors", lambda device: processors)
-    assert_equal(run(gelu_mlp, leaves, upstream), expected)
+    assert_equal(run(way, leaves, upstream), expected)
 
 
 @on_hopper
@@ -285,15 +371,16 @@ def test_the_first_thing_that_a_thread_does():
 
 
 @on_hopper
-def test_a_captured_graph_repeats_it(fused):
+@ways
+def test_a_captured_graph_repeats_it(way, fused):
     leaves = leaves_of(1024, 256, 768)
     upstream = torch.randn(1024, 256, device=DEVICE)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        expected = run(gelu_mlp, leaves, upstream)
+        expected = run(way, leaves, upstream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            actual = run(gelu_mlp, leaves, upstream)
+            actual = run(way, leaves, upstream)
         for tensor in actual:
             tensor.fill_(7.0)
         graph.replay()

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tilewright.nn.linear import Linear, is_unheard
 from tilewright.nn.recompute import forgetting, is_memory_of
 from tilewright.ops.activation import bias_gelu, geglu, swiglu
-from tilewright.ops.gelu_mlp import gelu_mlp
+from tilewright.ops.gelu_mlp import fused_gelu_mlp, gelu_mlp
 from tilewright.ops.linear import linear
 
 _GATED: dict[str, Callable[..., torch.Tensor]] = {
@@ -119,9 +119,13 @@ class GeluMLP(torch.nn.Module):
     def forward(self, x: torch.Tensor, recompute: bool = False, *, with_bias: bool = True) -> torch.Tensor:
         """Without the bias of its last product, if the caller adds that: see `Linear`."""
         up, down, again = self.up, self.down, self.recompute or recompute
-        if not again and type(down) is Linear and is_unheard(down):
-            bias = down.bias if with_bias else None
-            return gelu_mlp(x, up.weight, up.bias, down.weight, bias, approximate=self.approximate)
+        if type(down) is Linear and is_unheard(down):
+            tensors = x, up.weight, up.bias, down.weight, down.bias if with_bias else None
+            if not again:
+                return gelu_mlp(*tensors, approximate=self.approximate)
+            y = fused_gelu_mlp(*tensors, approximate=self.approximate, lean=True)
+            if y is not None:
+                return y
         project = down if with_bias else functools.partial(down, with_bias=False)
         return _project(project, self._activate, (linear(x, up.weight),), again)
 

@@ -16,7 +16,9 @@ COLUMNS = 192  # of a tile; one of two neighbours loads half of what both need
 PAIR_ROWS = 256  # of the tiles of two neighbours
 _THREADS, _SHARED_BYTES = 384, 231_520
 MACROS = {"SHARED_BYTES": _SHARED_BYTES, "PAIR_ROWS": PAIR_ROWS, "COLUMNS": COLUMNS}
-_NAMES = ("gelu_mlp_value", "gelu_mlp_gradient", "linear_cross_entropy_add")
+_NAMES = (
+    "gelu_mlp_value", "gelu_mlp_lean_value", "gelu_mlp_gradient", "gelu_mlp_lean_gradient", "linear_cross_entropy_add",
+)  # fmt: skip
 
 _loaded: dict[int, dict[str, _cuda.Kernel] | None] = {}  # by device; None where there are none, and never will be
 

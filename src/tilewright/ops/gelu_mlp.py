@@ -10,9 +10,12 @@ takes anyway it is a few instructions, while in backward it would take longer th
 behind. It is rounded to 16 bits (times 7/8, for the better), but what it multiplies is not; plain PyTorch rounds that,
 and z: its error is the larger one.
 
+Lean, z is kept in 16 bits and neither a nor s: both are computed once more on the way out of backward's product, which
+stores a again. Half as much lies between forward and backward, and still nothing makes a pass of its own.
+
 `hopper_kernels.cu` has the kernels, for bfloat16 on a Hopper. Everything else is `linear`, `bias_gelu`, `linear`.
 
-Saved for backward: x, a, s, and both weights in the dtype of the products.
+Saved for backward: x, a, s (lean: x, z), and both weights in the dtype of the products.
 
 Floor: that of the products, 2 forward and 4 backward, each of 2 x tokens x width x inner FLOPs.
 """
@@ -31,7 +34,7 @@ from tilewright.ops.activation import bias_gelu
 from tilewright.ops.linear import linear
 from tilewright.plan.cost import Cost, product
 
-__all__ = ["cost", "gelu_mlp", "reference"]
+__all__ = ["cost", "fused_gelu_mlp", "gelu_mlp", "reference"]
 
 _NAME = "gelu_mlp"
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
@@ -64,31 +67,33 @@ def reference(
     return F.linear(F.gelu(F.linear(x, up, up_bias), approximate=approximate), down, down_bias)
 
 
-def _value(x: Tensor, up: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """gelu(x @ up^T + bias) and its derivative; `bias` is in float32."""
+def _value(x: Tensor, up: Tensor, bias: Tensor | None, lean: bool) -> tuple[Tensor, Tensor]:
+    """gelu(x @ up^T + bias) and its derivative, or lean what it is the GELU of; `bias` is in float32."""
     (rows, inner), columns = x.shape, up.shape[0]
-    out, slope = (x.new_empty((rows, columns)) for _ in range(2))
-    with work.launching(f"tilewright::{_NAME}.value", (x, up, bias, out, slope), 2.0 * x.numel() * columns):
+    out, kept = (x.new_empty((rows, columns)) for _ in range(2))
+    with work.launching(f"tilewright::{_NAME}.value", (x, up, bias, out, kept), 2.0 * x.numel() * columns):
         maps = (
             _cuda.tensor_map(x, 64, 128), _cuda.tensor_map(up, 64, _hopper.COLUMNS // 2),
-            _cuda.tensor_map(slope, 32, 128), _cuda.tensor_map(out, 32, 128),
+            _cuda.tensor_map(kept, 32, 128), _cuda.tensor_map(out, 32, 128),
         )  # fmt: skip
-        _hopper.start(f"{_NAME}_value", maps, bias, (rows, columns, inner), x.device)
-    return out, slope
+        _hopper.start(f"{_NAME}_{'lean_' * lean}value", maps, bias, (rows, columns, inner), x.device)
+    return out, kept
 
 
-def _gradient(dy: Tensor, down: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    """(dy @ down) * slope and its sum over the rows, the latter in float32."""
+def _gradient(dy: Tensor, down: Tensor, kept: Tensor, lean: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dy @ down) * slope, its sum over the rows, the latter in float32, and lean the GELU again."""
     (rows, inner), columns = dy.shape, down.shape[1]
-    out = torch.empty_like(slope)
+    out, value = torch.empty_like(kept), torch.empty_like(kept) if lean else None
     sums = dy.new_empty((-(-rows // _hopper.PAIR_ROWS) * 2, columns), dtype=torch.float32)
-    with work.launching(f"tilewright::{_NAME}.gradient", (dy, down, slope, out, sums), 2.0 * dy.numel() * columns):
+    tensors = (dy, down, kept, value, out, sums)
+    with work.launching(f"tilewright::{_NAME}.gradient", tensors, 2.0 * dy.numel() * columns):
+        wide = 32 if lean else 64  # columns of what is kept that are copied at a time
         maps = (
-            _cuda.tensor_map(dy, 64, 128), _cuda.tensor_map(down, 64, 32), _cuda.tensor_map(slope, 64, 128),
-            _cuda.tensor_map(out, 64, 128),
+            _cuda.tensor_map(dy, 64, 128), _cuda.tensor_map(down, 64, 32),
+            *[_cuda.tensor_map(tensor, wide, 128) for tensor in (kept, value, out) if tensor is not None],
         )  # fmt: skip
-        _hopper.start(f"{_NAME}_gradient", maps, sums, (rows, columns, inner), dy.device)
-    return out, sums.sum(0)
+        _hopper.start(f"{_NAME}_{'lean_' * lean}gradient", maps, sums, (rows, columns, inner), dy.device)
+    return out, sums.sum(0), value
 
 
 class _Function(torch.autograd.Function):
@@ -97,14 +102,14 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor | None, up_cast: Tensor, down: Tensor,
-        down_bias: Tensor | None, down_cast: Tensor,
+        down_bias: Tensor | None, down_cast: Tensor, lean: bool,
     ) -> Tensor:  # fmt: skip
         tokens = _linear._matrix(x)
         bias = None if up_bias is None else _op.packed((up_bias.detach().float(),))[0]
         up_cast = _linear._matrix(up_cast)
-        activated, slope = _value(tokens, up_cast, bias)
+        activated, kept = _value(tokens, up_cast, bias, lean)
         y: Tensor = _linear._forward(activated.view(*x.shape[:-1], -1), down, down_bias, down_cast)
-        ctx.save_for_backward(x, activated, slope, up_cast, down_cast)
+        ctx.save_for_backward(x, None if lean else activated, kept, up_cast, down_cast)
         layers = (up, up_bias), (down, down_bias)
         ctx.full = [[t is not None and t.dtype == torch.float32 for t in layer] for layer in layers]
         ctx.set_materialize_grads(False)
@@ -115,18 +120,19 @@ class _Function(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(_ONCE)
         if dy is None:
-            return (None,) * 7
-        x, activated, slope, up_cast, down_cast = ctx.saved_tensors
-        needs_x, needs_up, needs_up_bias, _, needs_down, needs_down_bias, _ = ctx.needs_input_grad
+            return (None,) * 8
+        x, activated, kept, up_cast, down_cast = ctx.saved_tensors
+        needs_x, needs_up, needs_up_bias, _, needs_down, needs_down_bias, *_ = ctx.needs_input_grad
         rows, dup_bias = _linear._matrix(dy), None
+        dz, sums, again = _gradient(rows, _linear._matrix(down_cast), *_op.packed((kept,)), activated is None)
         _, ddown, ddown_bias = _linear._backward(
-            rows, activated, down_cast, ctx.full[1], [False, needs_down, needs_down_bias]
+            rows, activated if again is None else again, down_cast, ctx.full[1], [False, needs_down, needs_down_bias]
         )
-        dz, sums = _gradient(rows, _linear._matrix(down_cast), *_op.packed((slope,)))
+        del activated, again
         if needs_up_bias:
             dup_bias = sums.to(torch.float32 if ctx.full[0][1] else dy.dtype)
         dx, dup, _ = _linear._backward(dz, x, up_cast, ctx.full[0], [needs_x, needs_up, False])
-        return dx, dup, dup_bias, None, ddown, ddown_bias, None
+        return dx, dup, dup_bias, None, ddown, ddown_bias, None, None
 
 
 _eager = _op.eager(_Function)
@@ -156,12 +162,23 @@ def gelu_mlp(
     >>> torch.allclose(gelu_mlp(x, up, None, down), reference(x, up, None, down), atol=1e-4)
     True
     """
+    y = fused_gelu_mlp(x, up, up_bias, down, down_bias, approximate=approximate)
+    return linear(bias_gelu(linear(x, up), up_bias, approximate=approximate), down, down_bias) if y is None else y
+
+
+def fused_gelu_mlp(
+    x: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None = None,
+    *, approximate: str = "tanh", lean: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """`gelu_mlp` where it is fused, else None. Lean, half as much is kept for backward."""
     _check(x, up, up_bias, down, down_bias, approximate)
-    if _fits(x, up, down, down_bias, approximate):
-        prepared = _linear._prepared(x, up, up_bias)  # which knows whether the first product fits
-        if prepared is not None:
-            return _eager(*prepared, down, down_bias, down.detach().to(torch.bfloat16))
-    return linear(bias_gelu(linear(x, up), up_bias, approximate=approximate), down, down_bias)
+    if not _fits(x, up, down, down_bias, approximate):
+        return None
+    prepared = _linear._prepared(x, up, up_bias)  # which knows whether the first product fits
+    if prepared is None:
+        return None
+    y: Tensor = _eager(*prepared, down, down_bias, down.detach().to(torch.bfloat16), lean)
+    return y
 
 
 def _fits(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approximate: str) -> bool:

@@ -4,6 +4,9 @@
 //   GRADIENT    g = (left right) slope      stores g, and its sum over 128 rows  (in backward of the second one)
 //   SUM         total^T += left^T right     where total has 16 bits              (a classifier's weight, by chunks)
 //
+// A LEAN_VALUE stores z in place of the slope. Then nobody has to keep gelu(z): LEAN_GRADIENT takes z, has the slope of
+// it, and stores gelu(z) once more.
+//
 // What happens is as many instructions, or as much memory, as an SM manages in half the time of the product itself, so it
 // has to run beside it. Two groups of 128 threads therefore take turns (ping-pong): while one multiplies a tile of
 // 128 x 192, the other finishes its own. A third group is one thread that loads. What it loads goes through one ring of
@@ -20,11 +23,12 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 struct alignas(64) Map { char bytes[128]; };  // CUtensorMap
-enum Kind { VALUE, GRADIENT, SUM };
+enum Kind { VALUE, LEAN_VALUE, GRADIENT, LEAN_GRADIENT, SUM };
 
 // SHARED_BYTES, PAIR_ROWS and COLUMNS are the host's: of a block, and of the tiles of two neighbours.
 constexpr int ROWS = PAIR_ROWS / 2, INNER = 64;  // of a tile, and of what a stage holds of the inner dimension
 constexpr int STAGES = 4, CHUNK = 64, CHUNKS = COLUMNS / CHUNK;
+constexpr int NARROW = CHUNK / 2;  // columns at a time where two tensors are stored
 constexpr int LEFT = ROWS * INNER * 2, RIGHT = COLUMNS * INNER * 2, STAGE = LEFT + RIGHT;  // bytes
 constexpr int BUFFER = ROWS * CHUNK * 2, BUFFERS = 2;
 constexpr int AT_BUFFERS = STAGES * STAGE, AT_SUMS = AT_BUFFERS + 2 * BUFFERS * BUFFER;
@@ -141,12 +145,12 @@ constexpr float LOG2E = 1.4426950408889634f, TANH = 1.5957691216057308f, CUBIC =
 constexpr float SCALE = 0.875f, UNSCALE = 1.0f / SCALE;
 
 // The GELU by tanh is z sigmoid(v), v = 2 sqrt(2 / pi) (z + 0.044715 z^3). Beyond 1e19, where z^2 is infinite, there is no
-// slope, as there is none in PyTorch.
-__device__ __forceinline__ void activate(float z, float& value, float& slope) {
+// slope, as there is none in PyTorch. The slope is times `scale`.
+__device__ __forceinline__ void activate(float z, float scale, float& value, float& slope) {
   float square = z * z;
   float share = reciprocal(1.0f + power_of_two(z * fmaf(-LOG2E * CUBIC, square, -LOG2E * TANH)));
   value = z * share;
-  slope = fmaf(fmaf(-value, share, value), fmaf(3.0f * SCALE * CUBIC, square, SCALE * TANH), SCALE * share);
+  slope = fmaf(fmaf(-value, share, value), fmaf(3.0f * scale * CUBIC, square, scale * TANH), scale * share);
 }
 
 struct Place {
@@ -161,6 +165,14 @@ __device__ __forceinline__ u32 line(int thread) {
 }
 __device__ __forceinline__ u32 where(const Place& at, int buffer, int half, int pair) {
   return at.buffers + buffer * BUFFER + half * (BUFFER / 2) + (at.line ^ pair * 32);
+}
+// The same where rows are of 64 bytes: 16 bytes c of row r are where c ^ (r / 2 % 4) would be, and a buffer is half as long.
+__device__ __forceinline__ u32 narrow_line(int thread) {
+  int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+  return row * 64 + (lane / 16 ^ row / 2 % 4) * 16;
+}
+__device__ __forceinline__ u32 narrow_where(const Place& at, u32 line, int buffer, int half, int pair) {
+  return at.buffers + buffer * (BUFFER / 2) + half * (BUFFER / 4) + (line ^ pair * 32);
 }
 
 __device__ __forceinline__ void write_shared(u32 at, float2 x) {
@@ -181,15 +193,15 @@ __device__ __forceinline__ void load_bias(const Place& at, const float* bias, in
   write_shared(at.sums + column * 4, both);
 }
 
-// 32 columns at a time, values in one buffer and slopes in another, and while copies read those two, the next 32 go to
-// two others. Rows are of 64 bytes here: 16 bytes c of row r are where c ^ (r / 2 % 4) would be.
-__device__ __forceinline__ void finish_value(float (&sum)[2][96], const Place& at, const Map* slope_map,
-                                             const Map* out_map) {
-  const int lane = at.thread % 32, row = at.thread / 32 * 16 + lane % 16;
-  const u32 line = at.buffers + row * 64 + (lane / 16 ^ row / 2 % 4) * 16;
+// Values in one buffer and slopes, or sums, in the next, and while copies read those two, more go to two others.
+template <bool LEAN>
+__device__ __forceinline__ void finish_value(float (&sum)[2][96], const Place& at, const Map* kept_map,
+                                             const Map* value_map) {
+  const int lane = at.thread % 32;
+  const u32 line = narrow_line(at.thread);
 #pragma unroll
-  for (int chunk = 0; chunk < COLUMNS / 32; chunk++) {
-    const u32 values_at = chunk % 2 * BUFFER, slopes_at = values_at + BUFFER / 2;
+  for (int chunk = 0; chunk < COLUMNS / NARROW; chunk++) {
+    const int values_in = chunk % 2 * 2, kept_in = values_in + 1;
     if (at.thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
     synchronise(3 + at.group, 128);
 #pragma unroll
@@ -197,40 +209,48 @@ __device__ __forceinline__ void finish_value(float (&sum)[2][96], const Place& a
       float2 bias[2];
 #pragma unroll
       for (int k = 0; k < 2; k++)
-        bias[k] = read_shared(at.sums + (chunk * 32 + (2 * pair + k) * 8 + lane % 4 * 2) * 4);
+        bias[k] = read_shared(at.sums + (chunk * NARROW + (2 * pair + k) * 8 + lane % 4 * 2) * 4);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float* z = &sum[half][(chunk * 4 + pair * 2) * 4];
-        u32 values[4], slopes[4];
+        const float* x = &sum[half][(chunk * 4 + pair * 2) * 4];
+        u32 values[4], kept[4];
         float y[8], slope[8];
 #pragma unroll
         for (int k = 0; k < 4; k++) {  // column block k / 2, rows 8 further down where k is odd
-          activate(z[2 * k] + bias[k / 2].x, y[2 * k], slope[2 * k]);
-          activate(z[2 * k + 1] + bias[k / 2].y, y[2 * k + 1], slope[2 * k + 1]);
+          float first = x[2 * k] + bias[k / 2].x, second = x[2 * k + 1] + bias[k / 2].y;
+          if (LEAN) {  // the value is that of what is kept, to the bit
+            kept[k] = pack(first, second);
+            first = low(kept[k]), second = high(kept[k]);
+          }
+          activate(first, SCALE, y[2 * k], slope[2 * k]);
+          activate(second, SCALE, y[2 * k + 1], slope[2 * k + 1]);
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
           values[k] = pack(y[2 * k], y[2 * k + 1]);
-          slopes[k] = pack(slope[2 * k], slope[2 * k + 1]);
+          if (!LEAN) kept[k] = pack(slope[2 * k], slope[2 * k + 1]);
         }
-        put((line ^ pair * 32) + values_at + half * (BUFFER / 4), values);
-        put((line ^ pair * 32) + slopes_at + half * (BUFFER / 4), slopes);
+        put(narrow_where(at, line, values_in, half, pair), values);
+        put(narrow_where(at, line, kept_in, half, pair), kept);
       }
     }
     fence_async();
     synchronise(3 + at.group, 128);
     if (at.thread == 0) {
-      store(out_map, at.buffers + values_at, at.column + chunk * 32, at.row);
-      store(slope_map, at.buffers + slopes_at, at.column + chunk * 32, at.row);
+      store(value_map, at.buffers + values_in * (BUFFER / 2), at.column + chunk * NARROW, at.row);
+      store(kept_map, at.buffers + kept_in * (BUFFER / 2), at.column + chunk * NARROW, at.row);
       commit_stores();
     }
   }
 }
 
-__device__ __forceinline__ void load_slope(const Place& at, const Map* slope_map, int chunk) {
-  u32 buffer = chunk % BUFFERS;
-  expect(at.loaded + 8 * buffer, BUFFER);
-  load(at.buffers + buffer * BUFFER, slope_map, at.loaded + 8 * buffer, at.column + chunk * CHUNK, at.row);
+// Slopes or sums, some columns of them.
+template <int WIDE>
+__device__ __forceinline__ void load_kept(const Place& at, const Map* kept_map, int chunk) {
+  constexpr u32 BYTES = ROWS * WIDE * 2;
+  const u32 buffer = chunk % BUFFERS, loaded = at.loaded + 8 * buffer;
+  expect(loaded, BYTES);
+  load(at.buffers + buffer * BYTES, kept_map, loaded, at.column + chunk * WIDE, at.row);
 }
 
 // Over the rows of a warp: lanes four apart have the same four columns, of which each then has the sum of one.
@@ -245,31 +265,47 @@ __device__ __forceinline__ float reduce(const float (&total)[4], int lane) {
   return one + __shfl_xor_sync(0xFFFFFFFFu, one, 4);
 }
 
-__device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place& at, const Map* slope_map,
-                                                const Map* out_map, float* sums, int columns, u32& parity) {
+// Gradients take the place of what was kept. LEAN: values go to the buffers behind, two of half the size.
+template <bool LEAN>
+__device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place& at, const Map* kept_map,
+                                                const Map* value_map, const Map* out_map, float* sums, int columns,
+                                                u32& parity) {
+  constexpr int WIDE = LEAN ? NARROW : CHUNK, BYTES = ROWS * WIDE * 2;
   const int lane = at.thread % 32;
+  const u32 line = narrow_line(at.thread);
 #pragma unroll
-  for (int chunk = 0; chunk < CHUNKS; chunk++) {
+  for (int chunk = 0; chunk < COLUMNS / WIDE; chunk++) {
     const int buffer = chunk % BUFFERS;
     wait(at.loaded + 8 * buffer, parity >> buffer & 1);
     parity ^= 1 << buffer;
 #pragma unroll
-    for (int pair = 0; pair < 4; pair++) {
+    for (int pair = 0; pair < WIDE / 16; pair++) {
       float total[4];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float* x = &sum[half][(chunk * 8 + pair * 2) * 4];
-        u32 slope[4], g[4];
-        get(where(at, buffer, half, pair), slope);
+        const float* x = &sum[half][(chunk * (WIDE / 8) + pair * 2) * 4];
+        const u32 place = LEAN ? narrow_where(at, line, buffer, half, pair) : where(at, buffer, half, pair);
+        u32 kept[4], g[4], values[4];
+        get(place, kept);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-          float first = x[2 * k] * (low(slope[k]) * UNSCALE), second = x[2 * k + 1] * (high(slope[k]) * UNSCALE);
+          float first, second;
+          if (LEAN) {
+            float y[2];
+            activate(low(kept[k]), 1.0f, y[0], first);
+            activate(high(kept[k]), 1.0f, y[1], second);
+            values[k] = pack(y[0], y[1]);
+            first *= x[2 * k], second *= x[2 * k + 1];
+          } else {
+            first = x[2 * k] * (low(kept[k]) * UNSCALE), second = x[2 * k + 1] * (high(kept[k]) * UNSCALE);
+          }
           float* column = &total[k / 2 * 2];
           g[k] = pack(first, second);
           column[0] = half + k % 2 ? column[0] + first : first;
           column[1] = half + k % 2 ? column[1] + second : second;
         }
-        put(where(at, buffer, half, pair), g);
+        put(place, g);
+        if (LEAN) put(place + BUFFER, values);
       }
       float one = reduce(total, lane);
       int column = pair * 16 + (lane >> 4) * 8 + lane % 4 * 2 + (lane >> 3 & 1);
@@ -279,15 +315,16 @@ __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place
     fence_async();
     synchronise(3 + at.group, 128);
     if (at.thread == 0) {
-      store(out_map, at.buffers + buffer * BUFFER, at.column + chunk * CHUNK, at.row);
+      store(out_map, at.buffers + buffer * BYTES, at.column + chunk * WIDE, at.row);
+      if (LEAN) store(value_map, at.buffers + BUFFER + buffer * BYTES, at.column + chunk * WIDE, at.row);
       commit_stores();
-      if (chunk + BUFFERS < CHUNKS) {
+      if (chunk + BUFFERS < COLUMNS / WIDE) {
         wait_stores_read();
-        load_slope(at, slope_map, chunk + BUFFERS);
+        load_kept<WIDE>(at, kept_map, chunk + BUFFERS);
       }
     }
-    int column = at.column + chunk * CHUNK + at.thread;
-    if (at.thread < CHUNK) {
+    int column = at.column + chunk * WIDE + at.thread;
+    if (at.thread < WIDE) {
       float part[4];
 #pragma unroll
       for (int warp = 0; warp < 4; warp++)
@@ -406,9 +443,11 @@ __device__ __forceinline__ void finish_sum(float (&sum)[2][96], const Place& at,
 
 // `vector`: the bias, which may be null; of a GRADIENT the sums, one for 128 rows and a column; of a SUM the scales.
 template <Kind KIND>
-__device__ __forceinline__ void run(const Map* left, const Map* right, const Map* slope, const Map* out, void* vector,
-                                    int rows, int columns, int inner, bool first = true, bool last = true) {
-  constexpr bool LEFT_ACROSS = KIND == SUM, RIGHT_ACROSS = KIND != VALUE;
+__device__ __forceinline__ void run(const Map* left, const Map* right, const Map* kept, const Map* value, const Map* out,
+                                    void* vector, int rows, int columns, int inner, bool first = true, bool last = true) {
+  constexpr bool LEAN = KIND == LEAN_VALUE || KIND == LEAN_GRADIENT;
+  constexpr bool IS_VALUE = KIND == VALUE || KIND == LEAN_VALUE, IS_GRADIENT = KIND == GRADIENT || KIND == LEAN_GRADIENT;
+  constexpr bool LEFT_ACROSS = KIND == SUM, RIGHT_ACROSS = !IS_VALUE;
   constexpr int ACROSS = 64 * INNER * 2;  // bytes from 64 rows of an operand to the next 64, where they lie across
   extern __shared__ __align__(1024) char memory[];
   const u32 base = shared(memory), barriers = base + AT_BARRIERS;
@@ -472,16 +511,16 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
     int turn = mine;
     for (int tile = blockIdx.x / 2 + mine * clusters; tile < tiles; tile += 2 * clusters, turn += 2) {
       at.row = row_of(tile), at.column = column_of(tile);
-      if (KIND != VALUE && !(KIND == SUM && first) && thread == 0) {
+      if (!IS_VALUE && !(KIND == SUM && first) && thread == 0) {
         wait_stores_read();
         for (int chunk = 0; chunk < BUFFERS; chunk++) {
           if (KIND == SUM)
             load_total(at, out, chunk);
           else
-            load_slope(at, slope, chunk);
+            load_kept<LEAN ? NARROW : CHUNK>(at, kept, chunk);
         }
       }
-      if (KIND == VALUE) load_bias(at, (const float*)vector, columns);
+      if (IS_VALUE) load_bias(at, (const float*)vector, columns);
       synchronise(1 + mine, 256);
       int used = turn * steps, stage = used % STAGES, previous = 0;
       u32 full_parity = used / STAGES & 1;
@@ -506,8 +545,8 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
       if (tile + clusters < tiles) announce(1 + (mine ^ 1), 256);
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       if (thread < 2) arrive(barriers + 8 * (EMPTY + previous), thread);
-      if (KIND == VALUE) finish_value(sum, at, slope, out);
-      if (KIND == GRADIENT) finish_gradient(sum, at, slope, out, (float*)vector, columns, parity);
+      if (IS_VALUE) finish_value<LEAN>(sum, at, kept, value);
+      if (IS_GRADIENT) finish_gradient<LEAN>(sum, at, kept, value, out, (float*)vector, columns, parity);
       if (KIND == SUM) finish_sum(sum, at, out, (unsigned short*)vector, rows, first, last, parity);
     }
     if (thread == 0) wait_stores();
@@ -518,13 +557,21 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
 #define KERNEL extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
 #define MAP(name) const __grid_constant__ Map name
 
-KERNEL gelu_mlp_value(MAP(left), MAP(right), MAP(slope), MAP(out), float* bias, int rows, int columns, int inner) {
-  run<VALUE>(&left, &right, &slope, &out, bias, rows, columns, inner);
-}
+#define GELU_MLP_VALUE(name, kind)                                                                                   \
+  KERNEL name(MAP(left), MAP(right), MAP(kept), MAP(value), float* bias, int rows, int columns, int inner) {         \
+    run<kind>(&left, &right, &kept, &value, nullptr, bias, rows, columns, inner);                                    \
+  }
+GELU_MLP_VALUE(gelu_mlp_value, VALUE)
+GELU_MLP_VALUE(gelu_mlp_lean_value, LEAN_VALUE)
+
 KERNEL gelu_mlp_gradient(MAP(left), MAP(right), MAP(slope), MAP(out), float* sums, int rows, int columns, int inner) {
-  run<GRADIENT>(&left, &right, &slope, &out, sums, rows, columns, inner);
+  run<GRADIENT>(&left, &right, &slope, nullptr, &out, sums, rows, columns, inner);
+}
+KERNEL gelu_mlp_lean_gradient(MAP(left), MAP(right), MAP(sum), MAP(value), MAP(out), float* sums, int rows, int columns,
+                              int inner) {
+  run<LEAN_GRADIENT>(&left, &right, &sum, &value, &out, sums, rows, columns, inner);
 }
 KERNEL linear_cross_entropy_add(MAP(left), MAP(right), MAP(total), unsigned short* scales, int rows, int columns, int inner,
                                 int first, int last) {
-  run<SUM>(&left, &right, nullptr, &total, scales, rows, columns, inner, first, last);
+  run<SUM>(&left, &right, nullptr, nullptr, &total, scales, rows, columns, inner, first, last);
 }
