@@ -88,6 +88,8 @@ class Emulator:
 
     def cuTensorMapEncodeTiled(self, to, kind, rank, address, sizes, strides, box, steps, *rest):
         assert ctypes.addressof(to._obj) % 128 == 0 and ctypes.sizeof(to._obj) == 128
+        if self.context != CONTEXT:
+            return 201
         to._obj.value = b"map"
         self.maps.append((kind, rank, address, list(sizes), list(strides), list(box), list(steps), rest))
         return 0
@@ -128,6 +130,9 @@ def test_a_thread_without_a_context_gets_the_modules(emulator, source):
     emulator.context = None
     kernel(1, (c_int(8),))
     assert emulator.context == CONTEXT and [numbers for *_, numbers in emulator.launched] == [[8]]
+    emulator.context = None
+    _cuda.tensor_map(torch.zeros(8, 64, dtype=torch.bfloat16), 64, 8)
+    assert emulator.context == CONTEXT and len(emulator.maps) == 1
 
 
 def test_what_does_not_compile_says_why_and_what_is_not_there_what(emulator, source):

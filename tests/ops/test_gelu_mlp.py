@@ -78,7 +78,7 @@ def fused(monkeypatch):
         monkeypatch.setattr(op, "_gradient", gradient)
     for name in ("_value", "_gradient"):
         kernel = getattr(op, name)
-        monkeypatch.setattr(op, name, lambda *inputs, n=name, k=kernel: called.append(n) or k(*inputs))
+        monkeypatch.setattr(op, name, lambda *inputs, n=name, k=kernel, **lean: called.append(n) or k(*inputs, **lean))
     return called
 
 
@@ -293,7 +293,7 @@ def test_backward_has_the_activation_of_forward_to_the_bit(fused, monkeypatch):
     values = []
     forward, backward = op._value, op._gradient
     monkeypatch.setattr(op, "_value", lambda *inputs: values.append(out := forward(*inputs)) or out)
-    monkeypatch.setattr(op, "_gradient", lambda *inputs: values.append(out := backward(*inputs)) or out)
+    monkeypatch.setattr(op, "_gradient", lambda *inputs, lean: values.append(out := backward(*inputs, lean)) or out)
     leaves = leaves_of(300, 72, 200)
     run(lean_gelu_mlp, leaves, torch.randn(300, 72, device=DEVICE))
     (value, _), (_, _, again) = values

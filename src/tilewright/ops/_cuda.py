@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,19 @@ def _must(status: int, what: str) -> None:
         raise RuntimeError(f"CUDA could not {what}: status {status}.")
 
 
+_contexts: dict[int, c_void_p] = {}  # of devices, once something was loaded there
+
+
+def _must_in_context(call: Callable[[], int], what: str) -> None:
+    """For what needs a context, also in a thread, such as autograd's, in which the runtime has done nothing yet."""
+    status = call()
+    context = _contexts.get(torch._C._cuda_getDevice()) if status == _INVALID_CONTEXT else None
+    if context is not None:
+        _must(_driver().cuCtxSetCurrent(context), "take its context")
+        status = call()
+    _must(status, what)
+
+
 def can_compile() -> bool:
     """Whether there is a compiler to be had."""
     return _nvrtc() is not None
@@ -106,13 +119,14 @@ class Module:
     """The kernels of a source file, compiled for one device, which stays theirs."""
 
     def __init__(self, source: Path, device: int, macros: dict[str, int]) -> None:
-        self.name, self.device, self.handle, self.context = source.name, device, c_void_p(), c_void_p()
+        self.name, self.device, self.handle, context = source.name, device, c_void_p(), c_void_p()
         major, minor = torch.cuda.get_device_capability(device)
         options = (f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17")
         code = _compile(source, (*options, *(f"-D{name}={value}" for name, value in macros.items())))
         with torch.cuda.device(device):
             torch.empty(1, device="cuda")  # what the runtime does first makes the context that the driver wants
-            _must(_driver().cuCtxGetCurrent(byref(self.context)), "tell its context")
+            _must(_driver().cuCtxGetCurrent(byref(context)), "tell its context")
+            _contexts[device] = context
             _must(_driver().cuModuleLoadData(byref(self.handle), code), f"load {self.name}")
 
     def kernel(self, name: str, threads: int, shared_bytes: int) -> Kernel:
@@ -139,19 +153,10 @@ class Kernel:
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(programs, arguments)
-        status = self._start(programs, arguments, device)
-        if status == _INVALID_CONTEXT:  # a thread, such as autograd's, in which the runtime has done nothing yet
-            _must(_driver().cuCtxSetCurrent(self.module.context), "take its context")
-            status = self._start(programs, arguments, device)
-        _must(status, "start a kernel")
-
-    def _start(self, programs: int, arguments: Sequence[Any], device: int) -> int:
         addresses = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = torch._C._cuda_getCurrentRawStream(device)
-        status: int = self.start(
-            self.function, programs, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, addresses, None
-        )  # fmt: skip
-        return status
+        sizes = programs, 1, 1, self.threads, 1, 1, self.shared_bytes
+        _must_in_context(lambda: self.start(self.function, *sizes, stream, addresses, None), "start a kernel")
 
 
 def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:
@@ -163,10 +168,10 @@ def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:
     stride = matrix.stride(0) if matrix.shape[0] > 1 else -(-matrix.shape[1] // 8) * 8
     whole = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     encoded = (ctypes.c_char * _MAP_BYTES).from_buffer(whole, -ctypes.addressof(whole) % _MAP_ALIGNMENT)
-    status = _driver().cuTensorMapEncodeTiled(
+    arguments = (
         byref(encoded), _BFLOAT16, 2, matrix.data_ptr(), (c_uint64 * 2)(*reversed(matrix.shape)),
         (c_uint64 * 1)(stride * matrix.element_size()), (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1),
         0, _SWIZZLES[columns * matrix.element_size()], _L2_256B, 0,
     )  # fmt: skip
-    _must(status, "describe a matrix to bulk copies")
+    _must_in_context(lambda: _driver().cuTensorMapEncodeTiled(*arguments), "describe a matrix to bulk copies")
     return encoded

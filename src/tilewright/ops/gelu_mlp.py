@@ -124,7 +124,8 @@ class _Function(torch.autograd.Function):
         x, activated, kept, up_cast, down_cast = ctx.saved_tensors
         needs_x, needs_up, needs_up_bias, _, needs_down, needs_down_bias, *_ = ctx.needs_input_grad
         rows, dup_bias = _linear._matrix(dy), None
-        dz, sums, again = _gradient(rows, _linear._matrix(down_cast), *_op.packed((kept,)), activated is None)
+        kept = _op.packed((kept,))[0]
+        dz, sums, again = _gradient(rows, _linear._matrix(down_cast), kept, lean=activated is None)
         _, ddown, ddown_bias = _linear._backward(
             rows, activated if again is None else again, down_cast, ctx.full[1], [False, needs_down, needs_down_bias]
         )

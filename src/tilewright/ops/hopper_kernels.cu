@@ -265,7 +265,8 @@ __device__ __forceinline__ float reduce(const float (&total)[4], int lane) {
   return one + __shfl_xor_sync(0xFFFFFFFFu, one, 4);
 }
 
-// Gradients take the place of what was kept. LEAN: values go to the buffers behind, two of half the size.
+// Gradients take the place of what was kept. LEAN: values go to the buffers behind, two of half the size. What comes next
+// is loaded in the middle of a chunk, when the copy of the one before has long been read.
 template <bool LEAN>
 __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place& at, const Map* kept_map,
                                                 const Map* value_map, const Map* out_map, float* sums, int columns,
@@ -276,10 +277,15 @@ __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place
 #pragma unroll
   for (int chunk = 0; chunk < COLUMNS / WIDE; chunk++) {
     const int buffer = chunk % BUFFERS;
+    const u32 parts = at.sums + (LEAN ? buffer * NARROW * 4 : 0);  // of the sums, one of each warp
     wait(at.loaded + 8 * buffer, parity >> buffer & 1);
     parity ^= 1 << buffer;
 #pragma unroll
     for (int pair = 0; pair < WIDE / 16; pair++) {
+      if (pair == WIDE / 32 && at.thread == 0 && chunk > 0 && chunk + 1 < COLUMNS / WIDE) {
+        wait_stores_read();
+        load_kept<WIDE>(at, kept_map, chunk + 1);
+      }
       float total[4];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -310,7 +316,7 @@ __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place
       float one = reduce(total, lane);
       int column = pair * 16 + (lane >> 4) * 8 + lane % 4 * 2 + (lane >> 3 & 1);
       if (!(lane & 4))
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(at.sums + (at.thread / 32 * CHUNK + column) * 4), "f"(one) : "memory");
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(parts + (at.thread / 32 * CHUNK + column) * 4), "f"(one) : "memory");
     }
     fence_async();
     synchronise(3 + at.group, 128);
@@ -318,20 +324,16 @@ __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place
       store(out_map, at.buffers + buffer * BYTES, at.column + chunk * WIDE, at.row);
       if (LEAN) store(value_map, at.buffers + BUFFER + buffer * BYTES, at.column + chunk * WIDE, at.row);
       commit_stores();
-      if (chunk + BUFFERS < COLUMNS / WIDE) {
-        wait_stores_read();
-        load_kept<WIDE>(at, kept_map, chunk + BUFFERS);
-      }
     }
     int column = at.column + chunk * WIDE + at.thread;
     if (at.thread < WIDE) {
       float part[4];
 #pragma unroll
       for (int warp = 0; warp < 4; warp++)
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part[warp]) : "r"(at.sums + (warp * CHUNK + at.thread) * 4) : "memory");
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part[warp]) : "r"(parts + (warp * CHUNK + at.thread) * 4) : "memory");
       if (column < columns) sums[(size_t)(at.row / ROWS) * columns + column] = (part[0] + part[1]) + (part[2] + part[3]);
     }
-    synchronise(3 + at.group, 128);
+    if (!LEAN) synchronise(3 + at.group, 128);  // the next sums go to the same place
   }
 }
 
