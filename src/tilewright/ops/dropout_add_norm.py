@@ -405,7 +405,7 @@ def _by_torch(
             return None
         if x_bias is not None:
             x = x + x_bias
-        total = x + residual if p == 0.0 else torch.dropout(x, p, True).add_(residual)
+        total = (x if p == 0.0 else torch.dropout(x, p, True)) + residual  # in place it takes autograd longer
         if norm == "layer":
             return torch.layer_norm(total, shape[-1:], weight, bias, eps), total
         return (torch.rms_norm(total, shape[-1:], weight, eps), total) if norm == "rms" else None
