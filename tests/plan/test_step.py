@@ -16,7 +16,7 @@ from tilewright.plan.decoder import from_gpt, load
 from tilewright.plan.gpt import LLAMA, preset
 from tilewright.plan.memory import Training
 from tilewright.plan.roofline import step_ops
-from tilewright.plan.step import ADAFACTOR, CATEGORIES, SHARES, TENSOR, How, Rates, _norms, launches, step
+from tilewright.plan.step import ADAFACTOR, AHEAD, CATEGORIES, SHARES, TENSOR, How, Rates, _norms, launches, step
 
 H200 = Rates({"bf16": 787e12, "tf32": 400e12, "fp32": 50e12}, 4.27e12, 13e-6, 2e-6)
 XEON = Rates({"bf16": 1e12, "fp32": 1e11}, 1.2e10, 4e-6, 3e-6)
@@ -98,7 +98,20 @@ def test_a_small_batch_waits_for_its_host_and_a_recorded_one_does_not():
     assert timed(model, large, How()).parts["idle"] == 0  # the host is ahead
     # A CPU has nobody to run ahead of.
     on_cpu = timed(model, training, How(device="cpu"))
-    assert on_cpu.parts["idle"] == pytest.approx(XEON.launch_seconds * launches(model, training, How(device="cpu")))
+    ops = launches(model, training, How(device="cpu"))
+    assert on_cpu.parts["idle"] == pytest.approx(XEON.launch_seconds * sum(ops))
+
+
+def test_the_host_is_not_ahead_by_more_launches_than_cuda_takes():
+    model = load("350m", ["gpt_block=optimized"])
+    few, many = (Training(micro_batch=64, loss="fused", optimizer=name) for name in ("lion", "adafactor"))
+    assert launches(model, few, How())[1] < AHEAD < launches(model, many, How())[1]
+    assert timed(model, few, How()).parts["idle"] == 0
+    # However long the gradients take, most of the update is launched when they are there.
+    found = [timed(model, dataclasses.replace(many, micro_batch=size), How()) for size in (64, 256)]
+    assert found[0].parts["idle"] == pytest.approx(found[1].parts["idle"])
+    left = (launches(model, many, How())[1] - AHEAD) * H200.launch_seconds
+    assert found[0].parts["idle"] == pytest.approx(left - found[0].parts["optimizer"])
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ SHARES = {
     # and backward have 519 and 386 TFLOPS at 128.
     "attention 128": 0.62, "attention 128 backward": 0.455, "attention 64": 0.44, "attention 64 backward": 0.39,
     "flash": 0.58,  # of cuDNN's share: FlashAttention-2 side by side with it, 286 and 219 TFLOPS at 128
-    "efficient": 0.4,  # of cuDNN's share; not measured: below FlashAttention-2, of the same inputs
+    "efficient": 0.33,  # of cuDNN's share; train_350m.json, as the next
+    "attention fp32": 0.68,  # of the rate of float32, whose tensors it takes with or without TF32
     "fused": 0.97, "fused loss": 0.74,  # dropout_add_norm.json, activation.json; cross_entropy.json
     "compiled": 0.8, "compiled loss": 0.54,  # the same: of the bytes that one fused kernel would move
     # Of the bytes that separate kernels move: train_125m.json and train_1b.json, standard and eager less compiled.
@@ -62,6 +63,7 @@ ENDS = 60  # embedding, last norm, loss
 # For which the device waits, where `linear_fused` asks it something: "cuda graphs" of train_350m.json, when it waited
 # longer than it does now.
 ASKED = 50
+AHEAD = 1024  # launches that CUDA takes before the device has begun with the first of them
 UPDATE = 40  # norm of the gradients, guard, torch's fused optimizer
 CACHED = 256 * 2**20  # bytes that an op may find in the cache of a GPU or a CPU, whose rates nobody has measured
 TENSOR = {"cuda": 2, "cpu": 20}  # a tensor that Tilewright's own optimizer updates, by a kernel or by torch's ops
@@ -137,28 +139,32 @@ def step(decoder: Decoder, training: Training, how: How, rates: Rates) -> Step:
     for work in _work(decoder, training, how):
         parts[work.category] += work.seconds(rates, how.products)
         floor += work.floor(rates, how.products)
-    host = rates.launch_seconds * launches(decoder, training, how)
+    gradients, update = (rates.launch_seconds * ops for ops in launches(decoder, training, how))
     if how.device == "cpu":
-        return Step({**parts, "idle": host}, floor)
+        return Step({**parts, "idle": gradients + update}, floor)
     asks = training.loss == "linear_fused" and not how.recorded
     waits = rates.launch_seconds * ASKED * (training.accumulation or 1) if asks else 0.0
-    return Step({**parts, "idle": waits + max(0.0, host - sum(parts.values()))}, floor)
+    # The host goes ahead while the device computes gradients, but only so far.
+    busy = sum(parts.values()) - parts["optimizer"]
+    ahead = min(max(0.0, busy - gradients), AHEAD * rates.launch_seconds)
+    idle = max(0.0, gradients - busy) + max(0.0, update - ahead - parts["optimizer"])
+    return Step({**parts, "idle": waits + idle}, floor)
 
 
-def launches(decoder: Decoder, training: Training, how: How) -> float:
-    """What a step costs its host, in eager ops."""
+def launches(decoder: Decoder, training: Training, how: How) -> tuple[float, float]:
+    """What the gradients of a step and its update cost the host, in eager ops."""
     micro_batches, block = training.accumulation or 1, _block(decoder, how)
     tensors = decoder.layers * (12 if decoder.mlp_bias else 7)
     each = ADAFACTOR if training.optimizer == "adafactor" else TENSOR[how.device]
     update = UPDATE + (each * tensors if _is_own(training) else 0)
     if how.recorded:
-        return 2 * micro_batches + update
+        return 2 * micro_batches, update
     layer: float = LAUNCHES[f"compiled {block}" if training.compiled else block]
     if training.recompute != "none":
         layer *= 1 + FORWARD
     if training.recompute == "selective" and block == "standard" and not training.compiled:
         layer += WATCHED
-    return micro_batches * (decoder.layers * layer + ENDS) + update
+    return micro_batches * (decoder.layers * layer + ENDS), update
 
 
 def _block(decoder: Decoder, how: How) -> str:
@@ -229,9 +235,12 @@ def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
             backward=backward,
         )  # fmt: skip
         share = SHARES[f"attention {128 if decoder.head_dim > 64 else 64}{' backward' if backward else ''}"]
-        if how.device == "cuda":
+        wide = how.device == "cuda" and how.products != "bf16" and backend == "efficient"
+        if wide:
+            share = SHARES["attention fp32"]
+        elif how.device == "cuda":
             share *= SHARES.get(backend, 1.0)
-        yield Work("attention", one, decoder.layers * calls, share, True)
+        yield Work("attention", one, decoder.layers * calls, share, is_product=not wide)
         if training.attention == "softmax":  # all scores through memory: masked, softmax, rounded
             scores = cost.elementwise(b * heads * s * s, 6 * c, 6)
             yield Work("pointwise", scores, decoder.layers * calls, SHARES["eager"])
