@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import subprocess
@@ -23,13 +24,25 @@ def _assembles() -> bool:
 needs_assembler = pytest.mark.skipif(not _assembles(), reason="Triton brings no assembler of NVIDIA's for this machine")
 
 
-def compiled(case):
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What the compiler makes of a case, in one process for all of them: to begin with torch takes it seconds."""
+    errors = tmp_path_factory.mktemp("compiler") / "stderr"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], input=json.dumps(case) + "\n", capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    command = [sys.executable, str(SCRIPT)]
+    with (
+        errors.open("w") as file,
+        subprocess.Popen(command, stdin=-1, stdout=-1, stderr=file, text=True, env=environment) as process,
+    ):
+
+        def ask(case):
+            process.stdin.write(json.dumps(case) + "\n")
+            process.stdin.flush()
+            lines = list(itertools.takewhile(lambda line: line != "\n", process.stdout))
+            assert process.poll() is None, errors.read_text()[-2000:]  # it ends where it cannot compile
+            return [json.loads(line) for line in lines]
+
+        yield ask
 
 
 @needs_assembler
@@ -57,7 +70,7 @@ def compiled(case):
     ],
     ids=str,
 )
-def test_the_real_compiler_takes_the_kernels_and_an_h200_can_hold_them(case, spill_free):
+def test_the_real_compiler_takes_the_kernels_and_an_h200_can_hold_them(case, spill_free, compiled):
     kernels = compiled(case)
     assert {"forward"} < {kernel["kernel"] for kernel in kernels}
     for kernel in kernels:
@@ -67,6 +80,6 @@ def test_the_real_compiler_takes_the_kernels_and_an_h200_can_hold_them(case, spi
 
 
 @needs_assembler
-def test_an_optimizer_reads_vectors_whether_or_not_a_step_can_be_taken_back():
+def test_an_optimizer_reads_vectors_whether_or_not_a_step_can_be_taken_back(compiled):
     for kernel in compiled(("optimizer", F32, "lion")):
         assert kernel["vectors"] == 6, kernel  # parameter, gradient and mean: eight numbers each, of 16 bytes two
