@@ -1,4 +1,3 @@
-import itertools
 import json
 import os
 import subprocess
@@ -38,9 +37,12 @@ def compiled(tmp_path_factory):
         def ask(case):
             process.stdin.write(json.dumps(case) + "\n")
             process.stdin.flush()
-            lines = list(itertools.takewhile(lambda line: line != "\n", process.stdout))
-            assert process.poll() is None, errors.read_text()[-2000:]  # it ends where it cannot compile
-            return [json.loads(line) for line in lines]
+            kernels = []
+            for line in process.stdout:
+                if line == "\n":
+                    return kernels
+                kernels.append(json.loads(line))
+            pytest.fail(errors.read_text()[-2000:])  # it ends where it cannot compile
 
         yield ask
 
