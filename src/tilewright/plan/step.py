@@ -2,8 +2,9 @@
 
     device   every op's bytes over the copy bandwidth or its FLOPs over the products' rate, whichever is longer, divided
              by the share of that rate which such kernels reach; and no kernel is shorter than the shortest there is
-    idle     what the host needs to launch all ops beyond what the device needs to run them: it runs ahead of a GPU, so
-             the longer of the two counts. A CPU is its own host and does the one after the other.
+    idle     what the host needs to launch all ops beyond what the device needs to run them: it runs ahead of a GPU, by
+             so many launches at most, so of gradients, and of the update, about the longer of the two counts. A CPU is
+             its own host and does the one after the other.
 
 The rates are the machine's own, measured. The shares are constants, and all that is no arithmetic stands in the tables
 below. At the full rates, with nothing idle and all that a cache might hold for free, the same sum is the floor, below
@@ -111,19 +112,19 @@ class Work:
     calls: float
     share: float
     is_product: bool = False
+    may_use: str = ""  # what else it might compute in, for its floor
 
     def seconds(self, rates: Rates, dtype: str) -> float:
         """As expected."""
-        one = max(self.cost.bytes / rates.bytes_per_second, self._arithmetic(rates, dtype)) / self.share
+        rate = rates.flops[dtype if self.is_product else "fp32"]
+        one = max(self.cost.bytes / rates.bytes_per_second, self.cost.flops / rate) / self.share
         return self.calls * max(one, rates.kernel_seconds)
 
     def floor(self, rates: Rates, dtype: str) -> float:
         """At the machine's full rates; what a cache may hold is free."""
         moved = self.cost.bytes if self.cost.bytes > CACHED else 0
-        return self.calls * max(moved / rates.bytes_per_second, self._arithmetic(rates, dtype))
-
-    def _arithmetic(self, rates: Rates, dtype: str) -> float:
-        return self.cost.flops / rates.flops[dtype if self.is_product else "fp32"]
+        rate = max(rates.flops[dtype if self.is_product else "fp32"], rates.flops.get(self.may_use, 0.0))
+        return self.calls * max(moved / rates.bytes_per_second, self.cost.flops / rate)
 
 
 def step(decoder: Decoder, training: Training, how: How, rates: Rates) -> Step:
@@ -144,10 +145,13 @@ def step(decoder: Decoder, training: Training, how: How, rates: Rates) -> Step:
         return Step({**parts, "idle": gradients + update}, floor)
     asks = training.loss == "linear_fused" and not how.recorded
     waits = rates.launch_seconds * ASKED * (training.accumulation or 1) if asks else 0.0
-    # The host goes ahead while the device computes gradients, but only so far.
-    busy = sum(parts.values()) - parts["optimizer"]
-    ahead = min(max(0.0, busy - gradients), AHEAD * rates.launch_seconds)
-    idle = max(0.0, gradients - busy) + max(0.0, update - ahead - parts["optimizer"])
+    # How far the host is ahead as a step's gradients begin, and as its update does: in a few steps that settles.
+    updating = parts["optimizer"]
+    busy, most, before = sum(parts.values()) - updating, AHEAD * rates.launch_seconds, 0.0
+    for _ in range(4):
+        ahead = min(most, max(0.0, before + busy - gradients))
+        before = min(most, max(0.0, ahead + updating - update))
+    idle = max(0.0, gradients - busy - before) + max(0.0, update - updating - ahead)
     return Step({**parts, "idle": waits + idle}, floor)
 
 
@@ -240,7 +244,7 @@ def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
             share = SHARES["attention fp32"]
         elif how.device == "cuda":
             share *= SHARES.get(backend, 1.0)
-        yield Work("attention", one, decoder.layers * calls, share, is_product=not wide)
+        yield Work("attention", one, decoder.layers * calls, share, not wide, may_use="tf32" if wide else "")
         if training.attention == "softmax":  # all scores through memory: masked, softmax, rounded
             scores = cost.elementwise(b * heads * s * s, 6 * c, 6)
             yield Work("pointwise", scores, decoder.layers * calls, SHARES["eager"])
