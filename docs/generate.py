@@ -132,7 +132,7 @@ def rope(result: dict[str, Any]) -> str:
 def gelu_mlp(result: dict[str, Any]) -> str:
     """Every size."""
     return _op(
-        result, "bf16: tokens, width, inner width", ("eager", "compile"),
+        result, "bf16: tokens, width, inner width", ("tilewright-lean", "eager", "compile"),
         lambda case: f"{case['tokens']}, {case['width']}, {case['inner']}",
     )  # fmt: skip
 
@@ -337,7 +337,8 @@ def train(*results: dict[str, Any]) -> str:
             if "error" in case:
                 rows.append([case["case"], f"failed: {case['error']}", *[""] * 5])
                 continue
-            both = zip(case["losses"], first["losses"], strict=False)  # of as many steps as the shorter run has
+            alike = case.get("steps") == first.get("steps")  # else as many as the shorter run has
+            both = zip(case["losses"], first["losses"], strict=alike)
             difference = max(abs(a - b) for a, b in both)
             rows.append(
                 [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -74,8 +75,8 @@ def run(ask: Ask) -> dict[str, Any]:
         from_graph=lambda case, step: step == "backward" or case["p"] == 0.0,
     )  # fmt: skip
     # In a process of its own, as a user's: where hundreds of kernels were compiled, a host takes half as long again.
-    with multiprocessing.get_context("spawn").Pool(1) as process:
-        result["small"] = process.apply(_small)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        result["small"] = process.submit(_small).result()
     ask.progress(_small_line(result["small"]))
     ask.save(result)
     return result

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
 from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, forward_backward, run_cases
-from tilewright.ops.gelu_mlp import cost, gelu_mlp, reference
+from tilewright.ops.gelu_mlp import cost, fused_gelu_mlp, gelu_mlp, reference
 from tilewright.plan.cost import Cost
 
 # Tokens and width of GPTs from 125m to 7b; the dimension between is four times as wide.
@@ -29,10 +30,11 @@ def prepare(case: Case) -> Prepared:
         (torch.randn(shape, device="cuda") * (shape[-1] ** -0.5 if i % 2 else 1.0)).bfloat16().requires_grad_()
         for i, shape in enumerate(shapes)
     ]
-    functions: dict[str, Callable[..., torch.Tensor]] = {"tilewright": gelu_mlp, "eager": reference}
+    functions: dict[str, Callable[..., Any]] = {"tilewright": gelu_mlp, "eager": reference}
+    functions["tilewright-lean"] = partial(fused_gelu_mlp, lean=True)
     functions["compile"] = torch.compile(reference, dynamic=False)
 
-    def make(function: Callable[..., torch.Tensor]) -> dict[str, Pass]:
+    def make(function: Callable[..., Any]) -> dict[str, Pass]:
         for _ in range(4):  # products that come again choose their algorithm
             torch.autograd.grad(function(*inputs).sum(), inputs)
         return forward_backward(function, list(inputs))
