@@ -74,6 +74,8 @@ def _remember_types() -> None:
     from triton.language import core
     from triton.runtime import interpreter
 
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
     make_type, make_tensor, unwrap = core.block_type.__init__, core.tensor.__init__, core._unwrap_if_constexpr
     find_dtype, is_builtin = interpreter._get_np_dtype, core.is_builtin
     types, dtypes, builtins = {}, {}, {}
