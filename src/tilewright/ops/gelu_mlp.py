@@ -11,8 +11,8 @@ behind. It is rounded to 16 bits (times 7/8, for the better), but what it multip
 and z: its error is the larger one.
 
 Lean, z is kept in 16 bits and neither a nor s: both are computed once more on the way out of backward's product, which
-stores a again. Half as much lies between forward and backward, and nothing makes a pass of its own; that the kernel then
-takes longer than its product is the price, the less of it the wider the model.
+stores a again. Half as much lies between forward and backward, and nothing makes a pass of its own; that the kernel
+takes longer than its product is the price, the lower the wider the model.
 
 `hopper_kernels.cu` has the kernels, for bfloat16 on a Hopper. Everything else is `linear`, `bias_gelu`, `linear`.
 
