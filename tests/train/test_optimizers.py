@@ -210,9 +210,9 @@ def trained(name, precision):
     decay = 0.0 if name == "sgd" else 0.1  # SGD's is not divided by the size of the gradients
     config = Optimizer(name=name, learning_rate=rate, weight_decay=decay)
     optimizer = build(student, config, precision=precision)
-    for step in range(300):
+    for step in range(150):
         for group in optimizer.param_groups:
-            group["lr"] = rate * (1 - step / 300)
+            group["lr"] = rate * (1 - step / 150)
         rows = torch.randint(512, (128,))
         # In float32 of weights that have fewer bits: CPUs without products in bfloat16 take minutes for those.
         weights = {name: parameter.float() for name, parameter in student.named_parameters()}
