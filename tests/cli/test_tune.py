@@ -87,7 +87,7 @@ def test_from_a_run_to_a_report_and_a_configuration_that_trains(tilewright, tmp_
     assert again.returncode == 0 and page.stat().st_size > 10**6, again.stderr
     assert answer.sentences[1] in again.stdout and "Report: runs/tune/small/report.html" in again.stdout
 
-    resumed = tilewright("tune", "--budget", "15s", "--resume")  # the newest, as it was begun
+    resumed = tilewright("tune", "--budget", "2s", "--resume")  # the newest, as it was begun
     assert resumed.returncode == 0 and f"{len(answer.records)} trials already finished" in resumed.stderr
     refused = tilewright("tune", *one_lever, "--study", "small")
     assert refused.returncode == 2 and "continue it with --resume" in refused.stderr
