@@ -11,7 +11,6 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: there are as many as cores
 # The same tree, the same examples: --hypothesis-profile=default looks for others.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
