@@ -23,3 +23,7 @@ def test_every_value_of_every_lever_is_measured():
         values = [4] if name == "micro_batch" else values
         missing = [value for value in values if f"{name}={str(value).lower()}" not in measured]
         assert not missing, f"{name}: {missing}"
+    # Nor is anything left out that a study does not search, for it would be another training.
+    assert {"optimizer.clip=0", "schedule.name=constant", "model.dropout=0.1"} <= measured
+    for case in train.CASES:
+        read(None, case["overrides"])

@@ -52,6 +52,8 @@ LEVERS: Cases = {
     "loss fused": OPTIMIZED,
     "loss plain": ("model.gpt_block=optimized", "model.loss=plain"),
     "micro batch 4": (*LEAN, "micro_batch=4"),
+    "no clipping": (*LEAN, "optimizer.clip=0"),
+    "constant schedule": (*LEAN, "schedule.name=constant"),
     "adamw_8bit": (*LEAN, "optimizer.name=adamw_8bit"),
     "adamw_bf16": (*LEAN, "optimizer.name=adamw_bf16"),
     "bf16_kahan": (*LEAN, "precision=bf16_kahan"),
