@@ -316,17 +316,11 @@ def memory(result: dict[str, Any]) -> str:
 
 
 def train(*results: dict[str, Any]) -> str:
-    """Every lever of `tilewright train`, beside what its group is compared with.
-
-    The newest result comes first; what it has is left out of the others.
-    """
+    """Every lever of `tilewright train`, beside what its group is compared with."""
     text, groups = "\n\n".join(dict.fromkeys(map(machine, results))) + "\n", {}
-    seen: set[tuple[str, str]] = set()
     for number, result in enumerate(results):  # what is compared was measured in one run
         for case in result["cases"]:
-            if (case["group"], case["case"]) not in seen:
-                groups.setdefault((number, case["group"]), []).append(case)
-        seen |= {(case["group"], case["case"]) for case in result["cases"]}
+            groups.setdefault((number, case["group"]), []).append(case)
     for (_, name), cases in groups.items():
         rows = []
         against = cases[0].get("against", cases[0]["case"])

@@ -29,7 +29,15 @@ def committed(name):
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-TRAINED = ("train_125m", "train_125m_dropout", "train_1b", "train_1b_dropout", "train_350m", "train_7b")
+TRAINED = (
+    "train_125m",
+    "train_125m_dropout",
+    "train_1b",
+    "train_1b_dropout",
+    "train_350m",
+    "train_350m_schedule",
+    "train_7b",
+)
 MEASURED = [committed(name) for name in TRAINED]
 CEILINGS = committed("cross_entropy")["ceilings"]  # of the same card; `bench train` measures none
 H200 = {
