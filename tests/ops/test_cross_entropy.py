@@ -278,6 +278,19 @@ def test_one_backward_alone_and_no_second_derivative():
         torch.autograd.grad(cross_entropy(logits, targets), logits, create_graph=True)
 
 
+@on_gpu
+@pytest.mark.parametrize("vocabulary", [32000, 50304, 128256])
+def test_in_place_takes_the_memory_of_a_few_numbers_a_row(vocabulary):
+    logits = torch.randn(8192, vocabulary, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(vocabulary, (8192,), device="cuda")
+    for _ in range(2):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(cross_entropy(logits * 1.0, targets, inplace=True), logits)
+        peak = torch.cuda.max_memory_allocated() - before - logits.nbytes
+    assert peak <= 0.001 * logits.nbytes
+
+
 def test_without_a_gradient_none_is_computed():
     logits, targets, _ = problem(3, 8, torch.float32, {})
     with torch.no_grad():

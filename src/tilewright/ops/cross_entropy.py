@@ -14,6 +14,7 @@ The arithmetic, two exponentials a logit, takes about as long as that on an H200
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -85,13 +86,14 @@ class Options(NamedTuple):
 
 
 def begin(
-    targets: torch.Tensor, weight: torch.Tensor | None, classes: int, ignore_index: int, mean: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(what a mean divides by, zeros for the rows' tiles to be counted in), by one small kernel."""
+    targets: torch.Tensor, weight: torch.Tensor | None, classes: int, ignore_index: int, mean: bool,
+    dtype: torch.dtype, new: Callable[..., torch.Tensor] | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
+    """(what a mean divides by, zeros for the rows' tiles to be counted in, in memory from `new`), by a small kernel."""
     from tilewright.ops import cross_entropy_kernels as kernels
 
     denominator = targets.new_empty((), dtype=dtype) if mean else None
-    arrived = targets.new_empty(targets.numel(), dtype=torch.int32)
+    arrived = (new or targets.new_empty)(targets.numel(), dtype=torch.int32)
     tensors = (*_op.packed((targets, weight)), denominator, arrived)
     start = kernels.prepare_launch(targets.device, classes, _op.dtypes(tensors), dtype == torch.float64)
     start((1, 1), tensors, (ignore_index, targets.numel()))
@@ -113,13 +115,16 @@ def launch(
     offset: int = 0,
     classes: int | None = None,
     given: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    keep: bool = False,
+    new: Callable[..., torch.Tensor] | None = None,
+) -> Any:
     """Fill `loss`, `lse` and `gradient`, those that are not None.
 
     `logits` are packed, or a matrix with rows further apart than they are long, and so is the gradient.
 
     Where they are the columns from `offset` on of a row of `classes`: without `arrived`, only the statistics of these
-    columns are taken and come back; `given` are those of whole rows, (target's logit, one part a row).
+    columns are taken and come back, (target's logit, what each tile leaves); `given` are those of whole rows, one part
+    a row. To `keep` them they come back from whole rows too, and their memory from `new`.
     """
     from tilewright.ops import cross_entropy_kernels as kernels
 
@@ -135,21 +140,24 @@ def launch(
         classes or columns,
         _op.dtypes((*first, arrived)),
         given is not None,
+        keep,
         smooth,
         capped,
     )
-    if given is None:
-        # Where the target is in other columns, its logit is 0 here.
-        picked = (logits.new_zeros if arrived is None else logits.new_empty)(rows, dtype=compute)
-        given = picked, logits.new_empty((rows, tiles, kernels.PARTS), dtype=compute)
+    statistics = given or (None, None)
+    if given is None and (tiles > 1 or keep or arrived is None):
+        new = new or logits.new_empty
+        statistics = new(rows, dtype=compute), new((rows, tiles, kernels.numbers(smooth)), dtype=compute)
+        if arrived is None:
+            statistics[0].zero_()  # where the target is in other columns, its logit is 0 here
     lag = min(lag, rows)
     apart = gradient is not None and arrived is not None and tiles > 1
     programs = (rows + lag) * 2 * tiles if apart else rows * tiles
     if rows:
         stride = 0 if upstream is None or upstream.ndim == 0 else 1
         scalars = (options.ignore_index, stride, rows, offset, lag, options.smoothing, options.z_loss)
-        start((programs, 1), (*first, *given, arrived), (*scalars, options.softcap if capped else 1.0))
-    return given
+        start((programs, 1), (*first, *statistics, arrived), (*scalars, options.softcap if capped else 1.0))
+    return statistics
 
 
 def _forward(

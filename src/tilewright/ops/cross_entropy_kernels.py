@@ -28,10 +28,11 @@ from tilewright.ops import _op
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 
-# What a tile leaves: maximum, sum of exponentials and, for label smoothing, a number near the logits, the weighted sum
-# of their differences from it, and the sum of the weights.
-PARTS = 5
-_PARTS = tl.constexpr(PARTS)
+
+def numbers(smooth: bool) -> int:
+    """How many numbers a tile leaves: maximum, sum of exponentials and, for label smoothing, a number near the logits,
+    the weighted sum of their differences from it, and the sum of the weights."""
+    return 5 if smooth else 2
 
 
 @triton.jit
@@ -75,11 +76,12 @@ def _smooth(top, total, pivot, spread, weights):
 
 @triton.jit
 def _combine(
-    picked, partials, row, counts, TILES: tl.constexpr, ROUND: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr
-):
+    picked, partials, row, counts, TILES: tl.constexpr, ROUND: tl.constexpr, NUMBERS: tl.constexpr,
+    SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
     """What tiles have left, as one: (target's logit, maximum, sum of exponentials, `_smooth`, sum of weights)."""
     tile = tl.arange(0, ROUND)
-    at = partials + (row * TILES + tile) * _PARTS
+    at = partials + (row * TILES + tile) * NUMBERS
     inside = tile < TILES
     # Past the caches that are not kept in step with other processors: other programs have written these.
     x_target = tl.load(picked + row, counts, 0.0, cache_modifier=".cg")
@@ -224,14 +226,15 @@ def tiles(
     ignore_index: tl.int64, stride: tl.int64, rows: tl.int64, offset: tl.int64, lag: tl.int64, smoothing: tl.float64,
     z_loss: tl.float64, softcap: tl.float64,
     COLUMNS: tl.constexpr, STRIDE: tl.constexpr, CLASSES: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr,
-    ROUND: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
-    DOUBLE: tl.constexpr,
+    ROUND: tl.constexpr, NUMBERS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, SMOOTH: tl.constexpr,
+    SOFTCAP: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
     """Statistics where GIVEN is false, gradients where `gradient` is not None; loss and log-sum-exp of whole rows.
 
     The gradient is for `upstream`, one number (stride 0) or one a row (stride 1), or for 1 where that is None. It may
     overwrite the logits. Rows of logits and gradient are STRIDE apart. GIVEN: `partials` hold one part a row. Without
-    `arrived`, zeros, the rows are not whole, and their statistics are left in `picked` and `partials`.
+    `arrived`, zeros, the rows are not whole, and their statistics are left in `picked` and `partials`, of which there
+    are none where a row is one program's and nobody asks for them afterwards.
     """
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     smoothing = tl.full([], smoothing, COMPUTE)
@@ -260,10 +263,11 @@ def tiles(
                     row, tile, local, logits, weight, offset, softcap,
                     COLUMNS, STRIDE, TILE, LANES, EACH, SMOOTH, SOFTCAP, DOUBLE,
                 )  # fmt: skip
-                tl.store(picked + row, x_target, here)
-                at = partials + (row * TILES + tile) * _PARTS
-                tl.store(at, top)
-                tl.store(at + 1, total)
+                if partials is not None:
+                    tl.store(picked + row, x_target, here)
+                    at = partials + (row * TILES + tile) * NUMBERS
+                    tl.store(at, top)
+                    tl.store(at + 1, total)
                 if ALONE:
                     smooth = _smooth(top, total, pivot, spread, weights)
                     _finish(
@@ -285,7 +289,7 @@ def tiles(
                         tl.debug_barrier()  # what every thread stored comes before the count
                         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == TILES - 1:
                             x_target, top, total, smooth, weights = _combine(
-                                picked, partials, row, counts, TILES, ROUND, SMOOTH, COMPUTE
+                                picked, partials, row, counts, TILES, ROUND, NUMBERS, SMOOTH, COMPUTE
                             )
                             _finish(
                                 row, target, ignored, known, x_target, top, total, smooth, weight, denominator, loss,
@@ -297,7 +301,7 @@ def tiles(
                     while tl.atomic_add(arrived + row, 0, sem="acquire") < TILES:
                         pass
                 x_target, top, total, smooth, weights = _combine(
-                    picked, partials, row, counts, PARTS, ROUND, SMOOTH, COMPUTE
+                    picked, partials, row, counts, PARTS, ROUND, NUMBERS, SMOOTH, COMPUTE
                 )
                 if GIVEN:
                     if tile == 0:
@@ -357,6 +361,24 @@ def _block(columns: int, most: int) -> int:
     return min(most, max(16, 1 << (columns - 1).bit_length()))
 
 
+def _cut(columns: int, size: int, given: bool) -> tuple[int, int, int, int]:
+    """(tiles a row, columns of one and of a step through it, warps) for numbers of `size` bytes."""
+    if columns * size <= 131072 or given:
+        tile = block = _block(columns, 32768 // size)
+        warps = max(1, block * size // 1024)
+        tile = tile if given else -(-columns // block) * block
+    else:
+        tile, warps = 16384 // size, 8
+        block = tile
+    return -(-columns // tile), tile, block, warps
+
+
+def left(columns: int, size: int, smooth: bool) -> int:
+    """How many numbers the tiles of a row leave for those who write its gradient: none where that is one program."""
+    tiles_a_row, *_ = _cut(columns, size, False)
+    return 0 if tiles_a_row == 1 else 1 + tiles_a_row * numbers(smooth)
+
+
 @functools.cache
 def tiles_launch(
     device: torch.device,
@@ -365,24 +387,18 @@ def tiles_launch(
     classes: int,
     dtypes: tuple[Any, ...],
     given: bool,
+    keep: bool,  # two arguments more, where a row is one program's
     smooth: bool,
     softcap: bool,
 ) -> tuple[int, int, _op.Launch]:
     """(tiles a row, rows that a gradient stays behind its statistics, the launch)."""
     size = dtypes[0].itemsize
-    if columns * size <= 131072 or given:
-        tile = block = _block(columns, 32768 // size)
-        warps = max(1, block * size // 1024)
-        tile = tile if given else -(-columns // block) * block
-    else:
-        tile, warps = 16384 // size, 8
-        block = tile
-    tiles_a_row = -(-columns // tile)
+    tiles_a_row, tile, block, warps = _cut(columns, size, given)
     each = 16 // size
     parts = 1 if given else tiles_a_row
     constants = (
-        columns, stride, classes, tile, given, 1 << (parts - 1).bit_length(), block // each, each, smooth, softcap,
-        dtypes[0] == torch.float64,
+        columns, stride, classes, tile, given, 1 << (parts - 1).bit_length(), numbers(smooth), block // each, each,
+        smooth, softcap, dtypes[0] == torch.float64,
     )  # fmt: skip
     # As many programs as run side by side are between a tile's statistics and its gradient.
     lag = -(-_op.multiprocessors(device) * (64 // warps) // (2 * tiles_a_row))

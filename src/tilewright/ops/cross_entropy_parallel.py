@@ -27,17 +27,17 @@ class _Parallel(torch.autograd.Function):
         (packed,) = _op.packed((logits,))
         denominator, _ = begin(targets, weight, cut["classes"], options.ignore_index, mean, compute)
         x_target, parts = launch(packed, targets, weight, denominator, options, **cut)
-        maximum, total, pivot, spread, weights = parts.unbind(-1)
+        maximum, total, *rest = parts.unbind(-1)
         top = maximum.amax(1)
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
         total = (total * (maximum - top[:, None]).exp()).sum(1)
-        spread = (spread + weights * (pivot - top[:, None])).sum(1)
-        sums = torch.stack((x_target, total, spread, weights.sum(1)))
-        if options.smoothing == 0.0:  # nobody filled the last two
-            sums = sums[:2]
+        if rest:  # for label smoothing
+            pivot, spread, weights = rest
+            rest = [(spread + weights * (pivot - top[:, None])).sum(1), weights.sum(1)]
+        sums = torch.stack((x_target, total, *rest))
         dist.all_reduce(sums, group=group)
-        x_target, total, spread, weights = sums if len(sums) == 4 else (*sums, top, top)
-        whole = torch.stack((top, total, top, spread, weights), -1)[:, None].contiguous()
+        x_target, total, *rest = sums
+        whole = torch.stack((top, total, *((top, *rest) if rest else ())), -1)[:, None].contiguous()
         loss = logits.new_empty(targets.shape, dtype=compute)
         lse = torch.empty_like(loss)
         given = (x_target.contiguous(), whole)
