@@ -51,7 +51,7 @@ def prepare(case: Case) -> Prepared:
     """Loss and gradients by each implementation, on the same inputs."""
     tokens, width, vocabulary = case["tokens"], case["width"], case["vocabulary"]
     x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    weight = (torch.randn(vocabulary, width, device="cuda") * width**-0.5).to(torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocabulary, width, device="cuda", dtype=torch.bfloat16).mul_(width**-0.5).requires_grad_()
     targets = torch.randint(vocabulary, (tokens,), device="cuda")
     logits = tokens * vocabulary * 2
     losses: dict[str, Loss] = {

@@ -22,8 +22,9 @@ Floor: three products of 2 x tokens x classes x width FLOPs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,8 @@ __all__ = ["cost", "linear_cross_entropy", "reference"]
 _NAME = "linear_cross_entropy"
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 _MOST = 512 * 2**20  # bytes of logits at a time, unless told otherwise
-_A_TOKEN = 64  # bytes, beside its logits: loss, statistics, and what a second pass makes of them
+_A_TOKEN = 64  # bytes, beside its logits: loss, a count, and what a second pass makes of its statistics
+_ALIGNED = 128  # bytes, where a tensor begins
 _SUMMED_FROM = 512  # tokens a chunk: the product of a smaller one takes less time than adding it to a sum
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
 _TILE = 256  # rows of a tile of the large products
@@ -83,56 +85,90 @@ def _room(memory: int, each: int, most: int) -> int:
     tile = _TILE if memory // each >= 4 * _TILE else 16
     fits = max(tile, memory // each // tile * tile)
     parts = max(1, -(-most // fits))
-    return -(-most // (tile * parts)) * tile
+    return max(tile, -(-most // (tile * parts)) * tile)
 
 
-def _plan(
-    memory: int, a_row: int, count: int, dweight: Tensor | None, dx: Tensor | None
-) -> tuple[int, bool, Tensor | None]:
-    """(tokens a chunk, whether the weight's gradient takes a second pass, scales where it is summed in 16 bits).
+class _Scratch:
+    """New tensors in memory that lies idle; where there is none of it, or no more, in memory of their own."""
 
-    The scales lie in the rows of `dx`, if there is one, that the last chunk will write, and take no memory then.
+    def __init__(self, like: Tensor, idle: Tensor | None) -> None:
+        self.like = like
+        self.idle = like.new_empty(0, dtype=torch.uint8) if idle is None else idle.view(-1).view(torch.uint8)
+        self.next = -self.idle.data_ptr() % _ALIGNED
+
+    def new(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = (shape if isinstance(shape, int) else math.prod(shape)) * dtype.itemsize
+        first, end = self.next, self.next + size
+        if not size or end > len(self.idle):
+            return self.like.new_empty(shape, dtype=dtype)
+        self.next = -(-end // _ALIGNED) * _ALIGNED
+        return self.idle[first:end].view(dtype).view(shape)
+
+
+class _Way(NamedTuple):
+    """How the tokens are taken, and the memory for it."""
+
+    taken: int  # tokens, all or those that are not ignored
+    chunk: int  # tokens at a time
+    again: bool  # the weight's gradient takes a second pass
+    scales: Tensor | None  # of the weight's gradient, where it is summed in 16 bits
+    scratch: _Scratch  # memory until the last chunk's gradient of x
+    dx: Tensor | None
+    buffer: Tensor  # for the logits of a chunk
+
+
+def _way(
+    index: Tensor | None, tokens: Tensor, classes: int, memory: int, smooth: bool, needs_x: bool, dweight: Tensor | None
+) -> _Way:
+    """What `memory` has room for, for the tokens of `index`, or all where there is none.
+
+    Whatever is not logits lies in the rows of x's gradient that the last chunk will write, if it fits, and takes no
+    memory then.
     """
-    chunk = max(16, _room(memory, a_row, count))
-    if chunk >= count or dweight is None or dweight.dtype not in (torch.bfloat16, torch.float16):
-        return chunk, False, None
-    from tilewright.ops import linear_cross_entropy_kernels as kernels
+    from tilewright.ops import cross_entropy_kernels, linear_cross_entropy_kernels
 
-    scales = kernels.scales(dweight) if dweight.dtype == torch.bfloat16 else None
-    if scales is not None:
-        shape, dtype = scales
-        size, last = shape[0] * shape[1] * dtype.itemsize, (count - 1) % chunk + 1
-        if chunk >= _SUMMED_FROM and dx is not None and last * dx[0].nbytes >= size:
-            return chunk, False, dx[-last:].view(-1)[: size // dx.itemsize].view(dtype).view(shape)
-        smaller = _room(memory - size, a_row, count)
-        if smaller >= _SUMMED_FROM:
-            return smaller, False, dweight.new_empty(shape, dtype=dtype)
-    return chunk, True, None
-
-
-def _chunks(
-    index: Tensor | None, tokens: Tensor, classes: int, memory: int, needs_x: bool, dweight: Tensor | None
-) -> tuple[int, int, bool, Tensor | None, Tensor | None, Tensor]:
-    """How the tokens of `index` are taken, all where there is none, and the memory for it: how many they are, how many
-    a chunk has, whether the weight's gradient takes a second pass, its scales where it is summed in 16 bits, x's
-    gradient, and a buffer for the logits of a chunk."""
-    count, (_, width), itemsize = len(tokens) if index is None else len(index), tokens.shape, tokens.itemsize
-    dx = None
+    (rows, width), itemsize = tokens.shape, tokens.itemsize
+    count = rows if index is None else len(index)
+    pitch = -(-classes // 64) * 64  # rows of logits begin on 128 bytes, whatever the vocabulary
+    dx, number = None, _op.compute_dtype(tokens).itemsize
     if needs_x:
         dx = torch.empty_like(tokens) if index is None else torch.zeros_like(tokens)
-    pitch = -(-classes // 64) * 64  # rows of logits begin on 128 bytes, whatever the vocabulary
-    size, again, scales = _plan(memory, pitch * itemsize, count, dweight, dx if index is None else None)
-    home = None
+    # Where a sum over chunks would not be in float32, it is in 16 bits with scales, or there is none.
+    rounded = dweight is not None and dweight.dtype in (torch.bfloat16, torch.float16)
+    scales, of_scales = None, 0
+    if dweight is not None and dweight.dtype == torch.bfloat16:
+        scales = linear_cross_entropy_kernels.scales(dweight)
+    if scales is not None:
+        of_scales = math.prod(scales[0]) * scales[1].itemsize + _ALIGNED
+    statistics = cross_entropy_kernels.left(classes, itemsize, smooth) * number
+
+    def sums(chunk: int) -> bool:
+        return chunk >= count or not rounded or (scales is not None and chunk >= _SUMMED_FROM)
+
+    idle, again = None, False
+    chunk = _room(memory, pitch * itemsize, count)
+    if dx is not None and index is None and count and sums(chunk):
+        idle = dx[-((count - 1) % chunk + 1) :]
+        if idle.nbytes < rows * (number + 4) + chunk * statistics + of_scales + 5 * _ALIGNED:
+            idle = None
+    if idle is None:
+        memory = max(1, memory - _A_TOKEN * rows)
+        chunk = _room(memory - of_scales, pitch * itemsize + statistics, count)
+        if not sums(chunk):
+            chunk, again = _room(memory, pitch * itemsize + statistics, count), True
+    scratch, home = _Scratch(tokens, idle), None
     if again and dweight is not None:
         free = dweight.numel() // pitch
         if index is not None:  # of what is not taken as it lies, there are copies
             free = min(free, memory // (2 * width * itemsize))
-        size = max(size, _room(free, 1, count))
-        home = dweight.view(-1)[: size * pitch] if size * pitch <= dweight.numel() else None
-    buffer = tokens.new_empty(size, pitch) if home is None else home.view(size, pitch)
+        chunk = max(chunk, _room(free, 1, count))
+        home = dweight.view(-1)[: chunk * pitch] if chunk * pitch <= dweight.numel() else None
+    buffer = tokens.new_empty(chunk, pitch) if home is None else home.view(chunk, pitch)
     if pitch > classes:
         buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
-    return count, size, again, scales, dx, buffer
+    summed = rounded and not again and chunk < count
+    held = scratch.new(*scales) if summed and scales is not None else None
+    return _Way(count, chunk, again, held, scratch, dx, buffer)
 
 
 def _asked(wanted: Tensor) -> Callable[[], int]:
@@ -151,6 +187,7 @@ def _asked(wanted: Tensor) -> Callable[[], int]:
 
 
 def _run(
+    reduced: bool,
     upstream: Tensor | None,
     x: Tensor,
     weight: Tensor,
@@ -168,7 +205,8 @@ def _run(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss and log-sum-exp of each row and the gradients of x, weight and bias, those that are wanted."""
+    """Loss of each row, or of all where it is `reduced`, log-sum-exp of each row, and the gradients of x, weight and
+    bias, those that are wanted. With an `upstream` the loss was known before, and is not to be used."""
     from tilewright.ops import linear_cross_entropy_kernels as kernels
 
     options = Options(ignore_index, smoothing, z_loss, softcap)
@@ -176,29 +214,33 @@ def _run(
     (tokens,) = _op.packed((x.reshape(-1, width),))
     targets, rows = targets.reshape(-1), targets.numel()
     wanted = needs_x or needs_weight or needs_bias
-    memory = max(1, memory - _A_TOKEN * rows) if memory else min(_MOST, rows * classes * dtype.itemsize // 8)
+    memory = memory or min(_MOST, rows * classes * dtype.itemsize // 8)
     # Ignored tokens are left out. Whether there are any the host has to ask, and cannot while a graph is captured.
     # Until the answer is here, everything is made ready for the usual one.
     answer = None
     if not wants_lse and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         answer = _asked(targets != ignore_index)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-    denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute)
-    loss = targets.new_zeros(rows, dtype=compute)
-    lse = torch.zeros_like(loss) if wants_lse else None
+    lse = targets.new_zeros(rows, dtype=compute) if wants_lse else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
     dbias = torch.zeros_like(bias, dtype=compute) if needs_bias and bias is not None else None
     if upstream is not None and upstream.ndim:
         upstream = upstream.reshape(-1)
-    index = None
-    count, chunk, again, scales, dx, buffer = _chunks(index, tokens, classes, memory, needs_x, dweight)
+
+    def way_of(index: Tensor | None) -> _Way:
+        return _way(index, tokens, classes, memory, smoothing > 0.0, needs_x, dweight)
+
+    index, way = None, way_of(None)
     if answer is not None and answer() < rows:
-        del scales, dx, buffer  # before there are others
+        del way  # before there is another
         index = torch.nonzero(targets != ignore_index).reshape(-1)
-        count, chunk, again, scales, dx, buffer = _chunks(index, tokens, classes, memory, needs_x, dweight)
-    chunks = -(-count // chunk)
-    if dweight is not None and count == 0:
-        dweight.zero_()
+        way = way_of(index)
+    count, chunk, again, scales, scratch, dx, buffer = way
+    del way
+    denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, scratch.new)
+    loss = scratch.new(rows, compute).zero_()
+    mark = scratch.next
+    chunks = max(1, -(-count // chunk))  # of nothing, the gradients are zeros
     statistics: list[tuple[Tensor, Tensor]] = []  # of the chunks, for a second pass
     for number in range(chunks):
         part = slice(number * chunk, min((number + 1) * chunk, count))
@@ -207,15 +249,18 @@ def _run(
         z = buffer[: len(some_targets), :classes]
         _logits(some, w, b, z)
         some_loss = loss[part] if index is None else torch.empty_like(loss[part])
+        scratch.next = mark
         found = launch(
             z, some_targets, class_weight, denominator, options, arrived=arrived[part],
             upstream=upstream if upstream is None or upstream.ndim == 0 else upstream[at],
             loss=some_loss, lse=None if lse is None else lse[part], gradient=z if wanted else None,
+            keep=again, new=scratch.new,
         )  # fmt: skip
         if index is not None:
             loss[at] = some_loss
         if again:
             statistics.append((found[0], _of_rows(found[1])))
+        del found
         if dbias is not None:
             dbias += z.sum(0, dtype=compute)
         if dweight is not None and not again:
@@ -223,13 +268,16 @@ def _run(
                 kernels.launch(z, some, dweight, scales, number == 0, number == chunks - 1)
             else:
                 _product(z.t(), some, dweight, add=number > 0)
+        if reduced and number == chunks - 1:
+            loss = loss.sum()  # which may lie where the gradient of x comes now
         if dx is not None:
             if index is None:
                 _product(z, w, dx[part])
             else:
                 dx[at] = z @ w
     if again and dweight is not None:
-        del buffer, z, some, some_loss, found
+        del buffer, z, some, some_loss
+        memory = max(1, memory - _A_TOKEN * rows)
         if index is not None:
             tokens, targets = tokens[index], targets[index]
             memory = max(memory // 2, memory - tokens.numel() * dtype.itemsize)
@@ -259,8 +307,11 @@ def _again(
     x_targets, rows = statistics
     fits = memory // (len(x) * x.element_size())
     columns = max(16, fits // 128 * 128 if fits >= 128 else fits // 16 * 16)  # whole tiles of the product
-    weights = rows.new_full((), classes) if class_weight is None else class_weight.sum(dtype=rows.dtype)
-    parts = torch.cat((rows, torch.zeros_like(rows), weights.expand(len(rows), 1)), -1)[:, None].contiguous()
+    parts = rows
+    if options.smoothing > 0.0:
+        weights = rows.new_full((), classes) if class_weight is None else class_weight.sum(dtype=rows.dtype)
+        parts = torch.cat((rows, torch.zeros_like(rows), weights.expand(len(rows), 1)), -1)
+    parts = parts[:, None].contiguous()
     buffer = x.new_empty(len(x), columns)
     for first in range(0, classes, columns):
         part = slice(first, min(first + columns, classes))
@@ -279,22 +330,22 @@ class _Function(torch.autograd.Function):
         x, _, _, targets, *_ = inputs
         ctx.later, ctx.gradients = None, None
         if reduced and x.dtype in AHEAD:
-            loss, lse, *ctx.gradients = _run(*(None, *inputs))
+            loss, lse, *ctx.gradients = _run(*(True, None, *inputs))
         else:
-            loss, lse, *_ = _run(*(None, *inputs[:-3], False, False, False))
+            loss, lse, *_ = _run(*(reduced, None, *inputs[:-3], False, False, False))
             ctx.save_for_backward(*inputs[:5])
             ctx.later = (*inputs[5:-4], False, *inputs[-3:])
         if lse is not None:
             lse = lse.view(targets.shape)
             ctx.mark_non_differentiable(lse)
-        return (loss.sum() if reduced else loss.view(targets.shape)), lse
+        return (loss if reduced else loss.view(targets.shape)), lse
 
     @staticmethod
     def backward(ctx: Any, upstream: Any, _: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(_ONCE)
         if ctx.later is not None:
-            _, _, *gradients = _run(upstream, *ctx.saved_tensors, *ctx.later)
+            _, _, *gradients = _run(False, upstream, *ctx.saved_tensors, *ctx.later)
         else:
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:
@@ -315,9 +366,9 @@ _eager = _op.eager(_Function)
 )
 def _registered(*inputs: Any) -> tuple[Tensor, ...]:
     # A registered op cannot return None: an empty tensor stands for what nobody asked for.
-    loss, lse, *gradients = _run(None, *inputs)
+    loss, lse, *gradients = _run(True, None, *inputs)
     lse = None if lse is None else lse.view(inputs[3].shape)
-    return loss.sum(), *(inputs[0].new_empty(0) if t is None else t for t in (lse, *gradients))
+    return loss, *(inputs[0].new_empty(0) if t is None else t for t in (lse, *gradients))
 
 
 @_op.fake_of(_registered)
@@ -402,10 +453,11 @@ def linear_cross_entropy(
         bias: ``(V,)``.
         class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
             ``tilewright.ops.cross_entropy``. Ignored tokens are not computed at all.
-        memory: bytes to take beside the gradients: 64 a token, the rest for logits, of which it holds at least those of
-            16 tokens or 16 classes. Left out: an eighth of all logits, and 512 MiB at most, and the 64 a token. More is
-            faster, up to a point. (Under autocast the weight in its dtype comes on top; where some tokens are ignored
-            and a second pass is needed, a copy of the others on top of half of it.)
+        memory: bytes to take beside the gradients, for the logits of 16 tokens or 16 classes at least. Left out: an
+            eighth of all logits, and 512 MiB at most. What else is needed, some 64 bytes a token, lies in the memory of
+            x's gradient where that has room, and is part of these bytes where not. More is faster, up to a point.
+            (Under autocast the weight in its dtype comes on top; where some tokens are ignored and a second pass is
+            needed, a copy of the others on top of half of it.)
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
