@@ -418,8 +418,8 @@ def test_peak_memory_is_what_was_allowed(memory, ignored):
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     loss = linear_cross_entropy(x, weight, targets, memory=memory)
-    gradients = (x.numel() + weight.numel()) * 2
-    assert torch.cuda.max_memory_allocated() - before - gradients <= (1.05 if ignored else 1.0) * limit
+    results = (x.numel() + weight.numel()) * 2 + 512  # gradients, and the least that the allocator gives for the loss
+    assert torch.cuda.max_memory_allocated() - before - results <= (1.05 if ignored else 1.0) * limit
     assert loss.isfinite()
 
 

@@ -89,11 +89,12 @@ def begin(
     targets: torch.Tensor, weight: torch.Tensor | None, classes: int, ignore_index: int, mean: bool,
     dtype: torch.dtype, new: Callable[..., torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """(what a mean divides by, zeros for the rows' tiles to be counted in, in memory from `new`), by a small kernel."""
+    """(what a mean divides by, zeros for the rows' tiles to be counted in), in memory from `new`, by a small kernel."""
     from tilewright.ops import cross_entropy_kernels as kernels
 
-    denominator = targets.new_empty((), dtype=dtype) if mean else None
-    arrived = (new or targets.new_empty)(targets.numel(), dtype=torch.int32)
+    new = new or targets.new_empty
+    denominator = new((), dtype=dtype) if mean else None
+    arrived = new(targets.numel(), dtype=torch.int32)
     tensors = (*_op.packed((targets, weight)), denominator, arrived)
     start = kernels.prepare_launch(targets.device, classes, _op.dtypes(tensors), dtype == torch.float64)
     start((1, 1), tensors, (ignore_index, targets.numel()))

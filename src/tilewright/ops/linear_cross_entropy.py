@@ -149,7 +149,7 @@ def _way(
     chunk = _room(memory, pitch * itemsize, count)
     if dx is not None and index is None and count and sums(chunk):
         idle = dx[-((count - 1) % chunk + 1) :]
-        if idle.nbytes < rows * (number + 4) + chunk * statistics + of_scales + 5 * _ALIGNED:
+        if idle.nbytes < rows * (number + 4) + chunk * statistics + of_scales + 6 * _ALIGNED:
             idle = None
     if idle is None:
         memory = max(1, memory - _A_TOKEN * rows)
@@ -236,7 +236,7 @@ def _run(
         index = torch.nonzero(targets != ignore_index).reshape(-1)
         way = way_of(index)
     count, chunk, again, scales, scratch, dx, buffer = way
-    del way
+    del way, answer
     denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, scratch.new)
     loss = scratch.new(rows, compute).zero_()
     mark = scratch.next
