@@ -227,18 +227,18 @@ def _run(
     if upstream is not None and upstream.ndim:
         upstream = upstream.reshape(-1)
 
-    def way_of(index: Tensor | None) -> _Way:
-        return _way(index, tokens, classes, memory, smoothing > 0.0, needs_x, dweight)
+    def ready(index: Tensor | None) -> tuple[_Way, Tensor | None, Tensor, Tensor]:
+        way = _way(index, tokens, classes, memory, smoothing > 0.0, needs_x, dweight)
+        denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, way.scratch.new)
+        return way, denominator, arrived, way.scratch.new(rows, compute).zero_()
 
-    index, way = None, way_of(None)
+    index, made = None, ready(None)
     if answer is not None and answer() < rows:
-        del way  # before there is another
+        del made  # before there is another
         index = torch.nonzero(targets != ignore_index).reshape(-1)
-        way = way_of(index)
-    count, chunk, again, scales, scratch, dx, buffer = way
-    del way, answer
-    denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, scratch.new)
-    loss = scratch.new(rows, compute).zero_()
+        made = ready(index)
+    (count, chunk, again, scales, scratch, dx, buffer), denominator, arrived, loss = made
+    del made, answer
     mark = scratch.next
     chunks = max(1, -(-count // chunk))  # of nothing, the gradients are zeros
     statistics: list[tuple[Tensor, Tensor]] = []  # of the chunks, for a second pass
