@@ -44,6 +44,7 @@ _ALIGNED = 128  # bytes, where a tensor begins
 _SUMMED_FROM = 512  # tokens a chunk: the product of a smaller one takes less time than adding it to a sum
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
 _TILE = 256  # rows of a tile of the large products
+_last = {"ignored": False}  # whether the last call had tokens to leave out, which decides what the next one waits for
 
 Tensor = torch.Tensor
 
@@ -216,7 +217,8 @@ def _run(
     wanted = needs_x or needs_weight or needs_bias
     memory = memory or min(_MOST, rows * classes * dtype.itemsize // 8)
     # Ignored tokens are left out. Whether there are any the host has to ask, and cannot while a graph is captured.
-    # Until the answer is here, everything is made ready for the usual one.
+    # Until the answer is here, everything is made ready for there being none, and if so it was the last time, the first
+    # product is begun: the device does not wait then for what the host makes of the answer.
     answer = None
     if not wants_lse and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         answer = _asked(targets != ignore_index)
@@ -232,11 +234,17 @@ def _run(
         denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, way.scratch.new)
         return way, denominator, arrived, way.scratch.new(rows, compute).zero_()
 
-    index, made = None, ready(None)
-    if answer is not None and answer() < rows:
-        del made  # before there is another
-        index = torch.nonzero(targets != ignore_index).reshape(-1)
-        made = ready(index)
+    index, made, begun = None, ready(None), False
+    if answer is not None:
+        begun = not _last["ignored"]
+        if begun:
+            some = tokens[: made[0].chunk]
+            _logits(some, w, b, made[0].buffer[: len(some), :classes])
+        _last["ignored"] = answer() < rows
+        if _last["ignored"]:
+            del made  # before there is another
+            index, begun = torch.nonzero(targets != ignore_index).reshape(-1), False
+            made = ready(index)
     (count, chunk, again, scales, scratch, dx, buffer), denominator, arrived, loss = made
     del made, answer
     mark = scratch.next
@@ -247,7 +255,8 @@ def _run(
         at = part if index is None else index[part]
         some, some_targets = tokens[at], targets[at]
         z = buffer[: len(some_targets), :classes]
-        _logits(some, w, b, z)
+        if number or not begun:
+            _logits(some, w, b, z)
         some_loss = loss[part] if index is None else torch.empty_like(loss[part])
         scratch.next = mark
         found = launch(
