@@ -6,7 +6,8 @@
 Tokens go in chunks of as many as `memory` has room for. A chunk's logits are a product by the vendor's library, their
 gradient takes their place (`cross_entropy`, in place), and the gradients of x, weight and bias are products with that,
 all in forward. Saved for backward: these gradients, nothing else. Where a gradient has to wait for what comes from
-above (float16, whose range needs the loss scale; reduction="none"), all of it is computed in backward.
+above (float16, whose range needs the loss scale; reduction="none"), all of it is computed in backward. What is needed
+beside the logits lies in the rows of x's gradient that the last chunk writes, if it fits there until then.
 
 The weight's gradient is a sum over chunks, and between chunks it is kept
 - in float32 where the weight is float32 (also under autocast): the gradient's own memory is the sum;
@@ -89,6 +90,11 @@ def _room(memory: int, each: int, most: int) -> int:
     return max(tile, -(-most // (tile * parts)) * tile)
 
 
+def _without(memory: int, taken: int) -> int:
+    """What is left of it for logits: half of it at least."""
+    return max(memory // 2, memory - taken)
+
+
 class _Scratch:
     """New tensors in memory that lies idle; where there is none of it, or no more, in memory of their own."""
 
@@ -147,20 +153,25 @@ def _way(
         return chunk >= count or not rounded or (scales is not None and chunk >= _SUMMED_FROM)
 
     idle, again = None, False
-    chunk = _room(memory, pitch * itemsize, count)
+    of_rows, each = rows * (number + 4), pitch * itemsize  # losses and counts; a token's logits
+    chunk = _room(memory, each, count)
     if dx is not None and index is None and count and sums(chunk):
         idle = dx[-((count - 1) % chunk + 1) :]
-        if idle.nbytes < rows * (number + 4) + chunk * statistics + of_scales + 6 * _ALIGNED:
+        if idle.nbytes < of_rows + chunk * statistics + of_scales + 6 * _ALIGNED:
             idle = None
     if idle is None:
-        memory = max(1, memory - _A_TOKEN * rows)
-        chunk = _room(memory - of_scales, pitch * itemsize + statistics, count)
-        if not sums(chunk):
-            chunk, again = _room(memory, pitch * itemsize + statistics, count), True
+        copy = 0 if index is None else width * itemsize  # of what is not taken as it lies
+        each = min(2 * each, each + statistics + copy)
+        chunk = _room(_without(memory, of_rows), each, count)
+        if chunk < count and scales is not None:
+            chunk = _room(_without(memory, of_rows + of_scales), each, count)
+        again = not sums(chunk)
+        if again:
+            chunk = _room(_without(memory, _A_TOKEN * rows), each, count)
     scratch, home = _Scratch(tokens, idle), None
     if again and dweight is not None:
         free = dweight.numel() // pitch
-        if index is not None:  # of what is not taken as it lies, there are copies
+        if index is not None:
             free = min(free, memory // (2 * width * itemsize))
         chunk = max(chunk, _room(free, 1, count))
         home = dweight.view(-1)[: chunk * pitch] if chunk * pitch <= dweight.numel() else None
@@ -232,7 +243,8 @@ def _run(
     def ready(index: Tensor | None) -> tuple[_Way, Tensor | None, Tensor, Tensor]:
         way = _way(index, tokens, classes, memory, smoothing > 0.0, needs_x, dweight)
         denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, way.scratch.new)
-        return way, denominator, arrived, way.scratch.new(rows, compute).zero_()
+        loss = way.scratch.new(rows, compute)
+        return way, denominator, arrived, loss if index is None else loss.zero_()
 
     index, made, begun = None, ready(None), False
     if answer is not None:
@@ -240,8 +252,8 @@ def _run(
         if begun:
             some = tokens[: made[0].chunk]
             _logits(some, w, b, made[0].buffer[: len(some), :classes])
-        _last["ignored"] = answer() < rows
-        if _last["ignored"]:
+        _last["ignored"] = ignored = answer() < rows
+        if ignored:
             del made  # before there is another
             index, begun = torch.nonzero(targets != ignore_index).reshape(-1), False
             made = ready(index)
@@ -283,13 +295,13 @@ def _run(
             if index is None:
                 _product(z, w, dx[part])
             else:
-                dx[at] = z @ w
+                dx[at] = torch.mm(z, w, out=some)
     if again and dweight is not None:
         del buffer, z, some, some_loss
-        memory = max(1, memory - _A_TOKEN * rows)
+        memory = _without(memory, _A_TOKEN * rows)
         if index is not None:
             tokens, targets = tokens[index], targets[index]
-            memory = max(memory // 2, memory - tokens.numel() * dtype.itemsize)
+            memory = _without(memory, tokens.nbytes)
             upstream = upstream[index] if upstream is not None and upstream.ndim else upstream
         given = tuple(torch.cat(parts) for parts in zip(*statistics, strict=True))
         _again(tokens, w, b, targets, class_weight, denominator, options, upstream, memory, given, dweight)
@@ -297,7 +309,7 @@ def _run(
         dx = dx.view(x.shape)
     if dbias is not None and bias is not None:
         dbias = dbias.to(bias.dtype)
-    return loss, lse if wants_lse else None, dx, dweight, dbias
+    return loss, lse, dx, dweight, dbias
 
 
 def _of_rows(parts: Tensor) -> Tensor:
@@ -463,10 +475,11 @@ def linear_cross_entropy(
         class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
             ``tilewright.ops.cross_entropy``. Ignored tokens are not computed at all.
         memory: bytes to take beside the gradients, for the logits of 16 tokens or 16 classes at least. Left out: an
-            eighth of all logits, and 512 MiB at most. What else is needed, some 64 bytes a token, lies in the memory of
-            x's gradient where that has room, and is part of these bytes where not. More is faster, up to a point.
-            (Under autocast the weight in its dtype comes on top; where some tokens are ignored and a second pass is
-            needed, a copy of the others on top of half of it.)
+            eighth of all logits, and 512 MiB at most. What else is needed, up to 64 bytes a token, lies in the memory
+            of x's gradient where that has room, all tokens count and one pass is enough, and is part of these bytes
+            where not, but for what is more than half of them. More is faster, up to a point. (Under autocast the weight
+            in its dtype comes on top; where some tokens are ignored and a second pass is needed, a copy of the others
+            on top of half of it.)
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
