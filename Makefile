@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: tune test check docs clean
+.PHONY: tune test check docs install clean
 
 tune: $(VENV)/.installed
 	$(BIN)/tilewright tune $(ARGS)
@@ -21,15 +21,16 @@ check: $(VENV)/.installed-test
 docs: $(VENV)/.installed
 	$(BIN)/python docs/generate.py
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+install: $(VENV)/.installed-test
+
+# What is installed for the tests is enough for everything.
+$(VENV)/.installed: EXTRAS :=
+$(VENV)/.installed-test: EXTRAS := [test]
+$(VENV)/.installed $(VENV)/.installed-test: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tilewright needs Python 3.11 or later; run make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
-	touch $@
-
-$(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
-	touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)'
+	touch $(VENV)/.installed $@
 
 clean:
 	rm -rf $(VENV)

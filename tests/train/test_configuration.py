@@ -331,7 +331,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.one_of(st.text(max_size=80), st.lists(st.one_of(PIECES, st.text(max_size=3)), max_size=12).map("".join)))
 @example("%YAML 1." + 5000 * "9" + "\n---\n")
 @example("out: '\\U00110000'")
