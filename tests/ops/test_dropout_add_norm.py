@@ -150,6 +150,14 @@ def test_wide_rows(shape, norm, p):
     assert_near_truth(actual, truth, reduced=200**2)
 
 
+@pytest.mark.parametrize("width", [768, 800, 1024, 1280, 1700, 2048])
+def test_the_bias_of_a_product_has_ways_of_its_own(width):
+    rows = 1000 if DEVICE == "cuda" else 21  # more than programs
+    tensors, keywords = arguments((rows, width), torch.float32, {"with": ("x_bias",)})
+    actual, truth, _, _ = forward_and_gradients(tensors, keywords)
+    assert_near_truth(actual, truth, reduced=rows + width)
+
+
 @given(
     rows=st.integers(0, 6),
     # On a GPU every width is a compilation: a few stand for all.

@@ -404,10 +404,10 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _chunks(width: int, widest_block: int) -> tuple[int, int]:
+def _chunks(width: int, widest_block: int, narrowest_block: int = 1024) -> tuple[int, int]:
     """(block, chunks): the fewest chunks that cover `width` with at most a fifth more lanes than columns."""
     block = min(widest_block, _power_of_two(width))
-    while block > 1024 and -(-width // block) * block * 5 > width * 6:
+    while block > narrowest_block and -(-width // block) * block * 5 > width * 6:
         block //= 2
     return block, -(-width // block)
 
@@ -468,13 +468,19 @@ def backward_plan(
     of_x = (None, None) if dtypes[3] is None else (dtypes[3], dtypes[7])
     loaded = sum(dtype.itemsize for dtype in (*dtypes[:3], *of_x, dtypes[5]) if dtype is not None)
     programs = _op.multiprocessors(device)
-    rows, chunks, slices, stages = 1, 1, 1, 3
-    if width <= 2048:
+    rows, chunks, slices, stages, together = 1, 1, 1, 3, 32
+    if needs[7] and 512 < width <= 2048:
+        # With one more sum a column there are registers for one row, or two: then few warps a program and many
+        # programs, so that one computes while others load, and no lane idle.
+        block, chunks = _chunks(width, 2048, 256 if width <= 1024 else 512)
+        if block == 1024:
+            rows, warps, programs = 2, 4, 2 * programs
+        else:
+            warps, programs, together = (2, 6 * programs, 128) if width <= 1024 else (4, 3 * programs, 128)
+    elif width <= 2048:
         block = max(16, _power_of_two(width))
         rows = max(2, min(4096 // block, _power_of_two(6144 // element // width + 1) // 2))
         warps, stages, programs = (8, 4, programs) if block == 2048 else (4, 3, 2 * programs)
-        if needs[7] and block == 1024:  # with one more sum a column, the registers of four warps have room for
-            rows = 2
     elif width <= _WIDEST_TILE:
         block, chunks = _chunks(width, 2048)
         warps, programs = block // 256, programs * 2048 // block
@@ -499,5 +505,5 @@ def backward_plan(
         slices,
         _op.Launch(row_sums, device, (width, 4096, rms, zero_centered, double), 8) if slices > 2 else None,
         _op.Launch(backward, device, constants, warps),
-        _op.Launch(add_partials, device, (width, 32, 64), 4),
+        _op.Launch(add_partials, device, (width, together, 64), 4),
     )
