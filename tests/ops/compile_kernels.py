@@ -80,9 +80,10 @@ def cross_entropy(dtype: torch.dtype, vocabulary: int, full: bool):
     types = [{**POINTER, torch.int64: "*i64"}[t] for t in tensors]
     for name, given in (("forward", False), ("gradient", True)):
         arrived = None if given else torch.int32
-        arguments = (vocabulary, vocabulary, vocabulary, (*tensors, arrived), given, full, full)
-        _, _, launch = cross_entropy_kernels.tiles_launch(H200, *arguments)
-        scratch = ["*fp32", "*fp32", arrived and "*i32"]
+        arguments = (vocabulary, vocabulary, vocabulary, (*tensors, arrived), given, False, full, full)
+        tiles, _, launch = cross_entropy_kernels.tiles_launch(H200, *arguments)
+        statistics = "*fp32" if given or tiles > 1 else None
+        scratch = [statistics, statistics, arrived and "*i32"]
         yield name, resources(launch, [*types, *scratch, *["i64"] * 5, *["fp64"] * 3])
     launch = cross_entropy_kernels.scale_launch(H200, vocabulary, dtype, single)
     yield "scale_rows", resources(launch, [POINTER[dtype], "*fp32", "i64", "i64"])

@@ -89,7 +89,7 @@ def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, 
     sizes = [f"model.preset={preset}", f"global_batch={batch}", f"micro_batch={batch}", "data.kind=synthetic"]
     space = open_space(read(None, sizes), device="cuda", search=("micro_batch",))
     sure = []
-    for seed in range(3):
+    for seed in range(2 if tries else 6):
         world = World(space, seed)
         monkeypatch.setattr(jobs, "run_child", world.child)
         clock = types.SimpleNamespace(
@@ -113,4 +113,4 @@ def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, 
         if not tries:
             reached = world.seconds(answer.best.point)
             assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > 0.93 * reached
-    assert sum(sure) >= 2  # but where what wins was found too late to be run again
+    assert sum(sure) >= 2 / 3 * len(sure)  # but where what wins was found too late to be run again
