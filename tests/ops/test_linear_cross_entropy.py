@@ -138,10 +138,10 @@ def test_a_last_chunk_of_one_token(classes, monkeypatch):
         assert (a.double() - e).norm() <= 0.03 * e.norm()
 
 
-def test_gradcheck_in_float64(memory):
-    leaves, targets, options = problem(torch.float64, {"z_loss": 1e-2}, tokens=5, width=4, classes=9)
+def test_gradcheck_in_float64():
+    leaves, targets, options = problem(torch.float64, {"z_loss": 1e-2}, tokens=27, width=4, classes=9)
     check = lambda x, w, b: linear_cross_entropy(x, w, targets, b, memory=16 * 64 * 8, **options)  # noqa: E731
-    assert torch.autograd.gradcheck(check, leaves)
+    assert torch.autograd.gradcheck(check, leaves, fast_mode=True)
 
 
 def test_logits_are_never_held_beyond_the_memory_and_ignored_tokens_are_not_computed(monkeypatch):

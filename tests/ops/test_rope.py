@@ -150,7 +150,7 @@ def test_first_and_second_derivative_of_the_kernel_in_float64(interleaved, heads
         return rope(q, k, cos, sin, position_ids=ids, interleaved=interleaved, heads_first=heads_first)
 
     assert torch.autograd.gradcheck(function, (q, k))
-    assert torch.autograd.gradgradcheck(function, (q, k))
+    assert torch.autograd.gradgradcheck(function, (q, k), fast_mode=True)
 
 
 def test_the_gradient_of_one_output_alone_and_of_one_input_alone():
