@@ -29,7 +29,8 @@ $(VENV)/.installed-test: EXTRAS := [test]
 $(VENV)/.installed $(VENV)/.installed-test: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tilewright needs Python 3.11 or later; run make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.$(EXTRAS)'
+	-$(BIN)/python -m compileall -q -q -j 0 $(VENV)/lib  # pip would do it on one core
 	touch $(VENV)/.installed $@
 
 clean:

@@ -67,7 +67,7 @@ def proved(answer, *verdicts):
 
 def test_from_a_run_to_a_report_and_a_configuration_that_trains(tilewright, tmp_path):
     one_lever = (*TINY, *FIXED, "model.loss=fused")
-    done = tilewright("tune", *one_lever, "--budget", "30s", "--study", "small", "--json")
+    done = tilewright("tune", *one_lever, "--budget", "20s", "--study", "small", "--json")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     answer = Answer.from_dict(json.loads(done.stdout))
     assert set(answer.levers) == {"model.gpt_block"} and len(answer.sentences) == 3
