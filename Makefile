@@ -23,14 +23,15 @@ docs: $(VENV)/.installed
 
 install: $(VENV)/.installed-test
 
-# What is installed for the tests is enough for everything.
+# What is installed for the tests is enough for everything. pip would compile it on one core; what is in it for another
+# Python does not compile, and need not.
 $(VENV)/.installed: EXTRAS :=
 $(VENV)/.installed-test: EXTRAS := [test]
 $(VENV)/.installed $(VENV)/.installed-test: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tilewright needs Python 3.11 or later; run make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.$(EXTRAS)'
-	-$(BIN)/python -m compileall -q -q -j 0 $(VENV)/lib  # pip would do it on one core
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(VENV)/.installed $@
 
 clean:
