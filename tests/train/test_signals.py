@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from tilewright.train.signals import Signals
+from tilewright.train.signals import Signals, uninterrupted
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
@@ -36,3 +36,19 @@ def test_a_job_in_the_background_is_ended_so_too(number):
         assert signals.came and signal.getsignal(number) == signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+@BOTH
+def test_what_must_not_be_interrupted_is_not_unless_somebody_insists(number):
+    done = []
+    with Signals(at_once=True) as signals, pytest.raises(KeyboardInterrupt), uninterrupted():
+        os.kill(os.getpid(), number)
+        done.append(signals.came)
+    assert done == [True]
+    with Signals(at_once=True), pytest.raises(KeyboardInterrupt), uninterrupted():
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        done.append("too late")
+    assert done == [True]
+    with uninterrupted():  # and nothing of it is left over
+        pass

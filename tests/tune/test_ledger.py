@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from light import HEAD, point, record, start
 
 from tilewright.errors import UserError
+from tilewright.train.signals import Signals
 from tilewright.tune import journal
 from tilewright.tune import lease as leases
 from tilewright.tune import storage as storages
@@ -531,3 +532,27 @@ def test_50_kills_lose_and_double_nothing(tmp_path, book):
     queued = {entry.slot for entry in ledger._entries()}
     run_all(ledger)
     assert len(ledger.records()) == len(queued) and set(keys(ledger).values()) == {1} and ledger.running() == []
+
+
+def test_ctrl_c_in_the_middle_of_a_call_leaves_no_lock_behind(tmp_path):
+    """Which this very study would wait for, a minute each time."""
+    storage = storages.Storage(storages.in_folder(tmp_path), "s", 5.0, tmp_path / "saved")
+    chance = random.Random(0)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
+    slowest = 0.0
+    try:
+        for number in range(30):
+            with Signals(at_once=True) as signals, pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.001, 0.02))
+                while not signals.came:  # an interrupt that Python drops is noted all the same
+                    storage.note("a", number)
+                    storage.notes()
+                raise KeyboardInterrupt
+            began = time.monotonic()
+            storage.note("b", number)
+            slowest = max(slowest, time.monotonic() - began)
+            assert storage.notes()["b"] == number and slowest < 3.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        storage.close()

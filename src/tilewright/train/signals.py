@@ -4,7 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
+from collections.abc import Iterator
 from typing import Any
+
+_held = {"by": 0, "due": False}  # how many calls of the main thread an interrupt waits for, and whether one does
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """What is inside ends before an interrupt by `Signals` comes, unless somebody insists. In the main thread: no other
+    gets one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _held["by"] += 1
+    try:
+        yield
+    finally:
+        _held["by"] -= 1
+        if _held["due"] and not _held["by"]:
+            _held["due"] = False
+            raise KeyboardInterrupt
 
 
 class Signals:
@@ -25,8 +46,10 @@ class Signals:
 
     def _note(self, number: int, frame: Any) -> None:
         again, self.came = self.came, True
-        if again or self._at_once:
+        if again or (self._at_once and not _held["by"]):
+            _held["due"] = False
             raise KeyboardInterrupt
+        _held["due"] = self._at_once
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():

@@ -26,6 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.engine import URL, make_url
 
 from tilewright.errors import UserError
+from tilewright.train.signals import uninterrupted
 
 Result = TypeVar("Result")
 _TROUBLE = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)
@@ -149,11 +150,12 @@ class Storage:
         return self._patiently(attempt, self.patience if patient else 0.0)
 
     def _patiently(self, call: Callable[[], Result], patience: float | None = None) -> Result:
-        """What a call gives, tried again for a while."""
+        """What a call gives, tried again for a while; an interrupt in the middle of one would leave a lock behind."""
         deadline, pause = time.monotonic() + (self.patience if patience is None else patience), 0.05
         while True:
             try:
-                return call()
+                with uninterrupted():
+                    return call()
             except KeyError as error:
                 raise StorageLost(f"The study {self.name} is no longer in {self._url}; {self._merged}") from error
             except _TROUBLE as error:
