@@ -106,11 +106,13 @@ def activation(dtype: torch.dtype, width: int, kind: str, form: str, bias: torch
 def embedding(stored: torch.dtype, dtype: torch.dtype, width: int):
     """Token and position tables in one dtype, the result and its gradient in another."""
     tensors = (torch.int64, stored, stored, dtype)
-    _, _, launch = embedding_kernels._launch(embedding_kernels.forward, H200, width, tensors)
+    _, _, launch = embedding_kernels._gather(H200, width, tensors)
     yield "forward", resources(launch, ["*i64", *[POINTER[t] for t in tensors[1:]], *["i64"] * 3])
-    tensors = (dtype, torch.int64, torch.int64, stored)
-    _, _, launch = embedding_kernels._launch(embedding_kernels.backward, H200, width, tensors)
-    yield "backward", resources(launch, [POINTER[dtype], "*i64", "*i64", POINTER[stored]])
+    single = torch.float32
+    _, main, join = embedding_kernels._scatter(H200, width, (dtype, torch.int32, torch.int64, stored, single, single))
+    partials = ["*fp32", "*fp32", "i64", "i64"]
+    yield "backward", resources(main, [POINTER[dtype], "*i32", "*i64", POINTER[stored], *partials])
+    yield "join", resources(join, ["*i32", POINTER[stored], *partials])
 
 
 def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleaved: bool):

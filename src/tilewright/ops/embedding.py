@@ -5,8 +5,8 @@
     dposition[s]   = sum of dout over all but the sequence                               in float32
 
 PyTorch takes three ops and four passes over the result for the first line, and widens dout before it adds any of it up.
-Here tokens are sorted in backward, so that each row of dweight is one program's: written once, zeros included, and
-added up in the order of the tokens, the same on every run.
+Here tokens are sorted in backward, and the rows of one token lie side by side: each is read once and added up in
+float32, in an order that is the same on every run.
 
 Saved for backward: the tokens.
 
@@ -27,7 +27,6 @@ __all__ = ["embedding", "reference"]
 _NAME = "embedding"
 _ONCE = "embedding has no second derivative: leave out create_graph=True, or use torch.nn.functional.embedding."
 HOST_BOUND = 65536  # elements up to which an eager call is the host's time alone
-CROWDED = 8  # tokens a class, on average, from which their sums take PyTorch's more even way
 
 Tensor = torch.Tensor
 
@@ -66,10 +65,9 @@ class _Function(torch.autograd.Function):
             dweight = kernels.scatter(tokens, rows, classes, dtype)
         if ctx.needs_input_grad[2]:
             (length, width), dtype = ctx.tables[1]
-            compute = torch.float64 if dout.dtype == torch.float64 else torch.float32
             sequence = dout.shape[-2]
             batch = len(tokens) // max(1, sequence)
-            summed = dout.reshape(batch, sequence, width).sum(0, dtype=compute).to(dtype)
+            summed = dout.reshape(batch, sequence, width).sum(0, dtype=_op.compute_dtype(dout)).to(dtype)
             dposition = (
                 summed if sequence == length else torch.cat((summed, summed.new_zeros(length - sequence, width)))
             )
@@ -91,7 +89,7 @@ def embedding(
         position: ``(at least sequence, width)``, of the weight's dtype; None for none.
         dtype: of the result; left out, the weight's.
 
-    Under ``torch.compile``, for few tokens, and for many of few classes this is plain PyTorch.
+    Under ``torch.compile`` and for few tokens this is plain PyTorch.
 
     >>> import torch
     >>> weight, position = torch.randn(10, 4), torch.randn(6, 4)
@@ -99,15 +97,10 @@ def embedding(
     torch.Size([1, 3, 4])
     """
     _check(tokens, weight, position, dtype)
-    if not _op.runs_kernel(weight) or _op.is_traced(tokens, weight, position) or not _pays(tokens, weight):
+    host_bound = tokens.numel() * weight.shape[1] <= HOST_BOUND
+    if host_bound or not _op.runs_kernel(weight) or _op.is_traced(tokens, weight, position):
         return reference(tokens, weight, position, dtype)
     return _eager(tokens, weight, position, dtype or weight.dtype)
-
-
-def _pays(tokens: Tensor, weight: Tensor) -> bool:
-    """Of few tokens the host is all that counts; of many in few classes, one program a class would be few programs."""
-    classes, width = weight.shape
-    return tokens.numel() * width > HOST_BOUND and tokens.numel() <= CROWDED * classes
 
 
 def _check(tokens: Any, weight: Any, position: Any, dtype: Any) -> None:

@@ -1,7 +1,11 @@
 """The kernels of `embedding`, by how they move the data.
 
-Forward: a program takes a tile of tokens by columns. Backward: a program takes one row of the table, or a part of it,
-and walks over the tokens of that class, which sorting has put side by side, a tile of them at a time.
+Forward: a program takes a tile of tokens by columns.
+
+Backward: tokens come sorted by class. A program takes the next RUN of them, however many classes they are of, and loads
+all their rows before it adds any up: what it has on its way covers the latency of memory, and a class with many tokens
+takes many programs. A sum that begins and ends within the program is the gradient; of one that goes on beyond it the
+part here is left to `join`, where the program in which it ends adds the parts up, in the order of the tokens.
 
 Sums are in COMPUTE: float32, or float64 for float64 input.
 """
@@ -14,6 +18,8 @@ import triton
 import triton.language as tl
 
 from tilewright.ops import _op
+
+_RUN = 16  # sorted tokens that a program of backward adds up
 
 
 @triton.jit(do_not_specialize=["rows", "sequence", "classes"])
@@ -36,33 +42,93 @@ def forward(
     tl.store(out + row[:, None] * WIDTH + column[None, :], value.to(out.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "classes"])
 def backward(
-    dout, order, starts, dweight, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DOUBLE: tl.constexpr
-):
-    """dweight[v] = the sum of dout[order[i]] for i from starts[v] to starts[v + 1]"""
+    dout, ordered, order, dweight, heads, tails, tokens: tl.int64, classes: tl.int64,
+    WIDTH: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """dweight[v] = the sum of dout[order[i]] over the i with ordered[i] == v, where program i // RUN sees all of them.
+
+    Else heads[program] is the part of the sum that ends here, and tails[program] of the one that goes on.
+    """
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    index = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    first = program * RUN
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    first, last = tl.load(starts + index), tl.load(starts + index + 1)
-    total = tl.zeros([ROWS, BLOCK], COMPUTE)
-    for start in range(first, last, ROWS):
-        at = start + tl.arange(0, ROWS)
-        row = tl.load(order + at, at < last, 0)
-        inside = (at < last)[:, None] & (column < WIDTH)[None, :]
-        total += tl.load(dout + row[:, None] * WIDTH + column[None, :], inside, 0.0).to(COMPUTE)
-    tl.store(dweight + index * WIDTH + column, tl.sum(total, 0).to(dweight.dtype.element_ty), column < WIDTH)
+    inside = column < WIDTH
+    before = tl.load(ordered + first - 1, first > 0, -1)
+    owners, values = (), ()
+    for i in tl.static_range(RUN + 1):
+        owners = owners + (tl.load(ordered + first + i, first + i < tokens, -1),)
+    for i in tl.static_range(RUN):  # all loads before the first store, behind which no load may move
+        row = tl.load(order + first + i, first + i < tokens, 0)
+        values = values + (tl.load(dout + row * WIDTH + column, inside, 0.0),)
+    total = tl.zeros([BLOCK], COMPUTE)
+    for i in tl.static_range(RUN):
+        owner = owners[i].to(tl.int64)
+        total += values[i].to(COMPUTE)
+        ends = owner != owners[i + 1]
+        if ends & (owner >= 0) & (owner < classes):  # a class, and no token outside of the table or beyond the last
+            if owner == before:
+                tl.store(heads + program * WIDTH + column, total, inside)
+            else:
+                tl.store(dweight + owner * WIDTH + column, total.to(dweight.dtype.element_ty), inside)
+        total = tl.where(ends, 0.0, total)
+    if owners[RUN - 1] == owners[RUN]:
+        tl.store(tails + program * WIDTH + column, total, inside)
 
 
-@functools.cache
-def _launch(kernel: Any, device: torch.device, width: int, dtypes: tuple[Any, ...]) -> tuple[int, int, _op.Launch]:
-    """(rows of a tile, tiles side by side, the launch)."""
+@triton.jit(do_not_specialize=["tokens", "classes"])
+def join(
+    ordered, dweight, heads, tails, tokens: tl.int64, classes: tl.int64,
+    WIDTH: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of a class that began in an earlier program of `backward` and ends in this one."""
+    program = tl.program_id(0).to(tl.int64) + 1
+    first = program * RUN
+    owner = tl.load(ordered + first).to(tl.int64)
+    ends = first + RUN >= tokens
+    if not ends:
+        ends = tl.load(ordered + first + RUN) != owner
+    if ends & (owner >= 0) & (owner < classes) & (tl.load(ordered + first - 1) == owner):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        total = tl.zeros([ROWS, BLOCK], tails.dtype.element_ty)
+        last = program - 1
+        more = True
+        while more:
+            at = last - tl.arange(0, ROWS)
+            begun = (at >= 0) & (tl.load(ordered + (at + 1) * RUN - 1, at >= 0, -1) == owner)
+            inside = begun[:, None] & (column < WIDTH)[None, :]
+            total += tl.load(tails + at[:, None] * WIDTH + column[None, :], inside, 0.0)
+            last -= ROWS
+            more = tl.sum(begun.to(tl.int32), 0) == ROWS
+        total = tl.sum(total, 0) + tl.load(heads + program * WIDTH + column, column < WIDTH, 0.0)
+        tl.store(dweight + owner * WIDTH + column, total.to(dweight.dtype.element_ty), column < WIDTH)
+
+
+def _block(width: int) -> int:
+    """Columns of a tile."""
     block = min(256, max(16, triton.next_power_of_2(width)))
     while block > 64 and -(-width // block) * block * 5 > width * 6:  # lanes without a column idle
         block //= 2
+    return block
+
+
+@functools.cache
+def _gather(device: torch.device, width: int, dtypes: tuple[Any, ...]) -> tuple[int, int, _op.Launch]:
+    """(rows of a tile, tiles side by side, the launch)."""
+    block = _block(width)
     rows = 2048 // block
     double = any(dtype == torch.float64 for dtype in dtypes)
-    return rows, -(-width // block), _op.Launch(kernel, device, (width, rows, block, double), 4)
+    return rows, -(-width // block), _op.Launch(forward, device, (width, rows, block, double), 4)
+
+
+@functools.cache
+def _scatter(device: torch.device, width: int, dtypes: tuple[Any, ...]) -> tuple[int, _op.Launch, _op.Launch]:
+    """(tiles side by side, the launches of `backward` and `join`)."""
+    block = _block(width)
+    main = _op.Launch(backward, device, (width, _RUN, block, torch.float64 in dtypes), 1)
+    return -(-width // block), main, _op.Launch(join, device, (width, _RUN, 2048 // block, block), 4)
 
 
 def gather(
@@ -72,7 +138,7 @@ def gather(
     classes, width = weight.shape
     out = weight.new_empty((*shape, width), dtype=dtype)
     tensors = (tokens, weight, position, out)
-    rows, columns, launch = _launch(forward, weight.device, width, _op.dtypes(tensors))
+    rows, columns, launch = _gather(weight.device, width, _op.dtypes(tensors))
     if out.numel():
         launch((-(-len(tokens) // rows), columns), tensors, (len(tokens), shape[-1], classes))
     return out
@@ -81,12 +147,17 @@ def gather(
 def scatter(tokens: torch.Tensor, dout: torch.Tensor, classes: int, dtype: torch.dtype) -> torch.Tensor:
     """What each row of the table gets of packed `dout`, a row a token; tokens outside of it get nothing anywhere."""
     width = dout.shape[1]
-    dweight = dout.new_empty((classes, width), dtype=dtype)
-    if not dweight.numel():
+    dweight = dout.new_zeros((classes, width), dtype=dtype)
+    if not dweight.numel() or not len(tokens):
         return dweight
-    ordered, order = torch.sort(tokens, stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(classes + 1, dtype=tokens.dtype, device=tokens.device))
-    tensors = (dout, order, starts, dweight)
-    _, columns, launch = _launch(backward, dout.device, width, _op.dtypes(tensors))
-    launch((classes, columns), tensors, ())
+    # Sorting goes by bytes of the key: half of them are none of a table's.
+    keys = tokens.clamp(-1, classes).to(torch.int32) if classes < 2**31 - 1 else tokens
+    ordered, order = torch.sort(keys, stable=True)
+    programs = -(-len(tokens) // _RUN)
+    heads, tails = dout.new_empty((2, programs, width), dtype=_op.compute_dtype(dout))
+    tensors = (dout, ordered, order, dweight, heads, tails)
+    columns, main, join_up = _scatter(dout.device, width, _op.dtypes(tensors))
+    main((programs, columns), tensors, (len(tokens), classes))
+    if programs > 1:
+        join_up((programs - 1, columns), (ordered, dweight, heads, tails), (len(tokens), classes))
     return dweight
