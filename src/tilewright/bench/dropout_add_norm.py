@@ -138,7 +138,7 @@ def _small_case(rows: int, width: int) -> dict[str, Any]:
             return lambda: function(*inputs, p, "layer")
 
         functions = {"tilewright": _ours, "eager": _plain}
-        wall_time = partial(interleaved_wall_time, rounds=200, calls=20)  # a host's speed drifts: many short turns
+        wall_time = partial(interleaved_wall_time, rounds=2000, calls=5)  # a host's speed drifts: many short turns
         small[f"p={p}"] = {
             "wall_forward": _times(wall_time({n: forward(f) for n, f in functions.items()})),
             "wall_forward_backward": _times(wall_time({n: both(f) for n, f in functions.items()})),

@@ -83,6 +83,8 @@ def _value(x: Tensor, up: Tensor, bias: Tensor | None, lean: bool) -> tuple[Tens
 
 def _gradient(dy: Tensor, down: Tensor, kept: Tensor, lean: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dy @ down) * slope, its sum over the rows, the latter in float32, and lean the GELU again."""
+    from tilewright.ops.linear_kernels import add_up
+
     (rows, inner), columns = dy.shape, down.shape[1]
     out, value = torch.empty_like(kept), torch.empty_like(kept) if lean else None
     sums = dy.new_empty((-(-rows // _hopper.PAIR_ROWS) * 2, columns), dtype=torch.float32)
@@ -94,7 +96,7 @@ def _gradient(dy: Tensor, down: Tensor, kept: Tensor, lean: bool) -> tuple[Tenso
             *[_cuda.tensor_map(tensor, wide, 128) for tensor in (kept, value, out) if tensor is not None],
         )  # fmt: skip
         _hopper.start(f"{_NAME}_{'lean_' * lean}gradient", maps, sums, (rows, columns, inner), dy.device)
-    return out, sums.sum(0), value
+    return out, add_up(sums), value
 
 
 class _Function(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """The sum of a matrix over its rows, for the bias gradient of `linear`: one read at the memory's speed, in fixed order;
 and of three matrices, which one pass also puts beside each other.
 
-A program takes a band of columns and every so manieth tile of rows, and leaves one partial sum a column; torch adds the
-few partial sums up.
+A program takes a band of columns and every so manieth tile of rows, and leaves one partial sum a column; narrow bands of
+those are then added up by the same kernel.
 """
 
 import functools
@@ -15,6 +15,7 @@ import triton.language as tl
 from tilewright.ops import _op
 
 _ROWS = 16
+_NARROW = 32  # columns of a band of partial sums
 
 
 @triton.jit
@@ -68,12 +69,25 @@ def _launch(device: torch.device, columns: tuple[int, ...], dtype: torch.dtype) 
     return bands, programs, _op.Launch(kernel, device, (*columns, _ROWS, block), 4)
 
 
+@functools.cache
+def _add_up(device: torch.device, columns: int) -> _op.Launch:
+    return _op.Launch(column_sums, device, (columns, 64, _NARROW), 4)
+
+
+def add_up(partials: torch.Tensor) -> torch.Tensor:
+    """The sum of some hundreds of rows of float32."""
+    total = partials.new_empty(partials.shape[1])
+    launch = _add_up(partials.device, partials.shape[1])
+    launch((-(-partials.shape[1] // _NARROW), 1), (partials, total), (partials.shape[0],))
+    return total
+
+
 def sum_rows(x: torch.Tensor) -> torch.Tensor:
     """The sum of a packed matrix over its rows, in float32."""
     bands, programs, launch = _launch(x.device, (x.shape[1],), x.dtype)
     partials = x.new_empty((programs, x.shape[1]), dtype=torch.float32)
     launch((bands, programs), (x, partials), (x.shape[0],))
-    return partials.sum(0)
+    return add_up(partials)
 
 
 def pack_and_sum(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,4 +97,4 @@ def pack_and_sum(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     packed = parts[0].new_empty((parts[0].shape[0], sum(columns)))
     partials = packed.new_empty((programs, packed.shape[1]), dtype=torch.float32)
     launch((bands, programs), (*parts, packed, partials), (packed.shape[0],))
-    return packed, partials.sum(0)
+    return packed, add_up(partials)
