@@ -391,25 +391,26 @@ def _by_torch(
     if torch.compiler.is_dynamo_compiling() or type(x) not in _op.PLAIN or not x.is_cuda or x.numel() > HOST_BOUND:
         return None
     try:
-        shape = x.shape
+        shape, dtype = x.shape, x.dtype
         if (
-            residual.shape != shape
-            or residual.dtype is not x.dtype
-            or not (x_bias is None or (x_bias.shape == shape[-1:] and x_bias.dtype is x.dtype))
+            residual.dtype is not dtype
+            or residual.shape != shape
+            or not (x_bias is None or (x_bias.shape == shape[-1:] and x_bias.dtype is dtype))
             or not (p < 1.0 and eps >= 0.0)
             or (bias is not None and (weight is None or norm != "layer"))
             or torch.is_autocast_enabled()
-            or _op.has_mode()
+            or (torch._C._len_torch_dispatch_stack() and _op.has_mode())
             or torch._C._cuda_isCurrentStreamCapturing()
         ):
             return None
         if x_bias is not None:
             x = x + x_bias
         total = (x if p == 0.0 else torch.dropout(x, p, True)) + residual  # in place it takes autograd longer
+        width = (shape[-1],)  # a slice of a shape takes three times as long
         if norm == "layer":
-            return torch.layer_norm(total, shape[-1:], weight, bias, eps), total
-        return (torch.rms_norm(total, shape[-1:], weight, eps), total) if norm == "rms" else None
-    except (AttributeError, RuntimeError, TypeError):
+            return torch.layer_norm(total, width, weight, bias, eps), total
+        return (torch.rms_norm(total, width, weight, eps), total) if norm == "rms" else None
+    except (AttributeError, IndexError, RuntimeError, TypeError):
         return None  # the checks will say why
 
 
