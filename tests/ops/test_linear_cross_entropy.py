@@ -21,6 +21,7 @@ from tilewright.ops import linear_cross_entropy_kernels as kernels
 from tilewright.ops.linear_cross_entropy import cost, reference
 
 OP = sys.modules["tilewright.ops.linear_cross_entropy"]
+MEMORY = sys.modules["tilewright.ops.linear_cross_entropy_memory"]
 OPTIONS = {
     "plain": {},
     "sum": {"reduction": "sum"},
@@ -38,7 +39,7 @@ WAYS = {"one chunk": (10**9, 512), "summed": (FEW, 16), "computed again": (FEW, 
 @pytest.fixture(params=WAYS)
 def memory(request, monkeypatch):
     memory, summed_from = WAYS[request.param]
-    monkeypatch.setattr(OP, "_SUMMED_FROM", summed_from)
+    monkeypatch.setattr(MEMORY, "_SUMMED_FROM", summed_from)
     return memory
 
 
@@ -131,7 +132,7 @@ def test_any_shape(tokens, width, classes, dtype, memory):
 
 @pytest.mark.parametrize("classes", [80, 77])
 def test_a_last_chunk_of_one_token(classes, monkeypatch):
-    monkeypatch.setattr(OP, "_SUMMED_FROM", 16)
+    monkeypatch.setattr(MEMORY, "_SUMMED_FROM", 16)
     leaves, targets, _ = problem(torch.bfloat16, {}, 33, 32, classes, ignored=False)
     actual = run(linear_cross_entropy, leaves, targets, {"memory": 16 * 128 * 2 + 33 * 64})
     for a, e in zip(actual, truth(leaves, targets, {}), strict=True):
@@ -173,7 +174,7 @@ def test_logits_are_never_held_beyond_the_memory_and_ignored_tokens_are_not_comp
 def test_what_is_not_logits_lies_in_the_gradient_of_x_until_that_is_there(
     dtype, options, tokens, width, classes, monkeypatch, request
 ):
-    monkeypatch.setattr(OP, "_SUMMED_FROM", 16)
+    monkeypatch.setattr(MEMORY, "_SUMMED_FROM", 16)
     if classes == 200:
         in_tiles = lambda columns, size, given: (-(-columns // 32), 32, 32, 1)  # noqa: E731
         monkeypatch.setattr(cross_entropy_kernels, "_cut", in_tiles)
@@ -205,12 +206,12 @@ def test_a_vocabulary_is_never_so_small_that_chunks_are(classes, needs_x, ignore
     tokens = torch.empty(4096, 512, dtype=torch.bfloat16)
     index = torch.arange(ignored, 4096) if ignored else None
     memory = tokens.shape[0] * classes * 2 // 8
-    way = OP._way(index, tokens, classes, memory, False, needs_x, None)
+    way = MEMORY.way_of(index, tokens, classes, memory, False, needs_x, None)
     assert way.chunk >= 4096 / 8 / 4 and way.buffer.nbytes <= memory  # half of the bytes for half as much each
 
 
 def test_a_first_pass_has_its_logits_in_the_memory_of_the_gradient(monkeypatch):
-    monkeypatch.setattr(OP, "_SUMMED_FROM", 10**9)
+    monkeypatch.setattr(MEMORY, "_SUMMED_FROM", 10**9)
     leaves, targets, _ = problem(torch.bfloat16, {}, ignored=False)
     places = []
     compute = OP._logits

@@ -23,9 +23,8 @@ Floor: three products of 2 x tokens x classes x width FLOPs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from tilewright.ops import _cublaslt, _op
 from tilewright.ops.cross_entropy import AHEAD, Options, begin, check_loss, launch, scale
 from tilewright.ops.cross_entropy import reference as loss_of_logits
+from tilewright.ops.linear_cross_entropy_memory import A_TOKEN, Way, way_of, without
 from tilewright.plan.cost import linear_cross_entropy as cost
 
 __all__ = ["cost", "linear_cross_entropy", "reference"]
@@ -40,11 +40,7 @@ __all__ = ["cost", "linear_cross_entropy", "reference"]
 _NAME = "linear_cross_entropy"
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 _MOST = 512 * 2**20  # bytes of logits at a time, unless told otherwise
-_A_TOKEN = 64  # bytes, beside its logits: loss, a count, and what a second pass makes of its statistics
-_ALIGNED = 128  # bytes, where a tensor begins
-_SUMMED_FROM = 512  # tokens a chunk: the product of a smaller one takes less time than adding it to a sum
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
-_TILE = 256  # rows of a tile of the large products
 _last = {"ignored": False}  # whether the last call had tokens to leave out, which decides what the next one waits for
 
 Tensor = torch.Tensor
@@ -80,107 +76,6 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
         _product(x, weight.t(), out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _room(memory: int, each: int, most: int) -> int:
-    """How many of `each` bytes fit, in whole tiles, and evenly: the last part is no smaller than it must be."""
-    tile = _TILE if memory // each >= 4 * _TILE else 16
-    fits = max(tile, memory // each // tile * tile)
-    parts = max(1, -(-most // fits))
-    return max(tile, -(-most // (tile * parts)) * tile)
-
-
-def _without(memory: int, taken: int) -> int:
-    """What is left of it for logits: half of it at least."""
-    return max(memory // 2, memory - taken)
-
-
-class _Scratch:
-    """New tensors in memory that lies idle; where there is none of it, or no more, in memory of their own."""
-
-    def __init__(self, like: Tensor, idle: Tensor | None) -> None:
-        self.like = like
-        self.idle = like.new_empty(0, dtype=torch.uint8) if idle is None else idle.view(-1).view(torch.uint8)
-        self.next = -self.idle.data_ptr() % _ALIGNED
-
-    def new(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = (shape if isinstance(shape, int) else math.prod(shape)) * dtype.itemsize
-        first, end = self.next, self.next + size
-        if not size or end > len(self.idle):
-            return self.like.new_empty(shape, dtype=dtype)
-        self.next = -(-end // _ALIGNED) * _ALIGNED
-        return self.idle[first:end].view(dtype).view(shape)
-
-
-class _Way(NamedTuple):
-    """How the tokens are taken, and the memory for it."""
-
-    taken: int  # tokens, all or those that are not ignored
-    chunk: int  # tokens at a time
-    again: bool  # the weight's gradient takes a second pass
-    scales: Tensor | None  # of the weight's gradient, where it is summed in 16 bits
-    scratch: _Scratch  # memory until the last chunk's gradient of x
-    dx: Tensor | None
-    buffer: Tensor  # for the logits of a chunk
-
-
-def _way(
-    index: Tensor | None, tokens: Tensor, classes: int, memory: int, smooth: bool, needs_x: bool, dweight: Tensor | None
-) -> _Way:
-    """What `memory` has room for, for the tokens of `index`, or all where there is none.
-
-    Whatever is not logits lies in the rows of x's gradient that the last chunk will write, if it fits, and takes no
-    memory then.
-    """
-    from tilewright.ops import cross_entropy_kernels, linear_cross_entropy_kernels
-
-    (rows, width), itemsize = tokens.shape, tokens.itemsize
-    count = rows if index is None else len(index)
-    pitch = -(-classes // 64) * 64  # rows of logits begin on 128 bytes, whatever the vocabulary
-    dx, number = None, _op.compute_dtype(tokens).itemsize
-    if needs_x:
-        dx = torch.empty_like(tokens) if index is None else torch.zeros_like(tokens)
-    # Where a sum over chunks would not be in float32, it is in 16 bits with scales, or there is none.
-    rounded = dweight is not None and dweight.dtype in (torch.bfloat16, torch.float16)
-    scales, of_scales = None, 0
-    if dweight is not None and dweight.dtype == torch.bfloat16:
-        scales = linear_cross_entropy_kernels.scales(dweight)
-    if scales is not None:
-        of_scales = math.prod(scales[0]) * scales[1].itemsize + _ALIGNED
-    statistics = cross_entropy_kernels.left(classes, itemsize, smooth) * number
-
-    def sums(chunk: int) -> bool:
-        return chunk >= count or not rounded or (scales is not None and chunk >= _SUMMED_FROM)
-
-    idle, again = None, False
-    of_rows, each = rows * (number + 4), pitch * itemsize  # losses and counts; a token's logits
-    chunk = _room(memory, each, count)
-    if dx is not None and index is None and count and sums(chunk):
-        idle = dx[-((count - 1) % chunk + 1) :]
-        if idle.nbytes < of_rows + chunk * statistics + of_scales + 6 * _ALIGNED:
-            idle = None
-    if idle is None:
-        copy = 0 if index is None else width * itemsize  # of what is not taken as it lies
-        each = min(2 * each, each + statistics + copy)
-        chunk = _room(_without(memory, of_rows), each, count)
-        if chunk < count and scales is not None:
-            chunk = _room(_without(memory, of_rows + of_scales), each, count)
-        again = not sums(chunk)
-        if again:
-            chunk = _room(_without(memory, _A_TOKEN * rows), each, count)
-    scratch, home = _Scratch(tokens, idle), None
-    if again and dweight is not None:
-        free = dweight.numel() // pitch
-        if index is not None:
-            free = min(free, memory // (2 * width * itemsize))
-        chunk = max(chunk, _room(free, 1, count))
-        home = dweight.view(-1)[: chunk * pitch] if chunk * pitch <= dweight.numel() else None
-    buffer = tokens.new_empty(chunk, pitch) if home is None else home.view(chunk, pitch)
-    if pitch > classes:
-        buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
-    summed = rounded and not again and chunk < count
-    held = scratch.new(*scales) if summed and scales is not None else None
-    return _Way(count, chunk, again, held, scratch, dx, buffer)
 
 
 def _asked(wanted: Tensor) -> Callable[[], int]:
@@ -240,8 +135,8 @@ def _run(
     if upstream is not None and upstream.ndim:
         upstream = upstream.reshape(-1)
 
-    def ready(index: Tensor | None) -> tuple[_Way, Tensor | None, Tensor, Tensor]:
-        way = _way(index, tokens, classes, memory, smoothing > 0.0, needs_x, dweight)
+    def ready(index: Tensor | None) -> tuple[Way, Tensor | None, Tensor, Tensor]:
+        way = way_of(index, tokens, classes, memory, smoothing > 0.0, needs_x, dweight)
         denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, way.scratch.new)
         loss = way.scratch.new(rows, compute)
         return way, denominator, arrived, loss if index is None else loss.zero_()
@@ -298,10 +193,10 @@ def _run(
                 dx[at] = torch.mm(z, w, out=some)
     if again and dweight is not None:
         del buffer, z, some, some_loss
-        memory = _without(memory, _A_TOKEN * rows)
+        memory = without(memory, A_TOKEN * rows)
         if index is not None:
             tokens, targets = tokens[index], targets[index]
-            memory = _without(memory, tokens.nbytes)
+            memory = without(memory, tokens.nbytes)
             upstream = upstream[index] if upstream is not None and upstream.ndim else upstream
         given = tuple(torch.cat(parts) for parts in zip(*statistics, strict=True))
         _again(tokens, w, b, targets, class_weight, denominator, options, upstream, memory, given, dweight)

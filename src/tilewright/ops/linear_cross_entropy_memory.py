@@ -1,0 +1,118 @@
+"""The memory of `linear_cross_entropy`: how many tokens go at a time, and where what they need lies."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from tilewright.ops import _op
+
+A_TOKEN = 64  # bytes, beside its logits: loss, a count, and what a second pass makes of its statistics
+_ALIGNED = 128  # bytes, where a tensor begins
+_SUMMED_FROM = 512  # tokens a chunk: the product of a smaller one takes less time than adding it to a sum
+_TILE = 256  # rows of a tile of the large products
+
+Tensor = torch.Tensor
+
+
+def _room(memory: int, each: int, most: int) -> int:
+    """How many of `each` bytes fit, in whole tiles, and evenly: the last part is no smaller than it must be."""
+    tile = _TILE if memory // each >= 4 * _TILE else 16
+    fits = max(tile, memory // each // tile * tile)
+    parts = max(1, -(-most // fits))
+    return max(tile, -(-most // (tile * parts)) * tile)
+
+
+def without(memory: int, taken: int) -> int:
+    """What is left of it for logits: half of it at least."""
+    return max(memory // 2, memory - taken)
+
+
+class _Scratch:
+    """New tensors in memory that lies idle; where there is none of it, or no more, in memory of their own."""
+
+    def __init__(self, like: Tensor, idle: Tensor | None) -> None:
+        self.like = like
+        self.idle = like.new_empty(0, dtype=torch.uint8) if idle is None else idle.view(-1).view(torch.uint8)
+        self.next = -self.idle.data_ptr() % _ALIGNED
+
+    def new(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = (shape if isinstance(shape, int) else math.prod(shape)) * dtype.itemsize
+        first, end = self.next, self.next + size
+        if not size or end > len(self.idle):
+            return self.like.new_empty(shape, dtype=dtype)
+        self.next = -(-end // _ALIGNED) * _ALIGNED
+        return self.idle[first:end].view(dtype).view(shape)
+
+
+class Way(NamedTuple):
+    """How the tokens are taken, and the memory for it."""
+
+    taken: int  # tokens, all or those that are not ignored
+    chunk: int  # tokens at a time
+    again: bool  # the weight's gradient takes a second pass
+    scales: Tensor | None  # of the weight's gradient, where it is summed in 16 bits
+    scratch: _Scratch  # memory until the last chunk's gradient of x
+    dx: Tensor | None
+    buffer: Tensor  # for the logits of a chunk
+
+
+def way_of(
+    index: Tensor | None, tokens: Tensor, classes: int, memory: int, smooth: bool, needs_x: bool, dweight: Tensor | None
+) -> Way:
+    """What `memory` has room for, for the tokens of `index`, or all where there is none.
+
+    Whatever is not logits lies in the rows of x's gradient that the last chunk will write, if it fits, and takes no
+    memory then.
+    """
+    from tilewright.ops import cross_entropy_kernels, linear_cross_entropy_kernels
+
+    (rows, width), itemsize = tokens.shape, tokens.itemsize
+    count = rows if index is None else len(index)
+    pitch = -(-classes // 64) * 64  # rows of logits begin on 128 bytes, whatever the vocabulary
+    dx, number = None, _op.compute_dtype(tokens).itemsize
+    if needs_x:
+        dx = torch.empty_like(tokens) if index is None else torch.zeros_like(tokens)
+    # Where a sum over chunks would not be in float32, it is in 16 bits with scales, or there is none.
+    rounded = dweight is not None and dweight.dtype in (torch.bfloat16, torch.float16)
+    scales, of_scales = None, 0
+    if dweight is not None and dweight.dtype == torch.bfloat16:
+        scales = linear_cross_entropy_kernels.scales(dweight)
+    if scales is not None:
+        of_scales = math.prod(scales[0]) * scales[1].itemsize + _ALIGNED
+    statistics = cross_entropy_kernels.left(classes, itemsize, smooth) * number
+
+    def sums(chunk: int) -> bool:
+        return chunk >= count or not rounded or (scales is not None and chunk >= _SUMMED_FROM)
+
+    idle, again = None, False
+    of_rows, each = rows * (number + 4), pitch * itemsize  # losses and counts; a token's logits
+    chunk = _room(memory, each, count)
+    if dx is not None and index is None and count and sums(chunk):
+        idle = dx[-((count - 1) % chunk + 1) :]
+        if idle.nbytes < of_rows + chunk * statistics + of_scales + 6 * _ALIGNED:
+            idle = None
+    if idle is None:
+        copy = 0 if index is None else width * itemsize  # of what is not taken as it lies
+        each = min(2 * each, each + statistics + copy)
+        chunk = _room(without(memory, of_rows), each, count)
+        if chunk < count and scales is not None:
+            chunk = _room(without(memory, of_rows + of_scales), each, count)
+        again = not sums(chunk)
+        if again:
+            chunk = _room(without(memory, A_TOKEN * rows), each, count)
+    scratch, home = _Scratch(tokens, idle), None
+    if again and dweight is not None:
+        free = dweight.numel() // pitch
+        if index is not None:
+            free = min(free, memory // (2 * width * itemsize))
+        chunk = max(chunk, _room(free, 1, count))
+        home = dweight.view(-1)[: chunk * pitch] if chunk * pitch <= dweight.numel() else None
+    buffer = tokens.new_empty(chunk, pitch) if home is None else home.view(chunk, pitch)
+    if pitch > classes:
+        buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
+    summed = rounded and not again and chunk < count
+    held = scratch.new(*scales) if summed and scales is not None else None
+    return Way(count, chunk, again, held, scratch, dx, buffer)
