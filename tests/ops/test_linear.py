@@ -762,3 +762,22 @@ def test_three_matrices_beside_each_other_and_their_sum(rows, sizes):
     assert torch.equal(packed, torch.cat(parts, 1))
     assert_near_truth([sums], [packed.double().sum(0)], rows)
     assert torch.equal(sums, sum_rows(packed)) or sizes[0] % 256  # where the bands are the same, so are the bits
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_weights_gradient_in_two_products_is_that_of_one(full, monkeypatch):
+    products, mm = [], torch.mm
+
+    def watched(left, *others, **given):
+        products.append(len(left))
+        return mm(left, *others, **given)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    monkeypatch.setattr(op, "_TILE", 8)
+    monkeypatch.setattr(op._op, "multiprocessors", lambda device: 11)  # 3 tiles, and 2 and 1 cut by 4 and by 8
+    op._cut.cache_clear()
+    dy, x = randn(40, 24, dtype=BF16, grad=False), randn(40, 8, dtype=BF16, grad=False)
+    found = op._of_weight(dy.t(), x, full)
+    op._cut.cache_clear()
+    assert products == [16, 8] and found.dtype == (FP32 if full else BF16)
+    assert torch.allclose(found.double(), dy.double().t() @ x.double(), rtol=0.01, atol=1e-5 if full else 0.02)
