@@ -200,6 +200,26 @@ def test_what_is_not_logits_lies_in_the_gradient_of_x_until_that_is_there(
         assert (a.double() - e).norm() <= (0.03 if dtype == torch.bfloat16 else 1e-5) * e.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_sum_in_float32_where_half_of_the_memory_has_room_for_it(options, ignored, dtype):
+    tokens, width, classes = 80, 16, 80
+    leaves, targets, options = problem(dtype, OPTIONS[options], tokens, width, classes, ignored)
+    upstream = torch.linspace(-1.0, 2.0, tokens, device=DEVICE) if options.get("reduction") == "none" else None
+    memory = 2 * 4 * classes * width
+    way = MEMORY.way_of(None, leaves[0].detach(), classes, memory, False, True, torch.empty_like(leaves[1]))
+    assert way.total is not None and not way.again and way.chunk <= tokens // 3
+    assert way.total.nbytes + way.buffer.nbytes <= memory
+    assert MEMORY.way_of(None, leaves[0], classes, memory - 1, False, True, torch.empty_like(leaves[1])).total is None
+    actual = run(linear_cross_entropy, leaves, targets, {**options, "memory": memory}, upstream)
+    again = run(linear_cross_entropy, leaves, targets, {**options, "memory": 10**9}, upstream)
+    # One chunk is rounded once, and so is a sum in float32: they differ where they lie between two numbers.
+    for a, e in zip(actual, again, strict=True):
+        assert (a != e).double().mean() <= 0.01
+        assert (a.double() - e.double()).norm() <= 1e-3 * e.double().norm()
+
+
 @pytest.mark.parametrize(("needs_x", "ignored"), [(True, 0), (False, 0), (True, 100)])
 @pytest.mark.parametrize("classes", [130, 256, 1000, 32000])
 def test_a_vocabulary_is_never_so_small_that_chunks_are(classes, needs_x, ignored):

@@ -11,9 +11,10 @@ beside the logits lies in the rows of x's gradient that the last chunk writes, i
 
 The weight's gradient is a sum over chunks, and between chunks it is kept
 - in float32 where the weight is float32 (also under autocast): the gradient's own memory is the sum;
+- in float32 and in memory of its own, where half of `memory` has room for it;
 - for a bfloat16 weight and large chunks in the gradient's own memory, in a float16 with scales that is three bits finer
   than bfloat16 (`linear_cross_entropy_kernels`): neither a float32 buffer, of twice the size of the gradient,
-  nor a sum that is rounded to bfloat16 at every chunk;
+  nor a sum that is rounded to bfloat16 at every chunk; what is added is added in float32;
 - for a float16 weight, and for small chunks, where adding up would cost more than the product itself: nowhere. A
   second pass computes the logits again, by columns, and writes each row of the gradient once. Until then the
   gradient's memory is free, and holds the logits of the first pass.
@@ -152,7 +153,7 @@ def _run(
             del made  # before there is another
             index, begun = torch.nonzero(targets != ignore_index).reshape(-1), False
             made = ready(index)
-    (count, chunk, again, scales, scratch, dx, buffer), denominator, arrived, loss = made
+    (count, chunk, again, total, scales, scratch, dx, buffer), denominator, arrived, loss = made
     del made, answer
     mark = scratch.next
     chunks = max(1, -(-count // chunk))  # of nothing, the gradients are zeros
@@ -183,7 +184,9 @@ def _run(
             if scales is not None:
                 kernels.launch(z, some, dweight, scales, number == 0, number == chunks - 1)
             else:
-                _product(z.t(), some, dweight, add=number > 0)
+                _product(z.t(), some, dweight if total is None else total, add=number > 0)
+        if dweight is not None and total is not None and number == chunks - 1:
+            dweight.copy_(total)
         if reduced and number == chunks - 1:
             loss = loss.sum()  # which may lie where the gradient of x comes now
         if dx is not None:
@@ -372,7 +375,8 @@ def linear_cross_entropy(
         memory: bytes to take beside the gradients, for the logits of 16 tokens or 16 classes at least. Left out: an
             eighth of all logits, and 512 MiB at most. What else is needed, up to 64 bytes a token, lies in the memory
             of x's gradient where that has room, all tokens count and one pass is enough, and is part of these bytes
-            where not, but for what is more than half of them. More is faster, up to a point. (Under autocast the weight
+            where not, but for what is more than half of them. More is faster, up to a point. Of a 16-bit weight, twice
+            4 bytes an element of it make room for the sum of its gradient in float32. (Under autocast the weight
             in its dtype comes on top; where some tokens are ignored and a second pass is needed, a copy of the others
             on top of half of it.)
 

@@ -53,6 +53,7 @@ class Way(NamedTuple):
     taken: int  # tokens, all or those that are not ignored
     chunk: int  # tokens at a time
     again: bool  # the weight's gradient takes a second pass
+    total: Tensor | None  # of the weight's gradient in float32, where that is not itself in it
     scales: Tensor | None  # of the weight's gradient, where it is summed in 16 bits
     scratch: _Scratch  # memory until the last chunk's gradient of x
     dx: Tensor | None
@@ -75,10 +76,15 @@ def way_of(
     dx, number = None, _op.compute_dtype(tokens).itemsize
     if needs_x:
         dx = torch.empty_like(tokens) if index is None else torch.zeros_like(tokens)
-    # Where a sum over chunks would not be in float32, it is in 16 bits with scales, or there is none.
-    rounded = dweight is not None and dweight.dtype in (torch.bfloat16, torch.float16)
+    of_rows, each = rows * (number + 4), pitch * itemsize  # losses and counts; a token's logits
+    # Where a sum over chunks would not be in float32 it has memory of its own that is, if half of what there is has
+    # room for it; else it is in 16 bits with scales, or there is none.
+    rounded, total = dweight is not None and dweight.dtype in (torch.bfloat16, torch.float16), None
+    of_total = 4 * classes * width
+    if dweight is not None and rounded and of_total <= memory // 2 and _room(memory, each, count) < count:
+        rounded, memory, total = False, memory - of_total, dweight.new_empty(dweight.shape, dtype=torch.float32)
     scales, of_scales = None, 0
-    if dweight is not None and dweight.dtype == torch.bfloat16:
+    if dweight is not None and rounded and dweight.dtype == torch.bfloat16:
         scales = linear_cross_entropy_kernels.scales(dweight)
     if scales is not None:
         of_scales = math.prod(scales[0]) * scales[1].itemsize + _ALIGNED
@@ -88,7 +94,6 @@ def way_of(
         return chunk >= count or not rounded or (scales is not None and chunk >= _SUMMED_FROM)
 
     idle, again = None, False
-    of_rows, each = rows * (number + 4), pitch * itemsize  # losses and counts; a token's logits
     chunk = _room(memory, each, count)
     if dx is not None and index is None and count and sums(chunk):
         idle = dx[-((count - 1) % chunk + 1) :]
@@ -115,4 +120,4 @@ def way_of(
         buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
     summed = rounded and not again and chunk < count
     held = scratch.new(*scales) if summed and scales is not None else None
-    return Way(count, chunk, again, held, scratch, dx, buffer)
+    return Way(count, chunk, again, total, held, scratch, dx, buffer)
