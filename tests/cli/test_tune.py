@@ -12,6 +12,7 @@ import typer
 from tilewright.cli.main import app
 from tilewright.errors import UserError
 from tilewright.train.configuration import fields, read
+from tilewright.tune import jobs
 from tilewright.tune.answer import Answer
 
 TINY = ("model.width=32", "model.layers=1", "model.sequence=32", "global_batch=2", "micro_batch=2")
@@ -137,6 +138,8 @@ def test_a_mistake_is_one_sentence(tmp_path, monkeypatch, arguments, sentence):
     """What the command line prints behind `error:`; that it does, and with exit code 2, is shown above and below."""
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
+    if "--model" not in arguments:  # which takes a process to see
+        monkeypatch.setattr(jobs, "probe", lambda *_, **__: pytest.fail("a machine was measured for nothing"))
     command = typer.main.get_command(app)
     with pytest.raises(UserError) as refused:
         command.main(["tune", *arguments], standalone_mode=False)

@@ -68,7 +68,7 @@ def tune(
     from tilewright.tune.own_model import check_name
     from tilewright.tune.settings import Settings, Shown
     from tilewright.tune.space import open_space
-    from tilewright.tune.storage import checked, in_folder
+    from tilewright.tune.storage import checked, in_folder, reach
     from tilewright.tune.study import run, space_of
 
     if model:
@@ -91,6 +91,7 @@ def tune(
     path = (str(Path.cwd()), *(entry for entry in sys.path if entry)) if model else ()
     told = shown or Shown()
     points = tuple(space.parse(text) for text in first)
+    reach(place, "--out" if storage is None else "--storage")
     told.say("measuring what this machine can do")
     began, asked = time.monotonic(), space.start.device
     machine = probe(space.device if asked == "auto" else asked, own_model=model, path=path)

@@ -238,6 +238,22 @@ def checked(text: str) -> URL:
     return url.set(drivername="sqlite")
 
 
+def reach(text: str, flag: str) -> None:
+    """Refuse a storage that cannot be opened, before anything is measured for it; `flag` is what named it."""
+    url = checked(text)
+    if url.drivername != "sqlite":
+        _open(url, patience=0.0).engine.dispose()
+        return
+    folder = Path(url.database or "").parent
+    try:
+        made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        if made:
+            folder.rmdir()
+    except OSError as error:
+        raise UserError(f"Cannot write {folder}: {error.strerror}; choose another {flag}.") from error
+
+
 def _open(url: URL, patience: float) -> optuna.storages.RDBStorage:
     """The database, with its tables made; refused in a sentence where it cannot be reached."""
     deadline = time.monotonic() + patience
