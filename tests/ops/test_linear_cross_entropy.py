@@ -207,11 +207,16 @@ def test_a_sum_in_float32_where_half_of_the_memory_has_room_for_it(options, igno
     tokens, width, classes = 80, 16, 80
     leaves, targets, options = problem(dtype, OPTIONS[options], tokens, width, classes, ignored)
     upstream = torch.linspace(-1.0, 2.0, tokens, device=DEVICE) if options.get("reduction") == "none" else None
-    memory = 2 * 4 * classes * width
-    way = MEMORY.way_of(None, leaves[0].detach(), classes, memory, False, True, torch.empty_like(leaves[1]))
-    assert way.total is not None and not way.again and way.chunk <= tokens // 3
-    assert way.total.nbytes + way.buffer.nbytes <= memory
-    assert MEMORY.way_of(None, leaves[0], classes, memory - 1, False, True, torch.empty_like(leaves[1])).total is None
+    others = tokens * 8  # losses and counts
+    memory = 2 * (4 * classes * width + others)
+    x, dweight = leaves[0].detach(), torch.empty_like(leaves[1])
+    index = torch.arange(9, tokens, device=DEVICE) if ignored else None
+    for needs_x in (True, False):
+        way = MEMORY.way_of(index, x, classes, memory, False, needs_x, dweight)
+        assert way.total is not None and not way.again and way.chunk <= tokens // 2
+        assert way.total.nbytes + way.buffer.nbytes + others <= memory
+    assert MEMORY.way_of(index, x, classes, memory - 2, False, True, dweight).total is None
+    assert MEMORY.way_of(index, x, classes, 10**9, False, True, dweight).total is None  # all at once: nothing to add
     actual = run(linear_cross_entropy, leaves, targets, {**options, "memory": memory}, upstream)
     again = run(linear_cross_entropy, leaves, targets, {**options, "memory": 10**9}, upstream)
     # One chunk is rounded once, and so is a sum in float32: they differ where they lie between two numbers.

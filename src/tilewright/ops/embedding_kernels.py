@@ -5,7 +5,7 @@ Forward: a program takes a tile of tokens by columns.
 Backward: tokens come sorted by class. A program takes the next RUN of them, however many classes they are of, and loads
 all their rows before it adds any up: what it has on its way covers the latency of memory, and a class with many tokens
 takes many programs. A sum that begins and ends within the program is the gradient; of one that goes on beyond it the
-part here is left to `join`, where the program in which it ends adds the parts up, in the order of the tokens.
+part here is left to `join`, where the program in which it ends adds the parts up, in an order of their number alone.
 
 Sums are in COMPUTE: float32, or float64 for float64 input.
 """
@@ -154,7 +154,8 @@ def scatter(tokens: torch.Tensor, dout: torch.Tensor, classes: int, dtype: torch
     keys = tokens.clamp(-1, classes).to(torch.int32) if classes < 2**31 - 1 else tokens
     ordered, order = torch.sort(keys, stable=True)
     programs = -(-len(tokens) // _RUN)
-    heads, tails = dout.new_empty((2, programs, width), dtype=_op.compute_dtype(dout))
+    compute = torch.float64 if torch.float64 in (dout.dtype, dtype) else torch.float32
+    heads, tails = (dout.new_empty((programs, width), dtype=compute) for _ in range(2))
     tensors = (dout, ordered, order, dweight, heads, tails)
     columns, main, join_up = _scatter(dout.device, width, _op.dtypes(tensors))
     main((programs, columns), tensors, (len(tokens), classes))

@@ -77,18 +77,20 @@ def way_of(
     if needs_x:
         dx = torch.empty_like(tokens) if index is None else torch.zeros_like(tokens)
     of_rows, each = rows * (number + 4), pitch * itemsize  # losses and counts; a token's logits
+    statistics = cross_entropy_kernels.left(classes, itemsize, smooth) * number
+    copy = 0 if index is None else width * itemsize  # of what is not taken as it lies
+    all_of_it = min(2 * each, each + statistics + copy)
     # Where a sum over chunks would not be in float32 it has memory of its own that is, if half of what there is has
     # room for it; else it is in 16 bits with scales, or there is none.
-    rounded, total = dweight is not None and dweight.dtype in (torch.bfloat16, torch.float16), None
-    of_total = 4 * classes * width
-    if dweight is not None and rounded and of_total <= memory // 2 and _room(memory, each, count) < count:
-        rounded, memory, total = False, memory - of_total, dweight.new_empty(dweight.shape, dtype=torch.float32)
+    rounded, of_total = dweight is not None and dweight.dtype in (torch.bfloat16, torch.float16), 4 * classes * width
+    apart = rounded and of_total + of_rows <= memory // 2
+    if apart and _room(without(memory, of_rows), all_of_it, count) < count:
+        rounded, memory = False, memory - of_total
     scales, of_scales = None, 0
     if dweight is not None and rounded and dweight.dtype == torch.bfloat16:
         scales = linear_cross_entropy_kernels.scales(dweight)
     if scales is not None:
         of_scales = math.prod(scales[0]) * scales[1].itemsize + _ALIGNED
-    statistics = cross_entropy_kernels.left(classes, itemsize, smooth) * number
 
     def sums(chunk: int) -> bool:
         return chunk >= count or not rounded or (scales is not None and chunk >= _SUMMED_FROM)
@@ -100,14 +102,12 @@ def way_of(
         if idle.nbytes < of_rows + chunk * statistics + of_scales + 6 * _ALIGNED:
             idle = None
     if idle is None:
-        copy = 0 if index is None else width * itemsize  # of what is not taken as it lies
-        each = min(2 * each, each + statistics + copy)
-        chunk = _room(without(memory, of_rows), each, count)
+        chunk = _room(without(memory, of_rows), all_of_it, count)
         if chunk < count and scales is not None:
-            chunk = _room(without(memory, of_rows + of_scales), each, count)
+            chunk = _room(without(memory, of_rows + of_scales), all_of_it, count)
         again = not sums(chunk)
         if again:
-            chunk = _room(without(memory, A_TOKEN * rows), each, count)
+            chunk = _room(without(memory, A_TOKEN * rows), all_of_it, count)
     scratch, home = _Scratch(tokens, idle), None
     if again and dweight is not None:
         free = dweight.numel() // pitch
@@ -120,4 +120,7 @@ def way_of(
         buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
     summed = rounded and not again and chunk < count
     held = scratch.new(*scales) if summed and scales is not None else None
+    total = None
+    if apart and not rounded and chunk < count:
+        total = tokens.new_empty((classes, width), dtype=torch.float32)
     return Way(count, chunk, again, total, held, scratch, dx, buffer)
