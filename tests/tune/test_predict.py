@@ -104,19 +104,6 @@ def test_so_do_the_runs_of_a_study(name):
         assert expected.seconds == pytest.approx(found.seconds, rel=0.05), point
 
 
-def test_the_ten_most_different_runs_of_a_study_are_ranked_as_measured():
-    runs = studied("tune_125m")
-    chosen = [max(runs, key=lambda run: run[2].seconds)]
-    while len(chosen) < 10:  # the one that is furthest from all that were chosen, by its levers
-
-        def apart(run):
-            near = min(sum(run[0][name] != other[0][name] for name in run[0]) for other in chosen)
-            return near, run[2].seconds
-
-        chosen.append(max((run for run in runs if run not in chosen), key=apart))
-    assert tau([(expected.seconds, found.seconds) for _, expected, found in chosen]) >= 0.7
-
-
 TIMED = [case for case in CASES if case["case"] != "micro batch 4"]
 
 
@@ -158,10 +145,9 @@ def test_the_ten_most_different_come_in_the_measured_order():
         return len(levers[0] ^ levers[1]) + abs(a["seconds"] / b["seconds"] - 1)
 
     chosen = [cases[0]]
-    while len(chosen) < min(10, len(cases)):
+    while len(chosen) < 10:
         rest = [case for case in cases if case not in chosen]
         chosen.append(max(rest, key=lambda case: min(apart(case, other) for other in chosen)))
-    assert len(chosen) >= 8
     assert tau([(expected(case).seconds, case["seconds"]) for case in chosen]) >= 0.7
 
 

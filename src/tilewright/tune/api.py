@@ -19,7 +19,6 @@ DEFAULT_BUDGET = "4m"
 # What `tune` takes on a GPU where nothing is given: what `train` takes keeps no GPU busy.
 ON_A_GPU = ("model.preset=125m", "global_batch=32")
 
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -108,13 +107,16 @@ def tune(
 
 
 def seconds(text: str | float) -> float:
-    """A time: seconds, or a number with s, m or h.
+    """A time: seconds, or numbers with s, m or h.
 
-    >>> seconds("20m"), seconds("1.5h"), seconds(30)
-    (1200.0, 5400.0, 30.0)
+    >>> seconds("20m"), seconds("1.5h"), seconds("6m 30s"), seconds(30)
+    (1200.0, 5400.0, 390.0, 30.0)
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smh]?)", str(text).strip().lower())
-    if match is None or not 0 < (found := float(match[1]) * _SECONDS[match[2]]) < 1e9:
+    number = r"([0-9]+(?:\.[0-9]+)?)\s*"
+    match = re.fullmatch(rf"(?:{number}h)?\s*(?:{number}m)?\s*(?:{number}s?)?", str(text).strip().lower())
+    hours, minutes, rest = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0, 0.0)
+    found = 3600 * hours + 60 * minutes + rest
+    if not 0 < found < 1e9:
         raise UserError(f"The budget is {str(text)[:40]!r}; give a time above 0, such as 90s, 20m or 2h.")
     return found
 
