@@ -157,7 +157,10 @@ class _Study:
                 return self._observe()
 
     def _search(self) -> None:
-        while self.pace.left > max((1 - SEARCH) * self.pace.span, self._expected(self.space.origin)):
+        """What is most promising, as long as there is time; the run as given even where there is none."""
+        while not self.records or self.pace.left > max(
+            (1 - SEARCH) * self.pace.span, self._expected(self.space.origin)
+        ):
             self._heed()
             self.ledger.recover()
             claim = self._take()
