@@ -24,7 +24,6 @@ class Pace:
     def __init__(self, budget: float, device: str) -> None:
         self.budget, self._on_gpu = budget, device == "cuda"
         self.began = time.monotonic()
-        self.span = budget  # seconds there were when it last began to search
         self._trials: dict[str, list[float]] = {}  # seconds, by compile mode
         self._proof = 0.0  # seconds, the longest
 
@@ -35,10 +34,6 @@ class Pace:
     @property
     def left(self) -> float:
         return self.budget - self.elapsed
-
-    def begin(self) -> None:
-        """What is left is all there is, for the shares of it that each part has."""
-        self.span = self.left
 
     def note(self, mode: str, seconds: float) -> None:
         """What a trial took."""

@@ -1,12 +1,12 @@
 """A study from beginning to end: search, see what each lever gave, prove the winner, answer.
 
     search     reference, then what `Search` finds most promising, the reference again now and then
-    refine     the best run with each of its levers put back; one that gave nothing is put back for good
     confirm    the best run once more, between two of the reference, and whatever may still be faster than it
+    refine     the best run with each of its levers put back; one that gave nothing is put back for good
     prove      the best run beside the standard float32 model; what turns out wrong is struck, and the next is proved
 
-With the time that is left it begins again, until none is or nothing is left to try. Then one step of the best is
-observed, kernel by kernel.
+The search ends when the others need what is left of the time. With what they leave it begins again, until nothing is
+left to try. Then one step of the best is observed, kernel by kernel.
 
 Every trial is a process of its own, and every finished one is in the ledger at once: whoever is killed loses the trial
 at hand and nothing else. Several workers may run the same study through one storage; each compares its trials with its
@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from tilewright.tune.space import Point, Space, key
 from tilewright.tune.storage import in_folder
 from tilewright.tune.verdict import at_its_own_size
 
-SEARCH, REFINE = 0.65, 0.8  # of the time are over when searching, and refining, end
+_SEARCH = 0.5  # of the time, at least, is for searching, whatever comes after it would take
 REFERENCE_EVERY = 5  # the run as given is every fifth of the trials
 HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
 _CONFIRMATIONS = 4  # runs that are repeated before the study leaves it at that
@@ -146,8 +147,8 @@ class _Study:
         self.ledger.propose([(point, "search") for point in sorted(self.settings.first, key=self._expected)])
         while True:
             known = len(self._read())
-            self.pace.begin()
             self._search()
+            self._confirm()  # first: what its levers give is of interest for the best alone
             self._refine()
             self._confirm()
             self._prove()
@@ -159,7 +160,7 @@ class _Study:
     def _search(self) -> None:
         """What is most promising, as long as there is time; the run as given even where there is none."""
         while not self.records or self.pace.left > max(
-            (1 - SEARCH) * self.pace.span, self._expected(self.space.origin)
+            self._end_takes(self._untried()), self._expected(self.space.origin)
         ):
             self._heed()
             self.ledger.recover()
@@ -181,65 +182,73 @@ class _Study:
         records, dear = self._read(), list(running)
         best = self._best()
         spoilt = doubted(records, best, self.cap, self.wrong, shaken=True) if best is not None else None
-        spare = self.pace.left - (self._end_takes(best) if best is not None else 0.0)
+        spare = self.pace.left - self._end_takes(self._untried())
         if spoilt is not None and spoilt.point not in running and self._expected(spoilt.point) < spare:
             return spoilt.point, CONFIRMATION
-        # What comes after the first proof has to be confirmed and proved anew, should it be better.
-        twice = self.proved is not None
-        while (point := self.search.next(records, dear)) is not None and (
-            self._expected(point) + twice * (self._expected(point) + self._expected(self.space.origin)) >= spare
-        ):
+        while (point := self.search.next(records, dear)) is not None:
+            takes = self._expected(point)
+            if best is not None and key(best.point) == self.proved:  # one that is better has to be confirmed and proved
+                takes += takes + self._expected(self.space.origin) + self.pace.proof(first_step(records, best))
+            if takes < spare:
+                break
             dear.append(point)
         return point, "search"
-
-    def _refine(self) -> None:
-        """Put each lever of the best run back; where nothing is lost by it, do so with what is left of them."""
-        self._read()
-        before = None
-        while (found := self._best()) is not None and found.point != before:
-            before = found.point
-            without = [{**before, name: self.space.origin[name]} for name in self.space.changes(before)]
-            without = [point for point in without if self.space.refusal(point) is None and point != self.space.origin]
-            self._see(without, "ablation", max((1 - REFINE) * self.pace.span, self._end_takes(found)))
-            self._read()
 
     def _confirm(self) -> None:
         """Run the best once more, and what may be faster than that: to be the quickest of many takes luck as well."""
         for _ in range(_CONFIRMATIONS):
-            found = self._best()
-            again = doubted(self.records, found, self.cap, self.wrong) if found is not None else None
+            best = self._best()
+            again = doubted(self.records, best, self.cap, self.wrong) if best is not None else None
             if again is None:
                 return
-            proved = key(again.point) == self.proved
-            self._see([again.point], CONFIRMATION, 0.0 if proved else self._proof_takes(again))
-            self._read()
+            self._once_more(again)
 
-    def _see(self, points: list[Point], purpose: str, until: float) -> None:
-        """Run what nobody has run yet, as far as time allows, and wait for what others run of it.
+    def _once_more(self, record: Record) -> None:
+        def runs() -> int:
+            return sum(each.point == record.point for each in self.records)
+
+        before = runs()
+        self._see(lambda: [record.point] if runs() == before else [], CONFIRMATION, lambda: self._proof_takes(record))
+
+    def _refine(self) -> None:
+        """Put each lever of the best run back; without one that gave nothing, see what the others give."""
+        self._see(self._untried, "ablation", self._end_takes)
+
+    def _untried(self) -> list[Point]:
+        """The best run less each of its levers, where nobody has run that; first what is expected to lose least."""
+        best, ran = self._best(), {key(record.point) for record in self.records}
+        if best is None:
+            return []
+        found = [{**best.point, name: self.space.origin[name]} for name in self.space.changes(best.point)]
+        found = [point for point in found if key(point) not in ran and self.space.refusal(point) is None]
+        expected = {key(point): self.search.prediction(point) for point in found}
+        return sorted(found, key=lambda p: each.seconds if (each := expected[key(p)]) is not None else 0.0)
+
+    def _see(self, wanted: Callable[[], list[Point]], purpose: str, until: Callable[[], float]) -> None:
+        """Run what is wanted, the first of it next, as far as time allows, and wait for what others run of it.
 
         Little decides here: the yardstick comes before them, and after.
         """
-        wanted = {key(point) for point in points}
-        for point in points:
-            if self.pace.left - self._expected(point) > until:
-                self.ledger.propose([(point, purpose)])
         ran = False
-        while self.pace.left > until:
+        while True:
             self._heed()
             self.ledger.recover()
-            due = [point for point in self.ledger.waiting() if key(point) in wanted]
+            self._read()
+            due = [point for point in wanted() if self.pace.left - self._expected(point) > until()]
+            running = {key(each["point"]) for each in self.ledger.running()}
+            free = [point for point in due if key(point) not in running]
             if not due:
-                if wanted.isdisjoint(key(each["point"]) for each in self.ledger.running()):
-                    break
+                break
+            if not free:
                 time.sleep(_POLL)
-            elif self.pace.left - self._expected(due[0]) <= until:
-                break  # it was queued when there was more time
             elif not ran and self._yardstick():
                 ran = True
-            elif (claim := self._take(purpose)) is not None:
-                self._run(claim)
-                ran = True
-        if ran and self.pace.left - self._expected(self.space.origin) > until:
+            else:
+                self.ledger.propose([(free[0], purpose)])
+                if (claim := self._take(purpose)) is not None:
+                    self._run(claim)
+                    ran = True
+        if ran and self.pace.left - self._expected(self.space.origin) > until():
             self._yardstick()
 
     def _prove(self) -> None:
@@ -278,14 +287,19 @@ class _Study:
             self.shown.say("No time is left to observe the kernels of the best run.")
 
     def _proof_takes(self, best: Record) -> float:
-        return self.pace.proof(first_step(self.records, best))
+        return self.pace.proof(first_step(self.records, best)) if key(best.point) != self.proved else 0.0
 
-    def _end_takes(self, best: Record) -> float:
-        """Seconds to leave for confirming and proving it."""
-        again = 0.0
+    def _end_takes(self, untried: Sequence[Point] = ()) -> float:
+        """Seconds to leave for putting levers of the best back, for confirming it, and for proving it."""
+        best = self._best()
+        if best is None:
+            return 0.0
+        again, takes = self._expected(self.space.origin) + self._expected(best.point), self._proof_takes(best)
+        if untried:
+            takes += again + sum(map(self._expected, untried))  # one that has fewer levers has to be confirmed too
         if doubted(self.records, best, self.cap, self.wrong) is not None:
-            again = self._expected(self.space.origin) + self._expected(best.point)
-        return min(0.5 * self.settings.budget, again + self._proof_takes(best))
+            takes += again
+        return min((1 - _SEARCH) * self.settings.budget, takes)
 
     def _at_its_own_size(self, record: Record, proof: Proof) -> Proof:
         """The proof, or that a run is wrong at its own batch; where something is drawn by chance, nobody can tell."""
