@@ -580,8 +580,10 @@ def test_the_last_word_is_the_same_when_it_is_read_again(tmp_path):
 
 def test_the_reference_runs_beside_the_ablations(tmp_path):
     purposes = [record.purpose for record in run(settings(tmp_path / "study")).records]
-    first = purposes.index("ablation")
-    assert purposes[first - 1] == "reference"
+    confirmed, first = purposes.index(CONFIRMATION), purposes.index("ablation")
+    assert purposes[confirmed - 1] == purposes[confirmed + 1] == purposes[first - 1] == "reference"
+    last = len(purposes) - purposes[::-1].index("ablation")
+    assert purposes[last : last + 1] == ["reference"]
 
 
 def test_what_was_found_wrong_stays_so(tmp_path, monkeypatch):

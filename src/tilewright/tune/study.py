@@ -186,10 +186,7 @@ class _Study:
         if spoilt is not None and spoilt.point not in running and self._expected(spoilt.point) < spare:
             return spoilt.point, CONFIRMATION
         while (point := self.search.next(records, dear)) is not None:
-            takes = self._expected(point)
-            if best is not None and key(best.point) == self.proved:  # one that is better has to be confirmed and proved
-                takes += takes + self._expected(self.space.origin) + self.pace.proof(first_step(records, best))
-            if takes < spare:
+            if self._expected(point) + self._anew(point) < spare:
                 break
             dear.append(point)
         return point, "search"
@@ -234,14 +231,15 @@ class _Study:
             self._heed()
             self.ledger.recover()
             self._read()
-            due = [point for point in wanted() if self.pace.left - self._expected(point) > until()]
+            spare = self.pace.left - until()
+            due = [point for point in wanted() if self._expected(point) < spare]
             running = {key(each["point"]) for each in self.ledger.running()}
             free = [point for point in due if key(point) not in running]
             if not due:
                 break
             if not free:
                 time.sleep(_POLL)
-            elif not ran and self._yardstick():
+            elif not ran and self._expected(self.space.origin) + self._expected(free[0]) < spare and self._yardstick():
                 ran = True
             else:
                 self.ledger.propose([(free[0], purpose)])
@@ -252,6 +250,9 @@ class _Study:
             self._yardstick()
 
     def _prove(self) -> None:
+        """Prove the best; one that was found later, with no time to confirm and prove it, leaves the proof as it is."""
+        if self.proof is not None and self.proof.verdict in VERDICTS[:3] and self.pace.left < self._end_takes():
+            return
         deadline = max(self.pace.budget, self.pace.elapsed)
         for attempt in range(_PROOFS):
             self._heed()
@@ -288,6 +289,14 @@ class _Study:
 
     def _proof_takes(self, best: Record) -> float:
         return self.pace.proof(first_step(self.records, best)) if key(best.point) != self.proved else 0.0
+
+    def _anew(self, point: Point) -> float:
+        """Seconds to confirm and to prove what takes the place of a best that is proved; where it is not, 0."""
+        best = self._best()
+        if best is None or key(best.point) != self.proved:
+            return 0.0
+        again = self._expected(self.space.origin) + self._expected(point)
+        return again + self.pace.proof(first_step(self.records, best))
 
     def _end_takes(self, untried: Sequence[Point] = ()) -> float:
         """Seconds to leave for putting levers of the best back, for confirming it, and for proving it."""
