@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tilewright.ops import _op, activation_kernels, cross_entropy_kernels, embedding_kernels, rope_kernels
-from tilewright.ops import dropout_add_norm_kernels as kernels
+from tilewright.ops import dropout_add_norm_launch as launches
 from tilewright.ops import optimizer as optimizer_op
 
 H200 = torch.device("cuda", 0)
@@ -53,12 +53,12 @@ def dropout_add_norm(x: torch.dtype, residual: torch.dtype, weight: torch.dtype,
     extra, bias = (weight if full else None), (None if rms else weight)
     float32 = torch.float32 if full else None
     tensors = (x, x if full else None, residual, float32, extra, weight, bias, weight, torch.int64, x, residual)
-    _, launch = kernels.forward_launch(H200, width, tensors, rms, False, True)
+    _, launch = launches.forward_launch(H200, width, tensors, rms, False, True)
     types = [{**POINTER, torch.int64: "*i64"}[t] for t in tensors]
     yield "forward", resources(launch, [*types, "*fp32", *SCALARS, "fp64"])
 
     inputs = (x, residual, residual, x if full else None, float32, extra, weight, weight)
-    plan = kernels.backward_plan(H200, width, inputs, torch.float32, x, (True,) * 8, rms, False, True)
+    plan = launches.backward_plan(H200, width, inputs, torch.float32, x, (True,) * 8, rms, False, True)
     types = [POINTER[t] for t in inputs]
     scale, sums = "*fp32" if full else None, "*fp32" if plan.row_sums else None
     outputs = [POINTER[x], POINTER[x] if full else None, POINTER[residual], scale, scale]

@@ -28,6 +28,7 @@ from ops.contract import (
 )
 from tilewright.ops import _op, dropout_add_norm
 from tilewright.ops import dropout_add_norm_kernels as kernels
+from tilewright.ops import dropout_add_norm_launch as launches
 from tilewright.ops.dropout_add_norm import _registered, cost, reference
 
 NAMES = ("x", "residual", "weight", "bias", "second", "rowscale", "layerscale", "x_bias")
@@ -232,7 +233,7 @@ def test_the_order_of_a_sum_over_a_row_depends_on_norm_width_and_its_dtype_alone
         orders = set()
         for x, weight, dropout in itertools.product(DTYPES, (None, *DTYPES), (False, True)):
             tensors = (x, *[None] * 4, weight, *[None] * 4, stored)
-            _, launch = kernels.forward_launch.__wrapped__(torch.device("cpu"), width, tensors, rms, False, dropout)
+            _, launch = launches.forward_launch.__wrapped__(torch.device("cpu"), width, tensors, rms, False, dropout)
             shape = launch.constants[1:4] if launch.kernel is kernels.forward else launch.constants[1:2]
             orders.add((launch.kernel.fn.__name__, shape, launch.warps))
         assert len(orders) == 1, (width, orders)
@@ -585,7 +586,7 @@ def test_every_width_and_dtype_has_a_shape_that_triton_and_the_gpu_can_take(monk
             full = (x, residual, residual, x, x, x, weight, weight)
             plain = (x, residual, residual, None, None, None, weight, weight)
             for dtypes in (full, plain):
-                plan = kernels.backward_plan.__wrapped__(
+                plan = launches.backward_plan.__wrapped__(
                     device, width, dtypes, torch.float32, x, (True,) * 8, False, False, True
                 )
                 _, rows, block, chunks, paired, stages, *_ = plan.main.constants
@@ -595,7 +596,7 @@ def test_every_width_and_dtype_has_a_shape_that_triton_and_the_gpu_can_take(monk
                 bias = dtypes[7] if dtypes is full else None
                 loaded = sum(d.itemsize for d in (*dtypes[:4], dtypes[5], bias) if d is not None)
                 assert stages == 1 or (stages - 1) * rows * block * chunks * loaded < shared_memory
-            rows, launch = kernels.forward_launch.__wrapped__(
+            rows, launch = launches.forward_launch.__wrapped__(
                 device, width, (x, *[None] * 8, x, residual), False, False, True
             )
             block = launch.constants[1]

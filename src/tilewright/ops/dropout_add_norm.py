@@ -114,9 +114,9 @@ def _forward(
     if rows:
         seed_tensor, seed_value = split_seed(seed, x.device)
         tensors = (*inputs, seed_tensor, out, residual_out)
-        from tilewright.ops import dropout_add_norm_kernels as kernels
+        from tilewright.ops.dropout_add_norm_launch import forward_launch
 
-        tile_rows, launch = kernels.forward_launch(x.device, width, _op.dtypes(tensors), rms, zero_centered, p > 0.0)
+        tile_rows, launch = forward_launch(x.device, width, _op.dtypes(tensors), rms, zero_centered, p > 0.0)
         scalars = (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p), eps)
         launch((-(-rows // tile_rows), 1), (*tensors, statistics), scalars)
     return out, residual_out, statistics
@@ -149,9 +149,9 @@ def _backward(
     seed_tensor, seed_value = split_seed(seed, z.device)
     width = z.shape[-1]
     rows = z.numel() // width
-    from tilewright.ops import dropout_add_norm_kernels as kernels
+    from tilewright.ops.dropout_add_norm_launch import backward_plan
 
-    plan = kernels.backward_plan(
+    plan = backward_plan(
         z.device, width, _op.dtypes(inputs), statistics.dtype, x_dtype, tuple(needs),
         rms, zero_centered, p > 0.0,
     )  # fmt: skip

@@ -1,0 +1,124 @@
+"""How the kernels of `dropout_add_norm` are cut for a width, as measured on an H200; `results/` has what it gives."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewright.ops import _op
+from tilewright.ops import dropout_add_norm_kernels as kernels
+
+_WIDEST_ROW = 16384  # columns that one program of forward holds in registers
+_WIDEST_TILE = 8192  # and one of backward
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is not below `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+def _chunks(width: int, widest_block: int, narrowest_block: int = 1024) -> tuple[int, int]:
+    """(block, chunks): the fewest chunks that cover `width` with at most a fifth more lanes than columns."""
+    block = min(widest_block, _power_of_two(width))
+    while block > narrowest_block and -(-width // block) * block * 5 > width * 6:
+        block //= 2
+    return block, -(-width // block)
+
+
+@functools.cache
+def forward_launch(
+    device: torch.device, width: int, dtypes: tuple[Any, ...], rms: bool, zero_centered: bool, dropout: bool
+) -> tuple[int, _op.Launch]:
+    """The kernel, and how many rows a program of it takes."""
+    flags = (rms, zero_centered, dropout, dtypes[0] == torch.float64)
+    element, stored = max(dtypes[0].itemsize, dtypes[-1].itemsize), dtypes[-1].itemsize
+    # The order of a sum over a row, that is block and warps, depends on norm, width and the sum's dtype alone: so
+    # `norm(residual_out)` has the bits of `out` whatever else went into it. When the weights are loaded changes nothing
+    # but the time.
+    if width > _WIDEST_ROW or width * element > 4 * _WIDEST_ROW:
+        block, warps = (2048, 4) if stored == 2 else (4096, 8)
+        return 1, _op.Launch(kernels.wide_forward, device, (width, block, *flags), warps)
+    block = max(16, _power_of_two(width))
+    rows, full = max(1, 1024 // block), element > 2
+    narrow = stored == 2 and 512 < width <= 1024  # tiles of 256: 768 columns are three of them, with no lane idle
+    if rms and block > 8192:
+        block, warps, early = 4096 if stored == 2 else block, 16, stored > 2 or width > 12288
+    elif rms and narrow and width < 1024:
+        rows, block, warps, early = 4, 256, 4, True
+    elif rms:
+        warps = 32 if stored == 2 and width == 8192 else max(4, block // 512)
+        early = block < 8192 and (full or not dropout)
+    elif narrow:
+        block, warps, early = 256, 2, True
+    elif block == 8192:
+        block, warps, early = 2048, 8, True
+    else:
+        warps = 2 if block <= 1024 else max(4, block // 1024)
+        early = full or (1024 < block < 8192 and not dropout)
+    chunks = -(-width // block)
+    return rows, _op.Launch(kernels.forward, device, (width, block, chunks, rows, early, *flags), warps)
+
+
+class BackwardPlan(NamedTuple):
+    """The kernels of backward for one width, and how many programs, rows and slices they take."""
+
+    programs: int  # at the most
+    rows: int
+    slices: int
+    row_sums: _op.Launch | None
+    main: _op.Launch
+    add_partials: _op.Launch
+
+
+@functools.cache
+def backward_plan(
+    device: torch.device, width: int, dtypes: tuple[Any, ...], compute: torch.dtype,
+    x_dtype: torch.dtype, needs: tuple[bool, ...], rms: bool, zero_centered: bool, dropout: bool,
+) -> BackwardPlan:  # fmt: skip
+    """How backward runs for these dtypes of its inputs, on this device."""
+    element = max(dtypes[0].itemsize, dtypes[2].itemsize)
+    # What a program has on its way, a column: the gradients, the sum, x and its bias, and layerscale.
+    of_x = (None, None) if dtypes[3] is None else (dtypes[3], dtypes[7])
+    loaded = sum(dtype.itemsize for dtype in (*dtypes[:3], *of_x, dtypes[5]) if dtype is not None)
+    programs = _op.multiprocessors(device)
+    rows, chunks, slices, stages, together = 1, 1, 1, 3, 32
+    if needs[7] and 512 < width <= 2048:
+        # With one more sum a column there are registers for one row, or two: then few warps a program and many
+        # programs, so that one computes while others load, and no lane idle.
+        block, chunks = _chunks(width, 2048, 256 if width <= 1024 else 512)
+        if block == 1024:
+            rows, warps, programs = 2, 4, 2 * programs
+        else:
+            warps, programs, together = (2, 6 * programs, 128) if width <= 1024 else (4, 3 * programs, 128)
+    elif width <= 2048:
+        block = max(16, _power_of_two(width))
+        rows = max(2, min(4096 // block, _power_of_two(6144 // element // width + 1) // 2))
+        warps, stages, programs = (8, 4, programs) if block == 2048 else (4, 3, 2 * programs)
+    elif width <= _WIDEST_TILE:
+        block, chunks = _chunks(width, 2048)
+        warps, programs = block // 256, programs * 2048 // block
+        stages = 4 if block == 2048 and chunks <= 3 else 3
+    elif 12288 < width <= 2 * _WIDEST_TILE and rms and (element == 2 or not dropout):
+        block, warps, stages = 2 * _WIDEST_TILE, 32, 1
+    elif width <= 2 * _WIDEST_TILE:
+        slices = 2
+        block, chunks = _chunks(-(-width // 2), 2048)
+        warps, programs = block // 256, programs // 2
+        loaded += dtypes[0].itemsize + dtypes[2].itemsize + (0 if dtypes[6] is None else dtypes[6].itemsize)
+    else:
+        block, slices, warps = 2048, -(-width // 2048), 8
+        programs = 4 * programs // slices
+    while stages > 1 and (stages - 1) * rows * block * chunks * loaded + 2048 > _op.shared_memory(device):
+        stages -= 1
+    double = compute == torch.float64
+    constants = (width, rows, block, chunks, slices == 2, stages, rms, zero_centered, dropout, double)
+    return BackwardPlan(
+        max(1, programs),
+        rows,
+        slices,
+        _op.Launch(kernels.row_sums, device, (width, 4096, rms, zero_centered, double), 8) if slices > 2 else None,
+        _op.Launch(kernels.backward, device, constants, warps),
+        _op.Launch(kernels.add_partials, device, (width, together, 64), 4),
+    )
