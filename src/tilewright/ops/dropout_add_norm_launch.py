@@ -12,6 +12,7 @@ from tilewright.ops import dropout_add_norm_kernels as kernels
 
 _WIDEST_ROW = 16384  # columns that one program of forward holds in registers
 _WIDEST_TILE = 8192  # and one of backward
+ADDED = 256, 16  # partial sums and columns that a program adds up at a time
 
 
 def _power_of_two(n: int) -> int:
@@ -83,7 +84,7 @@ def backward_plan(
     of_x = (None, None) if dtypes[3] is None else (dtypes[3], dtypes[7])
     loaded = sum(dtype.itemsize for dtype in (*dtypes[:3], *of_x, dtypes[5]) if dtype is not None)
     programs = _op.multiprocessors(device)
-    rows, chunks, slices, stages, together = 1, 1, 1, 3, 32
+    rows, chunks, slices, stages = 1, 1, 1, 3
     if needs[7] and 512 < width <= 2048:
         # With one more sum a column there are registers for one row, or two: then few warps a program and many
         # programs, so that one computes while others load, and no lane idle.
@@ -91,7 +92,7 @@ def backward_plan(
         if block == 1024:
             rows, warps, programs = 2, 4, 2 * programs
         else:
-            warps, programs, together = (2, 6 * programs, 128) if width <= 1024 else (4, 3 * programs, 128)
+            warps, programs = (2, 6 * programs) if width <= 1024 else (4, 3 * programs)
     elif width <= 2048:
         block = max(16, _power_of_two(width))
         rows = max(2, min(4096 // block, _power_of_two(6144 // element // width + 1) // 2))
@@ -120,5 +121,5 @@ def backward_plan(
         slices,
         _op.Launch(kernels.row_sums, device, (width, 4096, rms, zero_centered, double), 8) if slices > 2 else None,
         _op.Launch(kernels.backward, device, constants, warps),
-        _op.Launch(kernels.add_partials, device, (width, together, 64), 4),
+        _op.Launch(kernels.add_partials, device, (width, *ADDED), 4),
     )
