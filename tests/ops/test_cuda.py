@@ -118,7 +118,9 @@ def source(tmp_path):
 def test_a_kernel_is_compiled_for_its_device_and_started_with_its_arguments(emulator, source):
     module = _cuda.Module(source, 0, {"ROWS": 7})
     assert (emulator.text, emulator.name) == (b"a kernel", b"some.cu")
-    assert emulator.options == ["--gpu-architecture=sm_90a", "--std=c++17", "-DROWS=7"]
+    assert emulator.options == [
+        "--gpu-architecture=sm_90a", "--std=c++17", f"--include-path={source.parent}", "-DROWS=7",
+    ]  # fmt: skip
     kernel = module.kernel("known", threads=384, shared_bytes=1000)
     assert emulator.shared == 1000
     kernel(5, (c_int(3), c_int(4)))

@@ -40,13 +40,13 @@ def test_where_the_kernels_do_not_compile_it_is_said_once_and_done_without_them(
     monkeypatch.setattr(_hopper, "_loaded", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     capturing = True
-    assert _hopper._kernels(0) is None and not _hopper._loaded  # nothing is loaded, and nothing decided
+    assert _hopper._kernels(torch.device("cuda", 0)) is None and not _hopper._loaded  # nothing is loaded, and nothing decided
     capturing = False
     with pytest.warns(UserWarning, match="slower ones do their work.*no such instruction"):
-        assert _hopper._kernels(0) is None
+        assert _hopper._kernels(torch.device("cuda", 0)) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _hopper._kernels(0) is None
+        assert _hopper._kernels(torch.device("cuda", 0)) is None
 
 
 # Classes by width are tiles of 192 x 256, tokens come in stages of 64: whole, cut short, less than one, several turns.

@@ -28,11 +28,12 @@ from ops.contract import (
     doubles,
     gradients,
     on_gpu,
+    on_hopper,
     randn,
 )
 from tilewright.measure.numerics import relative_error, tolerance
 from tilewright.measure.work import Observation
-from tilewright.ops import _cublaslt, cross_entropy
+from tilewright.ops import _cublaslt, _hopper, cross_entropy
 from tilewright.ops._cublaslt import Description, Epilogue, Preference
 from tilewright.ops.linear import linear, linear_parts, reference
 from tilewright.ops.linear_kernels import pack_and_sum, sum_rows
@@ -777,7 +778,65 @@ def test_a_weights_gradient_in_two_products_is_that_of_one(full, monkeypatch):
     monkeypatch.setattr(op._op, "multiprocessors", lambda device: 11)  # 3 tiles, and 2 and 1 cut by 4 and by 8
     op._cut.cache_clear()
     dy, x = randn(40, 24, dtype=BF16, grad=False), randn(40, 8, dtype=BF16, grad=False)
-    found = op._of_weight(dy.t(), x, full)
+    found = op._backward(dy, x, x.new_empty(24, 8), [full, full], [False, True, False])[1]
     op._cut.cache_clear()
     assert products == [16, 8] and found.dtype == (FP32 if full else BF16)
     assert torch.allclose(found.double(), dy.double().t() @ x.double(), rtol=0.01, atol=1e-5 if full else 0.02)
+
+
+# Tiles are of 256 x 192, a step of 64: whole, cut short, less than one, several turns, columns of one tile, of many.
+@on_hopper
+@pytest.mark.parametrize("rows", [1, 256, 300, 9000])
+@pytest.mark.parametrize(
+    ("sizes", "columns"), [((64, 64, 64), 8), ((768, 768, 768), 768), ((512, 128, 128), 200), ((2048, 64, 192), 2048)]
+)
+def test_gradients_of_three_parts_where_they_are(rows, sizes, columns, monkeypatch):
+    torch.manual_seed(rows)
+    parts = [randn(rows, size, dtype=BF16, grad=False) for size in sizes]
+    matrix = randn(sum(sizes), columns, dtype=BF16, grad=False)
+    together = torch.cat([part.double() for part in parts], 1)
+    found = op._of_parts(parts, matrix, True)
+    assert_near_truth(found, [together @ matrix.double(), together.sum(0)], max(sum(sizes), rows))
+    assert_equal([op._of_parts(parts, matrix, False)[0]], [found[0]])
+    assert_equal(op._of_parts(parts, matrix, True), found)
+    monkeypatch.setattr(op._op, "multiprocessors", lambda device: 6)
+    few = op._of_parts(parts, matrix, True)
+    assert_equal([few[0]], [found[0]])
+    assert_near_truth([few[1]], [together.sum(0)], rows)
+
+
+@on_hopper
+@pytest.mark.parametrize("autocast", [False, True], ids=["16 bits", "autocast"])
+def test_large_parts_are_not_packed(autocast, monkeypatch):
+    taken, real = [], op._of_parts
+    monkeypatch.setattr(op, "_of_parts", lambda *given: taken.append(len(given[0])) or real(*given))
+    leaves = of_linear((4, 2048, 768), 2304, BF16, FP32 if autocast else BF16, device=DEVICE)
+    functions = [functools.partial(function, (768,) * 3, range(3)) for function in (parted, reference_parted)]
+    upstream = numbers(4, 3 * 96, 2048, 8, grad=False, device=DEVICE)
+    actual = run(functions[0], leaves, upstream, BF16 if autocast else None)
+    assert_near_truth(actual, truth(functions[1], leaves, upstream, BF16), reduced=8192)
+    assert taken == [3]
+
+
+@on_hopper
+def test_an_observer_sees_the_product_of_parts():
+    parts = [randn(4096, 768, dtype=BF16, grad=False) for _ in range(3)]
+    matrix = randn(2304, 768, dtype=BF16, grad=False)
+    op._of_parts(parts, matrix, True)
+    observation = Observation(compiled=False)
+    observation.begin()
+    op._of_parts(parts, matrix, True)
+    torch.cuda.synchronize()
+    seen = [work for work in observation.end() if work.op.endswith("parts_gradient")]
+    assert sum(work.flops for work in seen) == 2 * 4096 * 2304 * 768 and all(work.seconds > 0 for work in seen)
+
+
+def test_which_gradients_of_parts_a_kernel_takes_as_they_are(monkeypatch):
+    monkeypatch.setattr(_hopper, "ready", lambda device: True)
+    part, cast = torch.empty(2, 64, dtype=BF16), torch.empty(192, 8, dtype=BF16)
+    assert op._fits_hopper([part] * 3, cast)
+    for parts in ([part] * 2, [part, None, part], [part, part, part[:, :32]], [part, part, torch.empty(2, 8192)]):
+        assert not op._fits_hopper(parts, cast)
+    assert not op._fits_hopper([part] * 3, cast.to(FP16))
+    monkeypatch.setattr(_hopper, "ready", lambda device: False)
+    assert not op._fits_hopper([part] * 3, cast)

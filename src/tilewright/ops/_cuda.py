@@ -121,7 +121,7 @@ class Module:
     def __init__(self, source: Path, device: int, macros: dict[str, int]) -> None:
         self.name, self.device, self.handle, context = source.name, device, c_void_p(), c_void_p()
         major, minor = torch.cuda.get_device_capability(device)
-        options = (f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17")
+        options = (f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", f"--include-path={source.parent}")
         code = _compile(source, (*options, *(f"-D{name}={value}" for name, value in macros.items())))
         with torch.cuda.device(device):
             torch.empty(1, device="cuda")  # what the runtime does first makes the context that the driver wants

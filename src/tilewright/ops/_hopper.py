@@ -1,4 +1,4 @@
-"""When the kernels of `hopper_kernels.cu` are to be had, and how they are started."""
+"""When kernels in CUDA C++ for Hopper are to be had, and how those of `hopper_kernels.cu` are started."""
 
 from __future__ import annotations
 
@@ -14,44 +14,64 @@ from tilewright.ops import _cuda, _op
 SOURCE = Path(__file__).with_name("hopper_kernels.cu")
 COLUMNS = 192  # of a tile; one of two neighbours loads half of what both need
 PAIR_ROWS = 256  # of the tiles of two neighbours
+STEP = 64  # of the inner dimension
+MOST_SUMS = 8192  # columns whose sums a block has room for
 _THREADS, _SHARED_BYTES = 384, 231_520
 MACROS = {"SHARED_BYTES": _SHARED_BYTES, "PAIR_ROWS": PAIR_ROWS, "COLUMNS": COLUMNS}
 _NAMES = (
     "gelu_mlp_value", "gelu_mlp_lean_value", "gelu_mlp_gradient", "gelu_mlp_lean_gradient", "linear_cross_entropy_add",
+    "linear_parts_gradient",
 )  # fmt: skip
 
-_loaded: dict[int, dict[str, _cuda.Kernel] | None] = {}  # by device; None where there are none, and never will be
+Kernels = dict[str, _cuda.Kernel]
+_loaded: dict[tuple[Any, ...], Kernels | None] = {}  # None where there are none, and never will be
 
 
-def _kernels(device: int) -> dict[str, _cuda.Kernel] | None:
-    """None where the device is no Hopper, where NVRTC is not to be found or does not take them, or not now."""
-    if device in _loaded:
-        return _loaded[device]
+def kernels(
+    device: torch.device, source: Path, names: tuple[str, ...], threads: int, shared_bytes: int, macros: dict[str, int]
+) -> Kernels | None:
+    """Those of a source, for blocks of so many threads and bytes of shared memory.
+
+    None where the device is no Hopper, where NVRTC is not to be found or does not take them, or not now.
+    """
+    key = device, source.name, *macros.values()
+    if key in _loaded:
+        return _loaded[key]
+    if device.type != "cuda" or device.index is None:
+        return None
     if torch.cuda.get_device_capability(device) != (9, 0) or not _cuda.can_compile():
-        _loaded[device] = None
+        _loaded[key] = None
     elif not torch.cuda.is_current_stream_capturing():  # for what is captured must not load anything
         try:
-            module = _cuda.Module(SOURCE, device, MACROS)
-            _loaded[device] = {name: module.kernel(name, _THREADS, _SHARED_BYTES) for name in _NAMES}
+            module = _cuda.Module(source, device.index, macros)
+            _loaded[key] = {name: module.kernel(name, threads, shared_bytes) for name in names}
         except RuntimeError as error:
             if isinstance(error, _cuda.CompileError):
-                _loaded[device] = None
+                _loaded[key] = None
             warnings.warn(f"The kernels for Hopper are not to be had, slower ones do their work: {error}", stacklevel=4)
-    return _loaded.get(device)
+    return _loaded.get(key)
+
+
+def _kernels(device: torch.device) -> Kernels | None:
+    return kernels(device, SOURCE, _NAMES, _THREADS, _SHARED_BYTES, MACROS)
 
 
 def ready(device: torch.device) -> bool:
-    """Whether there are kernels for it."""
-    return device.type == "cuda" and device.index is not None and _kernels(device.index) is not None
+    """Whether there are those of `hopper_kernels.cu` for it."""
+    return _kernels(device) is not None
 
 
 def start(
     kernel: str, maps: tuple[Any, ...], vector: torch.Tensor | None, sizes: tuple[int, int, int],
-    device: torch.device, *flags: bool,
+    device: torch.device, *more: int,
 ) -> None:  # fmt: skip
     """`maps` are the kernel's, in its order; sizes are rows, columns and the inner dimension."""
-    kernels = _kernels(device.index)
-    assert kernels is not None
+    loaded = _kernels(device)
+    assert loaded is not None
     address = ctypes.c_void_p(None if vector is None else vector.data_ptr())
-    programs = min(_op.multiprocessors(device) // 2, -(-sizes[0] // PAIR_ROWS) * -(-sizes[1] // COLUMNS)) * 2
-    kernels[kernel](programs, (*maps, address, *map(ctypes.c_int, (*sizes, *flags))))
+    loaded[kernel](blocks(sizes, device), (*maps, address, *map(ctypes.c_int, (*sizes, *more))))
+
+
+def blocks(sizes: tuple[int, int, int], device: torch.device) -> int:
+    """That share the tiles."""
+    return min(_op.multiprocessors(device) // 2, -(-sizes[0] // PAIR_ROWS) * -(-sizes[1] // COLUMNS)) * 2

@@ -3,9 +3,11 @@
 //   VALUE       z = left right^T + bias     stores gelu(z) and its slope         (the first product of an MLP)
 //   GRADIENT    g = (left right) slope      stores g, and its sum over 128 rows  (in backward of the second one)
 //   SUM         total^T += left^T right     where total has 16 bits              (a classifier's weight, by chunks)
+//   PARTS       x = left right              left is three matrices side by side  (in backward of queries, keys, values)
 //
 // A LEAN_VALUE stores z in place of the slope. Then nobody has to keep gelu(z): LEAN_GRADIENT takes z, has the slope of
-// it, and stores gelu(z) once more.
+// it, and stores gelu(z) once more. While PARTS multiplies, two warps that have nothing else to do sum `left` over its
+// rows.
 //
 // What happens is as many instructions, or as much memory, as an SM manages in half the time of the product itself, so it
 // has to run beside it. Two groups of 128 threads therefore take turns (ping-pong): while one multiplies a tile of
@@ -19,11 +21,10 @@
 // from there by one bulk copy, as slopes come in. Rows of 128 bytes are swizzled: 16 bytes c of row r are where
 // c ^ (r % 8) would be, so that neither side meets a bank twice.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "hopper.cuh"
 
 struct alignas(64) Map { char bytes[128]; };  // CUtensorMap
-enum Kind { VALUE, LEAN_VALUE, GRADIENT, LEAN_GRADIENT, SUM };
+enum Kind { VALUE, LEAN_VALUE, GRADIENT, LEAN_GRADIENT, SUM, PARTS };
 
 // SHARED_BYTES, PAIR_ROWS and COLUMNS are the host's: of a block, and of the tiles of two neighbours.
 constexpr int ROWS = PAIR_ROWS / 2, INNER = 64;  // of a tile, and of what a stage holds of the inner dimension
@@ -34,25 +35,13 @@ constexpr int BUFFER = ROWS * CHUNK * 2, BUFFERS = 2;
 constexpr int AT_BUFFERS = STAGES * STAGE, AT_SUMS = AT_BUFFERS + 2 * BUFFERS * BUFFER;
 constexpr int AT_BARRIERS = AT_SUMS + 2 * 4 * CHUNK * 4;
 static_assert(AT_BARRIERS + 8 * (2 * STAGES + 2 * BUFFERS) == SHARED_BYTES, "what the host gives");
+constexpr int AT_COLUMN_SUMS = AT_BUFFERS + 2 * BUFFER;  // of PARTS, whose groups need half as much
 constexpr int FULL = 0, EMPTY = STAGES, LOADED = 2 * STAGES;  // barriers: of the stages, and of each group's buffers
 
-__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void initialise(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void arrive(u32 barrier, u32 rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
       "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank) : "memory");
-}
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 __device__ __forceinline__ void load(u32 to, const Map* map, u32 barrier, int column, int row) {
   asm volatile(
@@ -107,14 +96,6 @@ __device__ __forceinline__ void multiply(float (&sum)[96], u64 left, u64 right, 
       : "l"(left), "l"(right), "r"(keep), "n"(LEFT_ACROSS), "n"(RIGHT_ACROSS));
 }
 
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-__device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
-__device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
-
 // Four matrices of 8 x 8, to shared memory and from there: by their rows, or by their columns.
 #define MATRICES(put, get, how)                                                                                      \
   __device__ __forceinline__ void put(u32 at, const u32 (&x)[4]) {                                                   \
@@ -128,18 +109,13 @@ __device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 
 MATRICES(put, get, "")
 MATRICES(put_transposed, get_transposed, ".trans")
 
-__device__ __forceinline__ float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-constexpr float LOG2E = 1.4426950408889634f, TANH = 1.5957691216057308f, CUBIC = 0.07135481627260025f;
+constexpr float TANH = 1.5957691216057308f, CUBIC = 0.07135481627260025f;
 
 // Slopes are stored times 7/8. Many lie between 1 and 1.13, where bfloat16 is at its coarsest; below 1 it is twice as fine.
 constexpr float SCALE = 0.875f, UNSCALE = 1.0f / SCALE;
@@ -443,10 +419,74 @@ __device__ __forceinline__ void finish_sum(float (&sum)[2][96], const Place& at,
   }
 }
 
-// `vector`: the bias, which may be null; of a GRADIENT the sums, one for 128 rows and a column; of a SUM the scales.
+// What the product is, some columns at a time.
+__device__ __forceinline__ void finish_plain(float (&sum)[2][96], const Place& at, const Map* out_map) {
+  const u32 line = narrow_line(at.thread);
+#pragma unroll
+  for (int chunk = 0; chunk < COLUMNS / NARROW; chunk++) {
+    const int buffer = chunk % 2;
+    if (at.thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+    synchronise(3 + at.group, 128);
+#pragma unroll
+    for (int part = 0; part < 4; part++) {
+      const int half = part / 2, pair = part % 2;
+      const float* x = &sum[half][(chunk * 4 + pair * 2) * 4];
+      u32 packed[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) packed[k] = pack(x[2 * k], x[2 * k + 1]);
+      put(narrow_where(at, line, buffer, half, pair), packed);
+    }
+    fence_async();
+    synchronise(3 + at.group, 128);
+    if (at.thread == 0) {
+      store(out_map, at.buffers + buffer * (BUFFER / 2), at.column + chunk * NARROW, at.row);
+      commit_stores();
+    }
+  }
+}
+
+// One warp adds the sums of 32 of a stage's columns over its rows to `sums`. A lane reads eight columns of every eighth row,
+// where they are always in the same place. Then eight lanes have the same columns, and each the sum of one at last.
+__device__ __forceinline__ void add_columns(u32 stage, u32 sums, int warp, int lane) {
+  const int below = lane / 4, unit = warp * 4 + lane % 4;  // of 16 bytes
+  const u32 from = stage + below * 128 + (unit ^ below) * 16;
+  float total[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int first = 0; first < ROWS; first += 64) {
+    u32 x[8][4];  // all on their way before the first is looked at: the tensor cores leave the memory little time
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3]) : "r"(from + (first + i * 8) * 128));
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+      for (int k = 0; k < 4; k++) total[2 * k] += low(x[i][k]), total[2 * k + 1] += high(x[i][k]);
+  }
+  int column = unit * 8;
+#pragma unroll
+  for (int half = 4; half > 0; half /= 2) {
+    const bool upper = lane & 4 * half;
+#pragma unroll
+    for (int i = 0; i < half; i++) {
+      const float mine = upper ? total[half + i] : total[i], other = upper ? total[i] : total[half + i];
+      total[i] = mine + __shfl_xor_sync(0xFFFFFFFFu, other, 4 * half);
+    }
+    if (upper) column += half;
+  }
+  const u32 at = sums + column * 4;
+  float before;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(before) : "r"(at) : "memory");
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(before + total[0]) : "memory");
+}
+
+// `vector`: the bias, which may be null; of a GRADIENT the sums, one for 128 rows and a column; of a SUM the scales;
+// of PARTS sums, one for a block and a column of `left`, or null. Those have their second and third matrix in `kept` and
+// `value`, which begin at the columns `second` and `third`.
 template <Kind KIND>
 __device__ __forceinline__ void run(const Map* left, const Map* right, const Map* kept, const Map* value, const Map* out,
-                                    void* vector, int rows, int columns, int inner, bool first = true, bool last = true) {
+                                    void* vector, int rows, int columns, int inner, bool first = true, bool last = true,
+                                    int second = 0, int third = 0) {
   constexpr bool LEAN = KIND == LEAN_VALUE || KIND == LEAN_GRADIENT;
   constexpr bool IS_VALUE = KIND == VALUE || KIND == LEAN_VALUE, IS_GRADIENT = KIND == GRADIENT || KIND == LEAN_GRADIENT;
   constexpr bool LEFT_ACROSS = KIND == SUM, RIGHT_ACROSS = !IS_VALUE;
@@ -459,11 +499,15 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       initialise(barriers + 8 * (FULL + i), 1);
-      initialise(barriers + 8 * (EMPTY + i), 2);  // one group of each SM of the cluster
+      // One group of each SM of the cluster, and whoever sums.
+      initialise(barriers + 8 * (EMPTY + i), KIND == PARTS && vector != nullptr ? 4 : 2);
     }
     for (int i = 0; i < 2 * BUFFERS; i++) initialise(barriers + 8 * (LOADED + i), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  if (KIND == PARTS)
+    for (int column = threadIdx.x; column < inner; column += blockDim.x)
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(base + AT_COLUMN_SUMS + column * 4), "f"(0.0f) : "memory");
   synchronise_cluster();
 
   const int across = (columns + COLUMNS - 1) / COLUMNS, down = (rows + 2 * ROWS - 1) / (2 * ROWS);
@@ -472,7 +516,31 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
   auto row_of = [&](int tile) { return ((KIND == SUM ? tile % down : tile / across) * 2 + (int)rank) * ROWS; };
   auto column_of = [&](int tile) { return (KIND == SUM ? tile / down : tile % across) * COLUMNS; };
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (KIND == PARTS)
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    else
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (KIND == PARTS && vector != nullptr && thread >= 64) {
+      const int warp = thread / 32 - 2, lane = thread % 32;
+      const u32 sums = base + AT_COLUMN_SUMS;
+      int stage = 0;
+      u32 parity = 0;
+      for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters)
+        for (int step = 0; step < steps; step++) {
+          wait(barriers + 8 * (FULL + stage), parity);
+          // Whoever has the same rows and other columns sees the same: each of them takes its turn.
+          if (step % across == tile % across) add_columns(base + stage * STAGE, sums + step * INNER * 4, warp, lane);
+          __syncwarp();
+          if (lane == 0) arrive(barriers + 8 * (EMPTY + stage), rank);
+          if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+      for (int step = 0; step < steps; step++) {
+        const int column = step * INNER + warp * 32 + lane;
+        float one;
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(sums + column * 4) : "memory");
+        ((float*)vector)[(size_t)blockIdx.x * inner + column] = one;
+      }
+    }
     if (thread == 0) {
       int stage = 0;
       u32 parity = 1;  // of a ring that nobody has used
@@ -484,6 +552,11 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
           expect(full, STAGE);
           if (LEFT_ACROSS) {
             for (int i = 0; i < ROWS / 64; i++) load(at + i * ACROSS, left, full, row + 64 * i, step * INNER);
+          } else if (KIND == PARTS) {
+            const int at_column = step * INNER;
+            const bool in_first = at_column < second, in_second = at_column < third;
+            load(at, in_first ? left : in_second ? kept : value, full,
+                 at_column - (in_first ? 0 : in_second ? second : third), row);
           } else {
             load(at, left, full, step * INNER, row);
           }
@@ -499,11 +572,14 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    if (KIND == PARTS)
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    else
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     const int mine = group - 1;
     Place at;
     at.thread = thread, at.group = mine;
-    at.buffers = base + AT_BUFFERS + mine * BUFFERS * BUFFER;
+    at.buffers = base + AT_BUFFERS + mine * (KIND == PARTS ? 1 : BUFFERS) * BUFFER;
     at.sums = base + AT_SUMS + mine * 4 * CHUNK * 4;
     at.loaded = barriers + 8 * (LOADED + mine * BUFFERS);
     at.line = line(thread);
@@ -513,7 +589,7 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
     int turn = mine;
     for (int tile = blockIdx.x / 2 + mine * clusters; tile < tiles; tile += 2 * clusters, turn += 2) {
       at.row = row_of(tile), at.column = column_of(tile);
-      if (!IS_VALUE && !(KIND == SUM && first) && thread == 0) {
+      if ((IS_GRADIENT || (KIND == SUM && !first)) && thread == 0) {
         wait_stores_read();
         for (int chunk = 0; chunk < BUFFERS; chunk++) {
           if (KIND == SUM)
@@ -550,6 +626,7 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
       if (IS_VALUE) finish_value<LEAN>(sum, at, kept, value);
       if (IS_GRADIENT) finish_gradient<LEAN>(sum, at, kept, value, out, (float*)vector, columns, parity);
       if (KIND == SUM) finish_sum(sum, at, out, (unsigned short*)vector, rows, first, last, parity);
+      if (KIND == PARTS) finish_plain(sum, at, out);
     }
     if (thread == 0) wait_stores();
   }
@@ -576,4 +653,8 @@ KERNEL gelu_mlp_lean_gradient(MAP(left), MAP(right), MAP(sum), MAP(value), MAP(o
 KERNEL linear_cross_entropy_add(MAP(left), MAP(right), MAP(total), unsigned short* scales, int rows, int columns, int inner,
                                 int first, int last) {
   run<SUM>(&left, &right, nullptr, nullptr, &total, scales, rows, columns, inner, first, last);
+}
+KERNEL linear_parts_gradient(MAP(first), MAP(second), MAP(third), MAP(right), MAP(out), float* sums, int rows, int columns,
+                             int inner, int second_at, int third_at) {
+  run<PARTS>(&first, &right, &second, &third, &out, sums, rows, columns, inner, true, true, second_at, third_at);
 }

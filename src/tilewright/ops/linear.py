@@ -6,8 +6,9 @@
                                                 products where one leaves processors idle
     dbias = sum of dy over tokens               one pass over dy
 
-`linear_parts` gives y in parts, as attention wants queries, keys and values. Their gradients come as so many tensors
-and have to be one matrix for the two products of backward: the pass that packs them sums them as well.
+`linear_parts` gives y in parts, as attention wants queries, keys and values; their gradients are several tensors. On a
+Hopper the product for dx reads three where they are and sums them on the way (`hopper_kernels.cu`), and dweight is a
+product for each. Elsewhere they have to be one matrix: the pass that packs them sums them as well.
 
 Which algorithm is quickest is measured when a shape is first seen; all of them give the same bits (`_cublaslt`). The
 gradient of a parameter is computed in the parameter's dtype: under autocast in float32, neither rounded to 16 bits on
@@ -32,7 +33,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewright.ops import _cublaslt, _op
+from tilewright.measure import work
+from tilewright.ops import _cublaslt, _cuda, _hopper, _op
 from tilewright.plan.cost import product as cost
 
 __all__ = ["cost", "linear", "linear_parts", "reference"]
@@ -76,7 +78,9 @@ def _backward(dy: Tensor, x: Tensor, cast: Tensor, full: Sequence[bool], needs: 
             dx = torch.mm(rows, matrix)
         dx = dx.view(x.shape)
     if needs[1]:
-        dweight = _of_weight(rows.t(), x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), full[0])
+        transposed = rows.t()
+        cut = _cut(*cast.shape, _op.multiprocessors(x.device))
+        dweight = _of_weight([transposed[:cut], transposed[cut:]] if cut else [transposed], x, full[0])
     if needs[2]:
         dbias = _sum(rows).to(torch.float32 if full[1] else rows.dtype)
     return [dx, dweight, dbias]
@@ -107,19 +111,48 @@ def _packed(parts: Sequence[Tensor | None], like: Sequence[int], sums: bool) -> 
     return pack_and_sum(matrices)
 
 
-def _of_weight(dy: Tensor, x: Tensor, full: bool) -> Tensor:
-    out = x.new_empty((dy.shape[0], x.shape[1]), dtype=torch.float32 if full else x.dtype)
-    cut = _cut(*out.shape, _op.multiprocessors(x.device))
-    for rows, part in ((dy[:cut], out[:cut]), (dy[cut:], out[cut:])):
-        if not len(rows):
-            continue
+def _of_weight(dy: Sequence[Tensor], x: Tensor, full: bool) -> Tensor:
+    """One product for each of `dy`, below each other."""
+    tokens = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    features = [len(rows) for rows in dy]
+    out = tokens.new_empty((sum(features), tokens.shape[1]), dtype=torch.float32 if full else x.dtype)
+    for rows, part in zip(dy, out.split(features), strict=True):
         if not full:
-            torch.mm(rows, x, out=part)
+            torch.mm(rows, tokens, out=part)
         elif x.is_cuda:
-            torch.mm(rows, x, out_dtype=torch.float32, out=part)
+            torch.mm(rows, tokens, out_dtype=torch.float32, out=part)
         else:
-            torch.mm(rows.float(), x.float(), out=part)
+            torch.mm(rows.float(), tokens.float(), out=part)
     return out
+
+
+def _fits_hopper(parts: Sequence[Tensor | None], cast: Tensor) -> bool:
+    """Whether a kernel takes the gradients of the parts as they are."""
+    sizes = [part.shape[-1] for part in parts if part is not None and part.shape[-1] % _hopper.STEP == 0]
+    if not len(sizes) == len(parts) == 3 or sum(sizes) > _hopper.MOST_SUMS:
+        return False
+    return cast.dtype == torch.bfloat16 and _hopper.ready(cast.device)
+
+
+def _of_parts(parts: Sequence[Tensor], matrix: Tensor, sums: bool) -> tuple[Any, Tensor | None]:
+    """[parts] @ matrix, and the sums of the parts over their rows, in float32."""
+    (inner, columns), rows = matrix.shape, parts[0].shape[0]
+    second, third = parts[0].shape[1], parts[0].shape[1] + parts[1].shape[1]
+    sizes, device = (rows, columns, inner), matrix.device
+    dx, partials = matrix.new_empty((rows, columns)), None
+    if sums:
+        partials = dx.new_empty((_hopper.blocks(sizes, device), inner), dtype=torch.float32)
+    with work.launching("tilewright::linear.parts_gradient", (*parts, matrix, dx, partials), 2.0 * dx.numel() * inner):
+        maps = (
+            *[_cuda.tensor_map(part, _hopper.STEP, 128) for part in parts],
+            _cuda.tensor_map(matrix, 64, 32), _cuda.tensor_map(dx, 32, 128),
+        )  # fmt: skip
+        _hopper.start("linear_parts_gradient", maps, partials, sizes, device, second, third)
+    if partials is None:
+        return dx, None
+    from tilewright.ops.linear_kernels import add_up
+
+    return dx, add_up(partials)
 
 
 @functools.cache
@@ -188,9 +221,17 @@ class _Parts(torch.autograd.Function):
             return (None,) * 5
         x, cast = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[1:4])
-        dy, dbias = _packed(parts, ctx.sizes, needs[2])
-        dx, dweight, _ = _backward(dy, x, cast, ctx.full, [*needs[:2], False])
-        return None, dx, dweight, None if dbias is None else dbias.to(torch.float32 if ctx.full[1] else dy.dtype), None
+        dweight: Tensor | None = None
+        if needs[0] and _fits_hopper(parts, cast):
+            matrices = [_matrix(part) for part in parts]
+            dx, dbias = _of_parts(matrices, _matrix(cast), needs[2])
+            dx = dx.view(x.shape)
+            if needs[1]:
+                dweight = _of_weight([matrix.t() for matrix in matrices], x, ctx.full[0])
+        else:
+            dy, dbias = _packed(parts, ctx.sizes, needs[2])
+            dx, dweight, _ = _backward(dy, x, cast, ctx.full, [*needs[:2], False])
+        return None, dx, dweight, None if dbias is None else dbias.to(torch.float32 if ctx.full[1] else x.dtype), None
 
 
 _eager, _eager_parts = _op.eager(_Linear), _op.eager(_Parts)
