@@ -15,9 +15,10 @@ from ops.contract import (
     assert_near_truth,
     assert_no_worse,
     on_gpu,
+    on_hopper,
 )
 from tilewright.measure.numerics import tolerance
-from tilewright.ops import cross_entropy
+from tilewright.ops import cross_entropy, cross_entropy_hopper, linear_cross_entropy
 from tilewright.ops.cross_entropy import cost, reference
 
 OP = sys.modules["tilewright.ops.cross_entropy"]
@@ -367,3 +368,82 @@ def test_more_than_two_to_the_31_logits():
     tail = slice(rows - 8, rows)
     expected = truth(logits[tail], targets[tail], {"reduction": "none"}, torch.ones(8, device="cuda"))
     assert_near_truth((loss[tail], gradient[tail]), expected, reduced=vocabulary)
+
+
+@pytest.fixture
+def in_registers(monkeypatch):
+    """Whether a row was one block's and stayed in its registers, call by call."""
+    taken, real = [], cross_entropy_hopper.start
+    monkeypatch.setattr(cross_entropy_hopper, "start", lambda *those: taken.append(real(*those)) or taken[-1])
+    return taken
+
+
+# Rows of whole vectors for every thread and not; one for a block, several, and fewer than blocks.
+@on_hopper
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-3}, {"reduction": "none"}, {"reduction": "sum"}], ids=str)
+@pytest.mark.parametrize(("rows", "classes"), [(1, 20480), (301, 50304), (700, 32000), (64, 65536), (40, 22008)])
+def test_rows_in_registers(rows, classes, options, in_registers):
+    logits, targets, _ = problem(rows, classes, torch.bfloat16, {})
+    with torch.no_grad():
+        if rows > 4:
+            logits[0] = float("-inf")
+            logits[0, 7], targets[0] = 1.0, 7
+            logits[2, : classes // 2], targets[2] = float("-inf"), classes - 1
+            logits[3, classes - 1], targets[3] = 6e4, classes - 1
+            logits[4] += 3e4
+    expected = truth(logits, targets, options)
+    assert_near_truth(run(cross_entropy, logits, targets, options), expected, reduced=classes)
+    assert_no_worse(run(cross_entropy, logits, targets, options), run(reference, logits, targets, options), expected)
+    assert_deterministic(lambda: run(cross_entropy, logits, targets, options))
+    assert in_registers and all(in_registers)
+
+
+@on_hopper
+def test_rows_in_registers_give_their_log_sum_exp_and_take_the_place_of_the_logits(in_registers):
+    logits, targets, _ = problem(300, 50368, torch.bfloat16, {})
+    expected = torch.logsumexp(logits.double(), -1)
+    _, wanted = truth(logits, targets, {})
+    kept = logits.detach() * 1
+    loss, lse = cross_entropy(kept.requires_grad_() * 1, targets, return_lse=True, inplace=True)
+    (found,) = torch.autograd.grad(loss, kept)
+    assert_near_truth([lse, found], [expected, wanted], reduced=50368)
+    assert in_registers == [True]
+
+
+@on_hopper
+def test_what_is_not_a_number_or_no_class_stays_in_its_row(in_registers):
+    logits, targets, _ = problem(300, 32000, torch.bfloat16, {})
+    with torch.no_grad():
+        logits[7, 9] = logits[1, 3] = float("nan")  # the target of row 1 is ignored
+        targets[11] = 32000
+    loss, gradient = run(cross_entropy, logits, targets, {"reduction": "none"})
+    wrong = torch.zeros(300, dtype=torch.bool, device=DEVICE)
+    wrong[[7, 11]] = True
+    assert torch.equal(loss.isnan(), wrong) and torch.equal(gradient.isnan(), wrong[:, None].expand_as(gradient))
+    assert loss[1] == 0 and not gradient[1].any()
+    assert in_registers == [True]
+
+
+@on_hopper
+def test_rows_that_are_apart_and_those_that_another_kernel_takes(in_registers):
+    """A row of a classifier's logits may begin at any multiple of 16 bytes; others are not for bulk copies."""
+    for classes, dtype, fits in (
+        (50304, torch.bfloat16, True),
+        (50304, torch.float16, False),
+        (50301, torch.bfloat16, False),
+    ):
+        in_registers.clear()
+        x, weight = (torch.randn(n, 64, device=DEVICE, dtype=dtype, requires_grad=True) for n in (512, classes))
+        targets = torch.randint(classes, (512,), device=DEVICE)
+        loss = linear_cross_entropy(x, weight, targets)
+        loss.backward()
+        plain = torch.nn.functional.cross_entropy(x.detach().double() @ weight.detach().double().t(), targets)
+        assert loss.item() == pytest.approx(plain.item(), rel=2e-3)
+        assert all(taken is fits for taken in in_registers)
+
+
+def test_how_rows_are_cut():
+    for classes in range(cross_entropy_hopper._LEAST, cross_entropy_hopper._MOST + 1, 8):
+        found = cross_entropy_hopper.cut(classes)
+        assert (found["EACH"] - 1) * found["THREADS"] < classes // 8 <= found["EACH"] * found["THREADS"]
+        assert found["THREADS"] % 32 == 0 and found["SLOTS"] > found["EACH"]

@@ -1,4 +1,4 @@
-"""`hopper_kernels.cu` without its ops: that a compiler takes it, when it is loaded, and the sum in 16 bits."""
+"""Kernels for Hopper without their ops: that a compiler takes them, when they are loaded, and the sum in 16 bits."""
 
 from __future__ import annotations
 
@@ -12,22 +12,31 @@ import torch
 
 from ops.contract import DEVICE, assert_equal, on_hopper
 from tilewright.measure.work import Observation
-from tilewright.ops import _cuda, _hopper
+from tilewright.ops import _cuda, _hopper, cross_entropy_hopper
 from tilewright.ops import linear_cross_entropy_kernels as kernels
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile them with")
-def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(tmp_path):
+@pytest.mark.parametrize(
+    ("source", "macros", "names", "most"),
+    [
+        (_hopper.SOURCE, _hopper.MACROS, _hopper._NAMES, 64),
+        (cross_entropy_hopper.SOURCE, cross_entropy_hopper.cut(50304), (cross_entropy_hopper.NAME,), 0),
+        (cross_entropy_hopper.SOURCE, cross_entropy_hopper.cut(65536), (cross_entropy_hopper.NAME,), 0),
+    ],
+    ids=["products", "rows", "longest rows"],
+)
+def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(source, macros, names, most, tmp_path):
     """Registers that spill by the tile, or products that run one after the other, would be a warning or a number."""
-    macros = [f"-D{name}={value}" for name, value in _hopper.MACROS.items()]
-    command = ["nvcc", "-arch=sm_90a", *macros, "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "kernels")]
-    done = subprocess.run([*command, _hopper.SOURCE], capture_output=True, text=True)
+    defined = [f"-D{name}={value}" for name, value in macros.items()]
+    command = ["nvcc", "-arch=sm_90a", *defined, "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "kernels")]
+    done = subprocess.run([*command, source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for word in ("warning", "serialized", "(c75"):  # of which the latter two are the assembler's, and no warning
         assert word not in done.stderr.lower(), done.stderr
     spilled = [int(size) for size in re.findall(r"(\d+) bytes spill stores", done.stderr)]
-    assert len(spilled) == len(_hopper._NAMES) and max(spilled) <= 64, done.stderr
-    assert set(re.findall(r"entry function '(\w+)'", done.stderr)) == set(_hopper._NAMES)
+    assert len(spilled) == len(names) and max(spilled) <= most, done.stderr
+    assert set(re.findall(r"entry function '(\w+)'", done.stderr)) == set(names)
 
 
 def test_where_the_kernels_do_not_compile_it_is_said_once_and_done_without_them(monkeypatch):
@@ -40,13 +49,14 @@ def test_where_the_kernels_do_not_compile_it_is_said_once_and_done_without_them(
     monkeypatch.setattr(_hopper, "_loaded", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     capturing = True
-    assert _hopper._kernels(torch.device("cuda", 0)) is None and not _hopper._loaded  # nothing is loaded, and nothing decided
+    device = torch.device("cuda", 0)
+    assert _hopper._kernels(device) is None and not _hopper._loaded  # nothing is loaded, and nothing decided
     capturing = False
     with pytest.warns(UserWarning, match="slower ones do their work.*no such instruction"):
-        assert _hopper._kernels(torch.device("cuda", 0)) is None
+        assert _hopper._kernels(device) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _hopper._kernels(torch.device("cuda", 0)) is None
+        assert _hopper._kernels(device) is None
 
 
 # Classes by width are tiles of 192 x 256, tokens come in stages of 64: whole, cut short, less than one, several turns.

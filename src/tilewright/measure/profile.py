@@ -63,7 +63,7 @@ _RULES = tuple(
         ("product", r"^triton_tem_|^triton_mm|^gelu_mlp_|^linear_cross_entropy_add|^linear_parts_gradient"),
         # On a CPU a compiled graph is one piece of work: what it does not spend in ops is in its own loops.
         ("pointwise", r"^triton_[a-z]+_fused|cpp_fused_|^## Call CompiledFxGraph"),
-        ("fused", rf"^({'|'.join(FUSED)})$|^tilewright::"),
+        ("fused", rf"^({'|'.join(FUSED)}|cross_entropy_rows)$|^tilewright::"),
         ("communication", r"nccl|c10d::|gloo:|^record_param_comms$"),
         ("copy", r"^Mem(cpy|set)|^aten::(copy_|_to_copy|to|clone|contiguous|fill_|zero_|zeros|zeros_like)$"),
         ("optimizer", rf"^({'|'.join(FUSED_OPTIMIZER)})$|multi_tensor_apply|_fused_(adam|sgd|adagrad)|_foreach_"),

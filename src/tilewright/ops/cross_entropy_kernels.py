@@ -7,7 +7,7 @@ A row of up to 128 KiB is one program's: it walks the row twice, and the second 
 A longer row is cut into tiles. A program then takes one tile in one of the two roles, both in one grid, the gradient of
 a row a fixed number of rows behind its statistics: far enough that these are there when it asks, near enough that the
 logits are still in L2. Programs wait for programs of a lower number only, which are started first, so none waits for
-one that cannot run.
+one that cannot run. On a Hopper, `cross_entropy_hopper.cu` takes the rows in bfloat16 that a block's registers hold.
 
 The two roles in grids of their own serve logits that are cut by columns: over the ranks of a process group, or over
 time in `linear_cross_entropy`. There `offset` is the class of the first column and CLASSES the size of the whole.

@@ -1,0 +1,59 @@
+"""Rows of bfloat16 logits on a Hopper: when `cross_entropy_hopper.cu` takes them, and how it is started."""
+
+from __future__ import annotations
+
+import functools
+from ctypes import c_float, c_int, c_longlong, c_void_p
+from pathlib import Path
+
+import torch
+
+from tilewright.measure import work
+from tilewright.ops import _hopper, _op
+
+SOURCE = Path(__file__).with_name("cross_entropy_hopper.cu")
+NAME = "cross_entropy_rows"
+_LEAST, _MOST = 20480, 65536  # classes; below, what rows exchange takes too long; beyond, registers do not hold one
+_VECTOR = 8  # logits
+_SHARES = {512: 16, 640: 12, 768: 10, 896: 8}  # threads that may share a row, and vectors that each has registers for
+_RING_BYTES = 230_000
+
+
+@functools.cache
+def cut(classes: int) -> dict[str, int]:
+    """Threads that share a row, the vectors of each, and the ring's slots.
+
+    >>> cut(50304), cut(65536)
+    ({'THREADS': 640, 'EACH': 10, 'SLOTS': 22}, {'THREADS': 512, 'EACH': 16, 'SLOTS': 28})
+    """
+    shares = [(threads, -(-classes // (_VECTOR * threads))) for threads in _SHARES]
+    fitting = [(threads, each) for threads, each in shares if each <= _SHARES[threads]]
+    threads, each = min(fitting, key=lambda share: share[0] * share[1])  # where the fewest are idle
+    return {"THREADS": threads, "EACH": each, "SLOTS": _RING_BYTES // (threads * 16)}
+
+
+def start(
+    logits: torch.Tensor, targets: torch.Tensor, denominator: torch.Tensor | None, loss: torch.Tensor,
+    lse: torch.Tensor | None, gradient: torch.Tensor, ignore_index: int, z_loss: float,
+) -> bool:  # fmt: skip
+    """Fills `loss`, `lse` and `gradient`, which may be the logits, where it can, and says whether it did.
+
+    Rows of logits and gradient lie alike; `targets` are packed.
+    """
+    rows, classes = targets.numel(), logits.shape[-1]
+    if logits.dtype != torch.bfloat16 or classes % _VECTOR or not _LEAST <= classes <= _MOST:
+        return False
+    stride = classes if logits.is_contiguous() else logits.stride(-2)
+    if stride % _VECTOR or (logits.data_ptr() | gradient.data_ptr()) % 16 or logits.device.type != "cuda":
+        return False
+    macros = cut(classes)
+    threads, ring = macros["THREADS"] + 32, macros["SLOTS"] * macros["THREADS"] * 16
+    kernels = _hopper.kernels(logits.device, SOURCE, (NAME,), threads, ring, macros)
+    if kernels is None:
+        return False
+    tensors = (logits, targets, denominator, loss, lse, gradient)
+    with work.launching("tilewright::cross_entropy.rows", tensors):
+        numbers = c_longlong(ignore_index), c_longlong(rows), c_longlong(stride // _VECTOR), c_int(classes)
+        addresses = [c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+        kernels[NAME](min(rows, _op.multiprocessors(logits.device)), (*addresses, *numbers, c_float(z_loss)))
+    return True
