@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tilewright.cli.tune import show
 from tilewright.tune.answer import Answer, sentences
 from tilewright.tune.record import Measurement, Record
 from tilewright.tune.report import page
@@ -38,3 +39,33 @@ def test_where_all_that_was_measured_is_too_large_or_wrong_it_does_not_say_that_
     words = " ".join(sentences(dataclasses.replace(ALONE, best=None, records=[GIVEN, OTHER])))
     assert words.startswith("There is nothing to recommend. Every run that was measured takes more memory than it may")
     assert "--memory" in words and "measured to its end" not in words
+
+
+def shown(answer, capsys, tmp_path):
+    show(answer, tmp_path)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_table_has_mfu_and_how_far_losses_are_from_float32(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    measured = dataclasses.replace(GIVEN.measurement, mfu=0.413, losses=[5.0, 4.5, 4.25])
+    given = dataclasses.replace(GIVEN, measurement=measured)
+    other = dataclasses.replace(OTHER, measurement=dataclasses.replace(measured, losses=[5.0, 4.51], mfu=0.5))
+    known = dataclasses.replace(ALONE, records=[given, other, FAILED], float32_losses=[5.0, 4.5, 4.0])
+    assert known.loss_difference(given) == 0.25 and known.loss_difference(FAILED) is None
+    words = shown(known, capsys, tmp_path)
+    assert all(word in words for word in ("MFU", "loss diff", "41.3%", "50.0%", "2.5e-01", "1.0e-02"))
+    assert "standard model in float32, 5.000 to 4.000 in 3 steps" in words and "n/a" not in words
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "MFU is n/a: the peak of this machine is not known; give it with log.peak_tflops=TFLOPS."),
+        ({"own_model": "a:b"}, "MFU is n/a: how many FLOPs a step of a model of your own takes is not known."),
+        ({"no_float32": "it ran out of memory."}, "Loss diff is n/a: it ran out of memory. "),
+        ({}, "Loss diff is n/a: the proof, which trains the standard model in float32, did not run. "),
+    ],
+)
+def test_what_the_table_does_not_know_has_a_reason(changes, sentence, capsys, tmp_path):
+    assert sentence in shown(dataclasses.replace(ALONE, **changes), capsys, tmp_path)

@@ -231,6 +231,23 @@ def test_a_proof_is_passed_on(monkeypatch):
     assert result["outcome"] == "done" and Proof(**result["value"]).verdict == "bit-identical"
 
 
+def test_with_a_proof_come_the_first_losses_of_float32(monkeypatch):
+    from tilewright.tune import prove
+
+    monkeypatch.setattr(prove, "prove", lambda job, say: Proof("bit-identical", "all bits are equal."))
+    best = dataclasses.replace(RUN, precision="bf16", model=dataclasses.replace(RUN.model, gpt_block="optimized"))
+    result, _ = done(kind="prove", configuration=dataclasses.asdict(best), curve=60.0)
+    plain = measured(configuration=dataclasses.asdict(dataclasses.replace(RUN, precision="fp32"))).losses
+    assert result["value"]["curve"] == pytest.approx(plain[:3], rel=1e-6)
+
+    result, _ = done(kind="prove", curve=1e-9)  # as time allows, and one at least
+    assert result["value"]["curve"] == pytest.approx(plain[:1], rel=1e-6)
+
+    monkeypatch.setattr(prove, "float32", lambda run: 1 / 0)
+    result, _ = done(kind="prove", curve=60.0)
+    assert result["value"]["verdict"] == "bit-identical" and "division by zero" in result["value"]["no_curve"]
+
+
 def test_an_exception_is_one_sentence():
     assert outcome_of(MemoryError()) == ("out of memory", "MemoryError")
     assert outcome_of(ValueError()) == ("error", "ValueError: ValueError")

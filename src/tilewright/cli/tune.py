@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,21 @@ def show(answer: Answer, folder: Path) -> None:
 
 def _notes(answer: Answer) -> list[str]:
     notes = []
+    if answer.float32_losses:
+        first, last = answer.float32_losses[0], answer.float32_losses[-1]
+        notes.append(
+            f"Loss diff: the largest difference from the loss of the standard model in float32, {first:.3f} to "
+            f"{last:.3f} in {len(answer.float32_losses)} steps from the same weights on the same data."
+        )
+    else:
+        why = answer.no_float32 or "the proof, which trains the standard model in float32, did not run"
+        notes.append(f"Loss diff is n/a: {why.rstrip('.')}.")
+    if any(record.measurement and record.measurement.mfu is None for record in answer.records):
+        notes.append(
+            "MFU is n/a: how many FLOPs a step of a model of your own takes is not known."
+            if answer.own_model
+            else "MFU is n/a: the peak of this machine is not known; give it with log.peak_tflops=TFLOPS."
+        )
     if answer.discarded:
         words = ", ".join(f"{count} that {why}" for why, count in answer.discarded.items())
         notes.append(f"Left out by the plan: {words}.")
@@ -129,16 +145,18 @@ def _files(answer: Answer, folder: Path) -> list[str]:
 
 def _table(answer: Answer, width: int) -> Table:
     first = answer.reference.tokens_per_second if answer.reference else None
-    return _ranked(answer.records, answer.levers, first, answer.best, width)
+    return _ranked(answer.records, answer.levers, first, answer.best, width, answer.loss_difference)
 
 
 def _ranked(
-    records: list[Record], levers: dict[str, list[Any]], first: float | None, best: Record | None, width: int
-) -> Table:
+    records: list[Record], levers: dict[str, list[Any]], first: float | None, best: Record | None, width: int,
+    loss_difference: Callable[[Record], float | None] | None = None,
+) -> Table:  # fmt: skip
     """The fastest runs; a narrow terminal does without the two times of a step, which the report has."""
     times = width >= _WIDE
     table = Table("run")
-    for heading in ("tokens/s", "ratio", "memory", *(("predicted", "measured") if times else ()), "outcome"):
+    more = (*(("loss diff",) if loss_difference else ()), *(("predicted", "measured") if times else ()))
+    for heading in ("tokens/s", "ratio", "memory", "MFU", *more, "outcome"):
         table.add_column(heading, justify="left" if heading == "outcome" else "right", no_wrap=True)
     for record in sorted(latest(records).values(), key=lambda record: -(record.tokens_per_second or 0.0))[:_ROWS]:
         rate, found, predicted = record.tokens_per_second, record.measurement, record.prediction
@@ -147,7 +165,11 @@ def _ranked(
             f"{rate:,.0f}" if rate else "",
             f"{rate / first:.2f}x" if rate and first else "",
             gigabytes(found.bytes) if found else "",
+            (f"{found.mfu:.1%}" if found.mfu is not None else "n/a") if found else "",
         ]
+        if loss_difference:
+            far = loss_difference(record)
+            cells.append((f"{far:.1e}" if far is not None else "n/a") if found else "")
         if times:
             cells.append(f"{predicted.seconds * 1e3:,.1f} ms" if predicted else "")
             cells.append(f"{found.seconds * 1e3:,.1f} ms" if found else "")

@@ -53,6 +53,8 @@ class Proof:
     why: str  # one sentence
     layers: list[Layer] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)  # "float32", "standard", "best"; as far as they go
+    curve: list[float] = field(default_factory=list)  # of the standard model in float32, on the batches of trials
+    no_curve: str = ""  # why there is none
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any] | None, error: str | None = None) -> Proof:
@@ -64,7 +66,8 @@ class Proof:
             for name, *errors in (layer.values() for layer in tree["layers"])
         ]
         losses = {name: list(itertools.takewhile(math.isfinite, curve)) for name, curve in tree["losses"].items()}
-        return cls(tree["verdict"], tree["why"], layers, losses)
+        curve = [loss for loss in tree.get("curve", ()) if math.isfinite(loss)]
+        return cls(tree["verdict"], tree["why"], layers, losses, curve, tree.get("no_curve", ""))
 
 
 UNSTEADY = 0.1  # a reference that drifts further than this is no yardstick
@@ -91,6 +94,8 @@ class Answer:
     elapsed: float = 0.0
     interrupted: bool = False
     own_model: str = ""  # package.module:factory, where it is not Tilewright's
+    float32_losses: list[float] = field(default_factory=list)  # of the standard model in float32, the first few steps
+    no_float32: str = ""  # why there are none
     sentences: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,6 +130,11 @@ class Answer:
         """Speed of the best run over that of the run as given."""
         ran = self.best is not None and self.reference is not None
         return _over(self.best.tokens_per_second, self.reference.tokens_per_second) if ran else None  # type: ignore[union-attr]
+
+    def loss_difference(self, record: Record) -> float | None:
+        """How far its losses are from those of the standard model in float32, at most; None where that is not known."""
+        losses = record.measurement.losses if record.measurement else []
+        return max((abs(a - b) for a, b in zip(losses, self.float32_losses, strict=False)), default=None)
 
     @property
     def drift(self) -> float | None:

@@ -83,11 +83,11 @@ class Jobs:
                 cache.put(name, record)
         self._to_keep.clear()
 
-    def prove(self, point: Point, limit: float) -> Proof:
-        """The run beside the standard float32 model."""
+    def prove(self, point: Point, limit: float, curve: float) -> Proof:
+        """The run beside the standard float32 model, and for so many seconds that one on the batches of trials."""
         self.shown.trial("proof", point, None)
-        began = self.pace.elapsed
-        ended = self._run({**self._job("prove", point), "steps": 8, "seed": self.space.start.seed}, limit, limit)
+        began, job = self.pace.elapsed, self._job("prove", point)
+        ended = self._run({**job, "steps": 8, "seed": self.space.start.seed, "curve": curve}, limit, limit)
         self.pace.note_proof(self.pace.elapsed - began)
         return Proof.from_dict(ended.value, ended.error)
 

@@ -96,6 +96,19 @@ def float32(best: Train) -> Train:
     return with_values(best, _as_they_come() | {"precision": "fp32", "optimizer.name": rule})
 
 
+def in_small_parts(run: Train, whole: int) -> Train:
+    """With a batch of so many sequences, few tokens at a time: what has room for a run has room for float32 then.
+
+    >>> from tilewright.train.config import Model
+    >>> found = in_small_parts(Train(model=Model(sequence=2048)), 6)
+    >>> found.micro_batch, found.global_batch, found.accumulation
+    (2, 6, 0)
+    """
+    most = max(1, TOKENS // run.model.sequence)
+    micro = max(part for part in range(1, min(most, whole) + 1) if whole % part == 0)
+    return dataclasses.replace(run, micro_batch=micro, global_batch=whole, accumulation=0)
+
+
 def standard(best: Train) -> Train:
     """The standard model with the levers that are meant to change numbers as the best run has them.
 

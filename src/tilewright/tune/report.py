@@ -382,12 +382,20 @@ def _trials(answer: Answer) -> str:
             f'<td title="{_escape(OUTCOMES.get(record.outcome, ""))}">{_escape(record.outcome)}</td>',
             _number(record.tokens_per_second if found else None, "{:,.0f}".format),
             _number(_ratio(answer, record), "{:.2f}x".format), _number(found.bytes if found else None, size),
+            _number(found.mfu if found else None, "{:.1%}".format),
+            _number(answer.loss_difference(record) if found else None, "{:.1e}".format),
             _number(expected.seconds if expected else None, milliseconds),
             _number(found.seconds if found else None, milliseconds),
             _words(record.purpose + (", from the cache" if record.cached else "")), _error(record),
         ])  # fmt: skip
-    header = ["#", "Levers", "Outcome", "Tokens/s", "Ratio", "Memory", "Predicted", "Measured", "Purpose", "Error"]
-    note = "Levers are those that are not as given; ★ is the best. A heading sorts."
+    header = [
+        "#", "Levers", "Outcome", "Tokens/s", "Ratio", "Memory", "MFU", "Loss diff", "Predicted", "Measured", "Purpose",
+        "Error",
+    ]  # fmt: skip
+    note = (
+        "Levers are those that are not as given; ★ is the best. A heading sorts. Loss diff is the largest difference "
+    )
+    note += "from the loss of the standard model in float32, in the first steps on the same data."
     return _section("Trials", note, _table(header, rows, sortable=True, kind="trials"))
 
 

@@ -30,6 +30,7 @@ from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.train.configuration import from_dict
 from tilewright.train.signals import Signals
+from tilewright.tune import prove
 from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, first_step, write_best
 from tilewright.tune.choose import CONFIRMATION, best_of, doubted, fastest
 from tilewright.tune.drift import corrected, first_reference
@@ -40,7 +41,7 @@ from tilewright.tune.predict import misfit, predict
 from tilewright.tune.record import Prediction, Record
 from tilewright.tune.search import Search
 from tilewright.tune.settings import Settings, Shown
-from tilewright.tune.space import Point, Space, key
+from tilewright.tune.space import Point, Space, key, with_values
 from tilewright.tune.storage import in_folder
 from tilewright.tune.verdict import at_its_own_size
 
@@ -49,6 +50,7 @@ REFERENCE_EVERY = 5  # the run as given is every fifth of the trials
 HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
 _CONFIRMATIONS = 4  # runs that are repeated before the study leaves it at that
 _PROOFS = 3  # runs that may turn out wrong before the study gives up
+_CURVE = 0.04  # of the time, for a few steps of the standard model in float32
 _OVERRUN = 20.0  # seconds beyond the budget in which the best run is still observed
 _POLL = 0.5  # seconds between two looks at what other workers do
 
@@ -71,7 +73,7 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
             return answer
     space = space_of(facts)
     best = best_of(space, records, facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ()))
-    answer = answered(space, records, best, name=name, **facts)
+    answer = answered(space, records, best, name=name, **facts, **_float32(space, records, notes.get("float32"), None))
     write_best(answer, space, folder)
     return answer
 
@@ -80,6 +82,19 @@ def space_of(facts: dict[str, Any]) -> Space:
     """The space that a study was begun with."""
     levers = {lever: tuple(values) for lever, values in facts["levers"].items()}
     return Space(from_dict(facts["start"]), levers, facts["ceilings"]["device"])
+
+
+def _float32(space: Space, records: Sequence[Record], curve: list[float] | None, proof: Proof | None) -> dict[str, Any]:
+    """What an answer says of the losses of the standard model in float32: of the run as given, where it is that one."""
+    reference = next((each.measurement for each in records if each.purpose == "reference" and each.measurement), None)
+    if space.start.model.dropout > 0:
+        return {"no_float32": "dropout drops something else in every run"}
+    plain = with_values(prove.float32(space.start), {"micro_batch": space.start.micro_batch})
+    if plain == space.start and reference is not None:
+        return {"float32_losses": reference.losses}
+    if curve:
+        return {"float32_losses": curve}
+    return {} if proof is None else {"no_float32": proof.no_curve}
 
 
 class _Study:
@@ -99,6 +114,7 @@ class _Study:
         self.proved: str | None = None  # the key of the run that it is of
         self.work: list[dict[str, Any]] = []  # of a step of it, as `measure.work` has it
         self.wrong: set[str] = set()
+        self.curve: list[float] | None = None  # the losses of the standard model in float32
         self.signals = Signals(at_once=True)
         self.since = REFERENCE_EVERY  # trials since then
 
@@ -110,6 +126,7 @@ class _Study:
         with contextlib.closing(self.ledger):
             self.ledger.note("facts", facts)
             self.wrong.update(self.ledger.noted("wrong") or ())
+            self.curve = self.ledger.noted("float32")
             self.shown.begin({**facts, "name": settings.name, "finished": len(self._read())})
             try:
                 with self.signals:
@@ -264,7 +281,13 @@ class _Study:
             limit = deadline + 2 * first_step(self.records, best) + 60.0 - self.pace.elapsed
             if attempt and limit < 30.0:
                 break
-            proof = self.jobs.prove(best.point, limit)
+            # A part of the same process, for it is only now that nothing better is to be done with the time.
+            known = self.curve or _float32(self.space, self.records, None, None)
+            curve = 0.0 if known else _CURVE * self.pace.budget
+            proof = self.jobs.prove(best.point, limit + 2 * curve, curve)
+            if proof.curve:
+                self.curve = proof.curve
+                self.ledger.note("float32", self.curve)
             self.proof, self.proved = self._at_its_own_size(best, proof), key(best.point)
             if self.proof.verdict != "wrong":
                 return
@@ -328,7 +351,8 @@ class _Study:
             self.space, self.records, best, name=self.settings.name, proof=proof,
             budget=self.settings.budget, elapsed=self.pace.elapsed, interrupted=interrupted,
             discarded={reason: reasons.count(reason) for reason in dict.fromkeys(reasons)},
-            work=self.work if best is not None and key(best.point) == self.proved else [], **facts,
+            work=self.work if best is not None and key(best.point) == self.proved else [],
+            **_float32(self.space, self.records, self.curve, self.proof), **facts,
         )  # fmt: skip
         folder = self.settings.folder
         write_json(folder / "answer.json", {"schema": SCHEMA, "command": "tune", **answer.as_dict()})

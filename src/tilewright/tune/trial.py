@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # torch takes seconds to import: a process without a parent i
 Job = dict[str, Any]
 Say = Callable[[dict[str, Any]], None]
 LOSSES = 20  # of the first steps, for a comparison of curves
+_CURVE = 3  # steps of the standard model in float32, which may be slow ones
+_LONG = 10_000  # steps, before which whatever is to be known is known; a rate that rises does so as in the run itself
 _MEMORY_RAN_OUT = ("out of memory", "allocate memory", "not enough memory", "alloc_failed")  # CUDA, hosts, cuBLAS
 
 
@@ -181,7 +183,7 @@ def measure(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
 
     meter = Meter(job, TAKES if job["profile"] else 0, say)
     try:
-        _train(job, meter.most, say, step=meter.step, profile=meter.profile)
+        _train(job, say, step=meter.step, profile=meter.profile)
     except _Enough as enough:
         return str(enough), dataclasses.asdict(meter.measurement())
     raise RuntimeError(f"the run was asked to end after {meter.steps} steps, before its speed was known.")
@@ -208,7 +210,7 @@ def observe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
             raise _Enough("done")
 
     try:
-        _train({**job, "configuration": run, "profile": False}, job["warm"] + 3, say, step=step)
+        _train({**job, "configuration": run, "profile": False}, say, step=step)
     except _Enough as enough:
         return str(enough), {"work": found}
     finally:
@@ -224,14 +226,14 @@ def _is_compiled() -> bool:
     return bool(torch._dynamo.utils.counters["frames"]["ok"])
 
 
-def _train(job: Job, steps: int, say: Say, **told: Callable[..., None]) -> None:
-    """The run of a job, which whoever is `told` of its steps may end."""
+def _train(job: Job, say: Say, **told: Callable[..., None]) -> None:
+    """The run of a job, which whoever is `told` of its steps ends."""
     say({"event": "alive", "what": "starting"})
     from tilewright.train.configuration import from_dict
     from tilewright.train.loop import Shown, train
 
     with tempfile.TemporaryDirectory(dir=job.get("folder"), ignore_cleanup_errors=True) as folder:
-        config = _short_run(from_dict(job["configuration"]), folder, steps, job["profile"])
+        config = _short_run(from_dict(job["configuration"]), folder, job["profile"])
         _cap_memory(config, job["memory_cap"])
         run: Callable[[Train, Shown], object] = train
         if job["own_model"]:
@@ -249,7 +251,7 @@ def _train(job: Job, steps: int, say: Say, **told: Callable[..., None]) -> None:
         run(config, shown)
 
 
-def _short_run(config: Train, folder: str, steps: int, profile: bool) -> Train:
+def _short_run(config: Train, folder: str, profile: bool) -> Train:
     """The run as it is, but for what it leaves behind, and how it ends.
 
     The learning rate stays once it has risen: its fall is measured by the length of a run, and the losses of two
@@ -257,7 +259,7 @@ def _short_run(config: Train, folder: str, steps: int, profile: bool) -> Train:
     meter before the guard sees it, which would save a checkpoint.
     """
     return dataclasses.replace(
-        config, out=folder, steps=steps, profile=profile,
+        config, out=folder, steps=max(config.steps, _LONG), profile=profile,
         schedule=dataclasses.replace(config.schedule, name="constant"),
         checkpoint=dataclasses.replace(config.checkpoint, every=0, final=False, resume="never"),
         guard=dataclasses.replace(config.guard, nan="stop", spike=0.0),
@@ -286,7 +288,6 @@ class Meter:
     def __init__(self, job: Job, profiled: int, say: Say) -> None:
         self._job, self._say = job, say
         self._skipped = profiled + job["warm"]
-        self.most = self._skipped + job["most"] + 1  # the loop tells of a step when it is in the next
         self._counted: list[Figures] = []
         self._losses: list[float] = []
         self._first = self._began = 0.0
@@ -355,7 +356,40 @@ def _prove(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     say({"event": "alive", "what": "starting"})
     from tilewright.tune.prove import prove
 
-    return "done", dataclasses.asdict(prove(job, say))
+    found = dataclasses.asdict(prove(job, say))
+    if job.get("curve"):
+        try:
+            found["curve"] = curve(job, say)
+        except Exception as caught:  # the proof is one without it
+            traceback.print_exc()
+            _, found["no_curve"] = outcome_of(caught)
+    return "done", found
+
+
+def curve(job: Job, say: Say) -> list[float]:
+    """The first losses of the standard model in float32, on the batches that trials have, as time allows."""
+    from tilewright.train.configuration import from_dict
+    from tilewright.train.loop import batch_sizes
+    from tilewright.tune.prove import float32, in_small_parts
+
+    run = from_dict(job["configuration"])
+    run = float32(run) if job["own_model"] else in_small_parts(float32(run), batch_sizes(run, 1).global_)
+    losses: list[float] = []
+    began = time.monotonic()
+
+    def step(figures: Figures, steps: int) -> None:
+        if figures.loss is None:
+            raise NotFinite(f"the loss of step {figures.step} is not a finite number.")
+        losses.append(figures.loss)
+        if len(losses) == _CURVE or time.monotonic() - began > job["curve"]:
+            raise _Enough("done")
+
+    try:
+        whole = {**job, "configuration": dataclasses.asdict(run), "profile": False, "memory_cap": 0}
+        _train(whole, say, step=step)
+    except _Enough:
+        return losses
+    raise RuntimeError("the run ended before its losses were known.")
 
 
 if __name__ == "__main__":
