@@ -149,7 +149,7 @@ def _backward(
     seed_tensor, seed_value = split_seed(seed, z.device)
     width = z.shape[-1]
     rows = z.numel() // width
-    from tilewright.ops.dropout_add_norm_launch import ADDED, backward_plan
+    from tilewright.ops.dropout_add_norm_launch import backward_plan
 
     plan = backward_plan(
         z.device, width, _op.dtypes(inputs), statistics.dtype, x_dtype, tuple(needs),
@@ -177,7 +177,7 @@ def _backward(
         (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p)),
     )
     if any(needs[4:]):
-        plan.add_partials((-(-width // ADDED[1]), 4), (partials, *parameters), (programs,))
+        plan.add_partials((-(-width // plan.band), 4), (partials, *parameters), (programs,))
     if drowscale is not None and rowscale is not None:
         drowscale = drowscale.sum(0).to(rowscale.dtype).reshape(z.shape[:-1])
     return [dx, dsecond, dresidual, drowscale, *parameters]

@@ -12,7 +12,6 @@ from tilewright.ops import dropout_add_norm_kernels as kernels
 
 _WIDEST_ROW = 16384  # columns that one program of forward holds in registers
 _WIDEST_TILE = 8192  # and one of backward
-ADDED = 256, 16  # partial sums and columns that a program adds up at a time
 
 
 def _power_of_two(n: int) -> int:
@@ -66,6 +65,7 @@ class BackwardPlan(NamedTuple):
     """The kernels of backward for one width, and how many programs, rows and slices they take."""
 
     programs: int  # at the most
+    band: int  # columns of partial sums that a program adds up
     rows: int
     slices: int
     row_sums: _op.Launch | None
@@ -113,13 +113,15 @@ def backward_plan(
         programs = 4 * programs // slices
     while stages > 1 and (stages - 1) * rows * block * chunks * loaded + 2048 > _op.shared_memory(device):
         stages -= 1
+    added = (256, 16) if width <= 2048 else (32, 64)  # partial sums at a time, and columns: few would be few programs
     double = compute == torch.float64
     constants = (width, rows, block, chunks, slices == 2, stages, rms, zero_centered, dropout, double)
     return BackwardPlan(
         max(1, programs),
+        added[1],
         rows,
         slices,
         _op.Launch(kernels.row_sums, device, (width, 4096, rms, zero_centered, double), 8) if slices > 2 else None,
         _op.Launch(kernels.backward, device, constants, warps),
-        _op.Launch(kernels.add_partials, device, (width, *ADDED), 4),
+        _op.Launch(kernels.add_partials, device, (width, *added), 4),
     )
