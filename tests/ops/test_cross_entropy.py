@@ -425,21 +425,42 @@ def test_what_is_not_a_number_or_no_class_stays_in_its_row(in_registers):
 
 
 @on_hopper
-def test_rows_that_are_apart_and_those_that_another_kernel_takes(in_registers):
-    """A row of a classifier's logits may begin at any multiple of 16 bytes; others are not for bulk copies."""
-    for classes, dtype, fits in (
-        (50304, torch.bfloat16, True),
-        (50304, torch.float16, False),
-        (50301, torch.bfloat16, False),
+def test_rows_that_are_apart_and_those_that_another_kernel_takes():
+    """Rows begin at multiples of 16 bytes, as those of a classifier's logits do; others are not for bulk copies."""
+    targets = torch.randint(50304, (300,), device=DEVICE)
+
+    def started(logits):
+        loss = torch.zeros(300, device=DEVICE)
+        took = cross_entropy_hopper.start(logits, targets, None, loss, None, logits, -100, 0.0)
+        return loss if took else None
+
+    whole = torch.randn(300, 50400, device=DEVICE, dtype=torch.bfloat16)
+    apart, kept = whole[:, 8:50312], whole.clone()
+    expected, gradient = truth(apart, targets, {"reduction": "none"})
+    assert_near_truth([started(apart), apart], [expected, gradient], reduced=50304)
+    assert torch.equal(whole[:, :8], kept[:, :8]) and torch.equal(whole[:, 50312:], kept[:, 50312:])
+    for others in (
+        whole[:, 4:50308],
+        whole[:, :50300],
+        whole[:, :20472],
+        whole.half()[:, :50304],
+        whole[:, :50304].float(),
     ):
-        in_registers.clear()
-        x, weight = (torch.randn(n, 64, device=DEVICE, dtype=dtype, requires_grad=True) for n in (512, classes))
-        targets = torch.randint(classes, (512,), device=DEVICE)
+        assert started(others) is None
+    assert started(torch.empty(300, 50401, device=DEVICE, dtype=torch.bfloat16)[:, :50304]) is None
+    assert started(torch.empty(300, 65544, device=DEVICE, dtype=torch.bfloat16)) is None
+
+
+@on_hopper
+def test_a_classifiers_rows_stay_in_registers_too(in_registers):
+    x, weight = (torch.randn(size, 768, device=DEVICE, requires_grad=True) for size in (4096, 50312))
+    targets = torch.randint(50312, (4096,), device=DEVICE)
+    with torch.autocast("cuda", torch.bfloat16):
         loss = linear_cross_entropy(x, weight, targets)
-        loss.backward()
-        plain = torch.nn.functional.cross_entropy(x.detach().double() @ weight.detach().double().t(), targets)
-        assert loss.item() == pytest.approx(plain.item(), rel=2e-3)
-        assert all(taken is fits for taken in in_registers)
+    loss.backward()
+    assert in_registers and all(in_registers)
+    logits = x.detach().bfloat16().double() @ weight.detach().bfloat16().double().t()
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=2e-3)
 
 
 def test_how_rows_are_cut():
