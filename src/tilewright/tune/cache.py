@@ -52,8 +52,8 @@ def key(configuration: Mapping[str, Any], machine: Mapping[str, Any], versions: 
         "versions": {name: found.get(name) for name in VERSIONS},
     }
     if str(found.get("commit")).endswith("+"):  # somebody is at work on the sources
-        sources = Path(tilewright.__file__).parent.rglob("*.py")
-        what["changed"] = max(path.stat().st_mtime_ns for path in sources)
+        sources = Path(tilewright.__file__).parent.rglob("*")
+        what["changed"] = max(path.stat().st_mtime_ns for path in sources if path.suffix in (".py", ".cu", ".cuh"))
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
