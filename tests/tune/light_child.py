@@ -350,7 +350,13 @@ def probe(job):
 
 def prove(job):
     losses = {name: [5.0, 4.0] for name in ("float32", "standard", "best")}
-    result("done", value={"verdict": "same within rounding", "why": "It is light.", "layers": [], "losses": losses})
+    value = {"verdict": "same within rounding", "why": "It is light.", "layers": [], "losses": losses}
+    if job.get("curve"):
+        say({"event": "proof", "value": value})
+        if deed := job.get("light", {}).get("curve"):
+            DEEDS[deed](job)
+        value["curve"] = [5.0, 2.5, 1.5]
+    result("done", value=value)
 
 
 def observe(job):

@@ -51,11 +51,18 @@ def test_the_table_has_mfu_and_how_far_losses_are_from_float32(capsys, tmp_path,
     measured = dataclasses.replace(GIVEN.measurement, mfu=0.413, losses=[5.0, 4.5, 4.25])
     given = dataclasses.replace(GIVEN, measurement=measured)
     other = dataclasses.replace(OTHER, measurement=dataclasses.replace(measured, losses=[5.0, 4.51], mfu=0.5))
-    known = dataclasses.replace(ALONE, records=[given, other, FAILED], float32_losses=[5.0, 4.5, 4.0])
+    failed = dataclasses.replace(FAILED, point={"x": 3})
+    known = dataclasses.replace(ALONE, records=[given, other, failed], float32_losses=[5.0, 4.5, 4.0])
     assert known.loss_difference(given) == 0.25 and known.loss_difference(FAILED) is None
     words = shown(known, capsys, tmp_path)
     assert all(word in words for word in ("MFU", "loss diff", "41.3%", "50.0%", "2.5e-01", "1.0e-02"))
     assert "standard model in float32, 5.000 to 4.000 in 3 steps" in words and "n/a" not in words
+    assert known.about_losses in page(known)
+    monkeypatch.setenv(
+        "COLUMNS", "80"
+    )  # as where there is no terminal: the outcome is beside the run, nothing is cut off
+    words = shown(known, capsys, tmp_path)
+    assert all(word in words for word in ("as given", "x 3: error", "41.3%", "1.0e-02")) and "…" not in words
 
 
 @pytest.mark.parametrize(

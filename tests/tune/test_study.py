@@ -20,7 +20,7 @@ from tilewright.tune import cache, jobs, pace, study
 from tilewright.tune.answer import Answer
 from tilewright.tune.choose import CONFIRMATION
 from tilewright.tune.jobs import probe
-from tilewright.tune.record import Record
+from tilewright.tune.record import Measurement, Record
 from tilewright.tune.report import page
 from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.space import key, open_space
@@ -215,7 +215,7 @@ def test_a_proof_that_cannot_run_recommends_nothing(tmp_path, monkeypatch):
     real = jobs.run_child
 
     def no_proof(job, *arguments, **options):
-        ended = real(job, *arguments, **options)
+        ended = real({**job, "curve": 0.0}, *arguments, **options)
         return dataclasses.replace(ended, value=None, error="out of memory") if job["kind"] == "prove" else ended
 
     monkeypatch.setattr(jobs, "run_child", no_proof)
@@ -675,3 +675,64 @@ def test_everything_of_a_record_goes_through_json(tmp_path):
         assert Record.from_dict(json.loads(json.dumps(record.as_dict()))) == record
     assert from_dict(json.loads(json.dumps(answer.start))) == settings(tmp_path / "x").space.start
     assert cache.key({}, {}) == cache.key({}, {})
+
+
+def told(monkeypatch):
+    """The jobs of a study's children, as they come."""
+    heard, real = [], jobs.run_child
+    monkeypatch.setattr(jobs, "run_child", lambda job, *rest, **more: heard.append(job) or real(job, *rest, **more))
+    return heard
+
+
+def test_losses_are_compared_with_those_of_float32_which_are_asked_for_once(tmp_path, monkeypatch):
+    heard, given = told(monkeypatch), settings(tmp_path / "study", budget=10.0)
+    answer = run(given)
+    asked = [job for job in heard if job.get("curve")]
+    assert len(asked) == 1 and asked[0]["start"] == dataclasses.asdict(given.space.start)
+    assert answer.float32_losses == [5.0, 2.5, 1.5]
+    losses = answer.best.measurement.losses
+    expected = max(abs(a - b) for a, b in zip(losses, answer.float32_losses, strict=False))
+    assert answer.loss_difference(answer.best) == expected
+    (tmp_path / "study/answer.json").unlink()
+    assert reread(tmp_path / "study", "study").float32_losses == answer.float32_losses
+    heard.clear()
+    more = run(dataclasses.replace(given, resume=True, budget=2.0))
+    assert more.float32_losses == answer.float32_losses and not any(job.get("curve") for job in heard)
+
+
+def test_a_proof_outlives_what_comes_after_it(tmp_path, monkeypatch):
+    heard = told(monkeypatch)
+    answer = run(settings(tmp_path / "study", {**RULE, "curve": "segfault"}, budget=10.0))
+    assert answer.proof.verdict == "same within rounding" and answer.recommended
+    assert answer.no_float32.startswith("the standard model in float32 did not run: Its process was killed by SIGSEGV")
+    assert answer.no_float32.rstrip(".") in answer.about_losses
+    assert sum(bool(job.get("curve")) for job in heard) == 1
+
+    def interrupted(job, limits, hear=None, command=None):
+        if not job.get("curve"):
+            return real(job, limits, hear or (lambda event: None), command)
+        losses = {name: [5.0] for name in ("float32", "standard", "best")}
+        hear({"event": "proof", "value": {"verdict": "bit-identical", "why": "", "layers": [], "losses": losses}})
+        raise KeyboardInterrupt
+
+    real = jobs.run_child
+    monkeypatch.setattr(jobs, "run_child", interrupted)
+    answer = run(settings(tmp_path / "other", budget=10.0))
+    assert answer.interrupted and answer.proof.verdict == "bit-identical" and answer.recommended
+
+
+def test_whose_losses_are_compared_with_float32s(tmp_path):
+    plain = open_space(read(None, ["global_batch=2"]), device="cpu")
+    given = light_record(plain)
+    assert study._float32(plain, [given], "", None) == {"float32_losses": given.measurement.losses}
+    halves = open_space(read(None, ["global_batch=2", "precision=bf16"]), device="cpu")
+    noted = {"float32_losses": [1.0]}
+    assert study._float32(halves, [given], "", None) == {} and study._float32(halves, [given], "", noted) == noted
+    dropping = open_space(read(None, ["global_batch=2", "model.dropout=0.1"]), device="cpu")
+    for space, own, word in ((dropping, "", "dropout"), (plain, "package:factory", "of your own")):
+        assert word in study._float32(space, [given], own, noted)["no_float32"]
+
+
+def light_record(space):
+    measured = Measurement(10, [0.1] * 5, 0.1, 0.0, [3.0, 2.0], 1)
+    return Record(space.origin, "reference", "done", measurement=measured)

@@ -235,17 +235,26 @@ def test_with_a_proof_come_the_first_losses_of_float32(monkeypatch):
     from tilewright.tune import prove
 
     monkeypatch.setattr(prove, "prove", lambda job, say: Proof("bit-identical", "all bits are equal."))
-    best = dataclasses.replace(RUN, precision="bf16", model=dataclasses.replace(RUN.model, gpt_block="optimized"))
-    result, _ = done(kind="prove", configuration=dataclasses.asdict(best), curve=60.0)
+    start = dataclasses.replace(RUN, precision="bf16", model=dataclasses.replace(RUN.model, gpt_block="optimized"))
+    sgd = dataclasses.replace(RUN, optimizer=dataclasses.replace(RUN.optimizer, name="sgd"))  # a best of another rule
+    job = {"kind": "prove", "configuration": dataclasses.asdict(sgd), "start": dataclasses.asdict(start)}
+    result, said = done(**job, curve=60.0)
     plain = measured(configuration=dataclasses.asdict(dataclasses.replace(RUN, precision="fp32"))).losses
     assert result["value"]["curve"] == pytest.approx(plain[:3], rel=1e-6)
+    (early,) = [event["value"] for event in said if event["event"] == "proof"]
+    assert early["verdict"] == "bit-identical"
 
-    result, _ = done(kind="prove", curve=1e-9)  # as time allows, and one at least
+    result, _ = done(**job, curve=1e-9)  # as time allows, and one at least
     assert result["value"]["curve"] == pytest.approx(plain[:1], rel=1e-6)
 
     monkeypatch.setattr(prove, "float32", lambda run: 1 / 0)
-    result, _ = done(kind="prove", curve=60.0)
+    result, _ = done(**job, curve=60.0)
     assert result["value"]["verdict"] == "bit-identical" and "division by zero" in result["value"]["no_curve"]
+
+
+def test_the_learning_rate_rises_as_in_the_run_itself():
+    short = dataclasses.replace(RUN, steps=5, schedule=dataclasses.replace(RUN.schedule, warmup=2000))
+    assert trial._short_run(short, "folder", False).schedule.warmup == 5
 
 
 def test_an_exception_is_one_sentence():

@@ -109,16 +109,7 @@ def show(answer: Answer, folder: Path) -> None:
 
 
 def _notes(answer: Answer) -> list[str]:
-    notes = []
-    if answer.float32_losses:
-        first, last = answer.float32_losses[0], answer.float32_losses[-1]
-        notes.append(
-            f"Loss diff: the largest difference from the loss of the standard model in float32, {first:.3f} to "
-            f"{last:.3f} in {len(answer.float32_losses)} steps from the same weights on the same data."
-        )
-    else:
-        why = answer.no_float32 or "the proof, which trains the standard model in float32, did not run"
-        notes.append(f"Loss diff is n/a: {why.rstrip('.')}.")
+    notes = [answer.about_losses]
     if any(record.measurement and record.measurement.mfu is None for record in answer.records):
         notes.append(
             "MFU is n/a: how many FLOPs a step of a model of your own takes is not known."
@@ -152,16 +143,20 @@ def _ranked(
     records: list[Record], levers: dict[str, list[Any]], first: float | None, best: Record | None, width: int,
     loss_difference: Callable[[Record], float | None] | None = None,
 ) -> Table:  # fmt: skip
-    """The fastest runs; a narrow terminal does without the two times of a step, which the report has."""
-    times = width >= _WIDE
+    """The fastest runs; in a narrow terminal without the times of a step, and the outcome is beside the run."""
+    wide = width >= _WIDE
     table = Table("run")
-    more = (*(("loss diff",) if loss_difference else ()), *(("predicted", "measured") if times else ()))
-    for heading in ("tokens/s", "ratio", "memory", "MFU", *more, "outcome"):
+    more = (*(("loss diff",) if loss_difference else ()), *(("predicted", "measured", "outcome") if wide else ()))
+    for heading in ("tokens/s", "ratio", "memory", "MFU", *more):
         table.add_column(heading, justify="left" if heading == "outcome" else "right", no_wrap=True)
     for record in sorted(latest(records).values(), key=lambda record: -(record.tokens_per_second or 0.0))[:_ROWS]:
         rate, found, predicted = record.tokens_per_second, record.measurement, record.prediction
+        outcome = Text(record.outcome + (", kept" if record.cached else ""), style=_SHOWN.get(record.outcome, "red"))
+        run = Text(label({name: value for name, value in record.point.items() if value != levers[name][0]}))
+        if not wide and outcome.plain != "done":
+            run = Text.assemble(run, ": ", outcome)
         cells: list[str | Text] = [
-            Text(label({name: value for name, value in record.point.items() if value != levers[name][0]})),
+            run,
             f"{rate:,.0f}" if rate else "",
             f"{rate / first:.2f}x" if rate and first else "",
             gigabytes(found.bytes) if found else "",
@@ -170,12 +165,11 @@ def _ranked(
         if loss_difference:
             far = loss_difference(record)
             cells.append((f"{far:.1e}" if far is not None else "n/a") if found else "")
-        if times:
+        if wide:
             cells.append(f"{predicted.seconds * 1e3:,.1f} ms" if predicted else "")
-            cells.append(f"{found.seconds * 1e3:,.1f} ms" if found else "")
-        outcome = Text(record.outcome + (", kept" if record.cached else ""), style=_SHOWN.get(record.outcome, "red"))
+            cells += [f"{found.seconds * 1e3:,.1f} ms" if found else "", outcome]
         chosen = best is not None and record.point == best.point
-        table.add_row(*cells, outcome, style="bold" if chosen else None)
+        table.add_row(*cells, style="bold" if chosen else None)
     return table
 
 

@@ -137,6 +137,20 @@ class Answer:
         return max((abs(a - b) for a, b in zip(losses, self.float32_losses, strict=False)), default=None)
 
     @property
+    def about_losses(self) -> str:
+        """What `loss_difference` is, or why there is none: one sentence."""
+        losses = self.float32_losses
+        if losses:
+            steps = f"{len(losses)} steps" if len(losses) > 1 else "the first step"
+            return (
+                "Loss diff: the largest difference from the loss of the standard model in float32, "
+                f"{losses[0]:.3f} to {losses[-1]:.3f} in {steps} from the same weights on the same data."
+            )
+        without = "the standard model in float32 was not trained on the batches of the trials"
+        not_yet = "the proof, which trains the standard model in float32, did not run"
+        return f"Loss diff is n/a: {(self.no_float32 or (without if self.proof else not_yet)).rstrip('.')}."
+
+    @property
     def drift(self) -> float | None:
         """How far the speed of the run as given has been from its first, at most; None where it ran once."""
         ran = [record.drift for record in self.records if record.purpose == "reference" and record.measurement]

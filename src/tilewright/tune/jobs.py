@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilewright.errors import UserError
@@ -83,12 +83,33 @@ class Jobs:
                 cache.put(name, record)
         self._to_keep.clear()
 
-    def prove(self, point: Point, limit: float, curve: float) -> Proof:
-        """The run beside the standard float32 model, and for so many seconds that one on the batches of trials."""
+    def prove(self, point: Point, limit: float, curve: float, told: Callable[[Proof], None]) -> Proof:
+        """The run beside the standard float32 model; then that one alone, on the batches of trials.
+
+        Args:
+            point: the run.
+            limit: seconds for all of it.
+            curve: seconds for the latter, where there are any.
+            told: is told of the proof before that.
+        """
         self.shown.trial("proof", point, None)
-        began, job = self.pace.elapsed, self._job("prove", point)
-        ended = self._run({**job, "steps": 8, "seed": self.space.start.seed, "curve": curve}, limit, limit)
-        self.pace.note_proof(self.pace.elapsed - began)
+        began, start, proofs = self.pace.elapsed, self.space.start, list[dict[str, Any]]()
+
+        def hear(event: dict[str, Any]) -> None:
+            if event["event"] != "proof":
+                return self.shown.event(event)
+            self.pace.note_proof(self.pace.elapsed - began)
+            proofs.append(event["value"])
+            told(Proof.from_dict(event["value"]))
+
+        more = {"steps": 8, "seed": start.seed, "curve": curve, "start": dataclasses.asdict(start)}
+        ended = self._run({**self._job("prove", point), **more}, limit, limit, hear)
+        if proofs and ended.value is None:
+            return Proof.from_dict(
+                {**proofs[0], "no_curve": f"the standard model in float32 did not run: {ended.error}"}
+            )
+        if not proofs:
+            self.pace.note_proof(self.pace.elapsed - began)
         return Proof.from_dict(ended.value, ended.error)
 
     def observe(self, point: Point, limit: float) -> list[dict[str, Any]]:
@@ -106,8 +127,10 @@ class Jobs:
             "own_model": settings.own_model, "path": list(settings.path),
         }  # fmt: skip
 
-    def _run(self, job: dict[str, Any], seconds: float, silence: float) -> Ended:
-        return run_child(job, Limits(seconds, silence), self.shown.event, self.settings.command)
+    def _run(
+        self, job: dict[str, Any], seconds: float, silence: float, hear: Callable[[dict[str, Any]], None] | None = None
+    ) -> Ended:
+        return run_child(job, Limits(seconds, silence), hear or self.shown.event, self.settings.command)
 
     def _explained(self, prediction: Prediction | None, measured: Measurement | None) -> list[Any]:
         return explain(prediction, measured, self.space.device) if prediction and measured else []

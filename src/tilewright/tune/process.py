@@ -225,6 +225,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
     sound = {
         "alive": lambda: isinstance(found.get("what", ""), str),
         "step": lambda: type(found.get("step")) is int and all(_number(found.get(of)) for of in ("seconds", "loss")),
+        "proof": lambda: isinstance(found.get("value"), dict),
         "result": lambda: True,
     }
     kind = found.get("event")

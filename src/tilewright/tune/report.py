@@ -392,10 +392,7 @@ def _trials(answer: Answer) -> str:
         "#", "Levers", "Outcome", "Tokens/s", "Ratio", "Memory", "MFU", "Loss diff", "Predicted", "Measured", "Purpose",
         "Error",
     ]  # fmt: skip
-    note = (
-        "Levers are those that are not as given; ★ is the best. A heading sorts. Loss diff is the largest difference "
-    )
-    note += "from the loss of the standard model in float32, in the first steps on the same data."
+    note = f"Levers are those that are not as given; ★ is the best. A heading sorts. {answer.about_losses}"
     return _section("Trials", note, _table(header, rows, sortable=True, kind="trials"))
 
 

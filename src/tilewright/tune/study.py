@@ -73,7 +73,9 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
             return answer
     space = space_of(facts)
     best = best_of(space, records, facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ()))
-    answer = answered(space, records, best, name=name, **facts, **_float32(space, records, notes.get("float32"), None))
+    answer = answered(
+        space, records, best, name=name, **facts, **_float32(space, records, facts["own_model"], notes.get("float32"))
+    )
     write_best(answer, space, folder)
     return answer
 
@@ -84,17 +86,20 @@ def space_of(facts: dict[str, Any]) -> Space:
     return Space(from_dict(facts["start"]), levers, facts["ceilings"]["device"])
 
 
-def _float32(space: Space, records: Sequence[Record], curve: list[float] | None, proof: Proof | None) -> dict[str, Any]:
-    """What an answer says of the losses of the standard model in float32: of the run as given, where it is that one."""
-    reference = next((each.measurement for each in records if each.purpose == "reference" and each.measurement), None)
+def _float32(space: Space, records: Sequence[Record], own_model: str, noted: Any) -> dict[str, Any]:
+    """The losses of the standard model in float32, or why there are none, as an answer has them; nothing: not yet.
+
+    They are those of the run as given, where it is that model, and else what a proof has brought.
+    """
+    if own_model:
+        return {"no_float32": "whether a model of your own draws random numbers is not known"}
     if space.start.model.dropout > 0:
         return {"no_float32": "dropout drops something else in every run"}
+    reference = next((each.measurement for each in records if each.purpose == "reference" and each.measurement), None)
     plain = with_values(prove.float32(space.start), {"micro_batch": space.start.micro_batch})
     if plain == space.start and reference is not None:
         return {"float32_losses": reference.losses}
-    if curve:
-        return {"float32_losses": curve}
-    return {} if proof is None else {"no_float32": proof.no_curve}
+    return noted if isinstance(noted, dict) else {}
 
 
 class _Study:
@@ -114,7 +119,7 @@ class _Study:
         self.proved: str | None = None  # the key of the run that it is of
         self.work: list[dict[str, Any]] = []  # of a step of it, as `measure.work` has it
         self.wrong: set[str] = set()
-        self.curve: list[float] | None = None  # the losses of the standard model in float32
+        self.noted: Any = None  # of the losses of the standard model in float32
         self.signals = Signals(at_once=True)
         self.since = REFERENCE_EVERY  # trials since then
 
@@ -126,7 +131,6 @@ class _Study:
         with contextlib.closing(self.ledger):
             self.ledger.note("facts", facts)
             self.wrong.update(self.ledger.noted("wrong") or ())
-            self.curve = self.ledger.noted("float32")
             self.shown.begin({**facts, "name": settings.name, "finished": len(self._read())})
             try:
                 with self.signals:
@@ -281,14 +285,18 @@ class _Study:
             limit = deadline + 2 * first_step(self.records, best) + 60.0 - self.pace.elapsed
             if attempt and limit < 30.0:
                 break
-            # A part of the same process, for it is only now that nothing better is to be done with the time.
-            known = self.curve or _float32(self.space, self.records, None, None)
-            curve = 0.0 if known else _CURVE * self.pace.budget
-            proof = self.jobs.prove(best.point, limit + 2 * curve, curve)
-            if proof.curve:
-                self.curve = proof.curve
-                self.ledger.note("float32", self.curve)
-            self.proof, self.proved = self._at_its_own_size(best, proof), key(best.point)
+            # In the same process, and only now: there is nothing better to be done with the time.
+            curve = 0.0 if self._float32() else _CURVE * self.pace.budget
+
+            def told(proof: Proof, best: Record = best) -> None:
+                self.proof, self.proved = self._at_its_own_size(best, proof), key(best.point)
+
+            proof = self.jobs.prove(best.point, limit, curve, told)
+            told(proof)
+            assert self.proof is not None
+            if proof.curve or proof.no_curve:
+                found: dict[str, Any] = {"float32_losses": proof.curve}
+                self.ledger.note("float32", found if proof.curve else {"no_float32": proof.no_curve})
             if self.proof.verdict != "wrong":
                 return
             self.shown.say(f"{self.space.label(best.point)} is wrong and not recommended: {self.proof.why}")
@@ -297,6 +305,11 @@ class _Study:
             self.wrong |= {key(r.point) for r in self.records if self._at_its_own_size(r, proof) is not proof}
             self.proof = Proof("not proven", "the runs that were faster were wrong, and this one was not looked at.")
             self.ledger.note("wrong", sorted(self.wrong))
+
+    def _float32(self) -> dict[str, Any]:
+        with contextlib.suppress(StorageLost):
+            self.noted = self.ledger.noted("float32") or self.noted
+        return _float32(self.space, self.records, self.settings.own_model, self.noted)
 
     def _observe(self) -> None:
         """See what each kernel of the best run has to do, for the report; it may overrun the budget by a little."""
@@ -352,7 +365,7 @@ class _Study:
             budget=self.settings.budget, elapsed=self.pace.elapsed, interrupted=interrupted,
             discarded={reason: reasons.count(reason) for reason in dict.fromkeys(reasons)},
             work=self.work if best is not None and key(best.point) == self.proved else [],
-            **_float32(self.space, self.records, self.curve, self.proof), **facts,
+            **self._float32(), **facts,
         )  # fmt: skip
         folder = self.settings.folder
         write_json(folder / "answer.json", {"schema": SCHEMA, "command": "tune", **answer.as_dict()})

@@ -6,6 +6,7 @@ writes one JSON object a line to standard output:
 
     {"event": "alive", "what": "compiling"}                                     something that takes a while begins
     {"event": "step", "step": 3, "seconds": 0.1, "loss": 5.2}
+    {"event": "proof", "value": {...}}                                          where there is more to come
     {"event": "result", "outcome": "done", "error": null, "value": {...}}       the last one
 
 It ends when its standard input does: whoever started it is gone then.
@@ -42,7 +43,7 @@ Job = dict[str, Any]
 Say = Callable[[dict[str, Any]], None]
 LOSSES = 20  # of the first steps, for a comparison of curves
 _CURVE = 3  # steps of the standard model in float32, which may be slow ones
-_LONG = 10_000  # steps, before which whatever is to be known is known; a rate that rises does so as in the run itself
+_LONG = 10_000  # steps, before which whatever is to be known is known
 _MEMORY_RAN_OUT = ("out of memory", "allocate memory", "not enough memory", "alloc_failed")  # CUDA, hosts, cuBLAS
 
 
@@ -254,13 +255,14 @@ def _train(job: Job, say: Say, **told: Callable[..., None]) -> None:
 def _short_run(config: Train, folder: str, profile: bool) -> Train:
     """The run as it is, but for what it leaves behind, and how it ends.
 
-    The learning rate stays once it has risen: its fall is measured by the length of a run, and the losses of two
-    trials, or of a trial and the run itself, would not be comparable. A step whose loss is no number is noticed by the
-    meter before the guard sees it, which would save a checkpoint.
+    The learning rate rises as in the run itself, and then stays: its fall is measured by the length of a run, and the
+    losses of two trials, or of a trial and the run itself, would not be comparable. A step whose loss is no number is
+    noticed by the meter before the guard sees it, which would save a checkpoint.
     """
+    warmup = min(config.schedule.warmup, config.steps)
     return dataclasses.replace(
         config, out=folder, steps=max(config.steps, _LONG), profile=profile,
-        schedule=dataclasses.replace(config.schedule, name="constant"),
+        schedule=dataclasses.replace(config.schedule, name="constant", warmup=warmup),
         checkpoint=dataclasses.replace(config.checkpoint, every=0, final=False, resume="never"),
         guard=dataclasses.replace(config.guard, nan="stop", spike=0.0),
         log=dataclasses.replace(config.log, every=1, tensorboard=False),
@@ -358,11 +360,12 @@ def _prove(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
 
     found = dataclasses.asdict(prove(job, say))
     if job.get("curve"):
+        say({"event": "proof", "value": found})  # whatever comes of the rest, it is one without that
         try:
             found["curve"] = curve(job, say)
-        except Exception as caught:  # the proof is one without it
+        except Exception as caught:
             traceback.print_exc()
-            _, found["no_curve"] = outcome_of(caught)
+            found["no_curve"] = f"the standard model in float32 did not run: {outcome_of(caught)[1]}"
     return "done", found
 
 
@@ -372,8 +375,8 @@ def curve(job: Job, say: Say) -> list[float]:
     from tilewright.train.loop import batch_sizes
     from tilewright.tune.prove import float32, in_small_parts
 
-    run = from_dict(job["configuration"])
-    run = float32(run) if job["own_model"] else in_small_parts(float32(run), batch_sizes(run, 1).global_)
+    run = from_dict(job["start"])
+    run = in_small_parts(float32(run), batch_sizes(run, 1).global_)
     losses: list[float] = []
     began = time.monotonic()
 
