@@ -1,4 +1,5 @@
 // What kernels for Hopper (sm_90a) have in common.
+#pragma once
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

@@ -1,0 +1,123 @@
+// Tiles of a product on Hopper (sm_90a): how they are loaded, multiplied and stored, and where a group's results lie.
+//
+// Results go to shared memory in the order that the tensor cores leave them, by stmatrix, some columns at a time, and
+// from there by one bulk copy, as slopes come in. Rows of 128 bytes are swizzled: 16 bytes c of row r are where
+// c ^ (r % 8) would be, so that neither side meets a bank twice.
+#pragma once
+#include "hopper.cuh"
+
+struct alignas(64) Map { char bytes[128]; };  // CUtensorMap
+
+// SHARED_BYTES, PAIR_ROWS and COLUMNS are the host's: of a block, and of the tiles of two neighbours.
+constexpr int ROWS = PAIR_ROWS / 2, INNER = 64;  // of a tile, and of what a stage holds of the inner dimension
+constexpr int STAGES = 4, CHUNK = 64, CHUNKS = COLUMNS / CHUNK;
+constexpr int NARROW = CHUNK / 2;  // columns at a time where two tensors are stored
+constexpr int LEFT = ROWS * INNER * 2, RIGHT = COLUMNS * INNER * 2, STAGE = LEFT + RIGHT;  // bytes
+constexpr int BUFFER = ROWS * CHUNK * 2, BUFFERS = 2;
+constexpr int AT_BUFFERS = STAGES * STAGE, AT_SUMS = AT_BUFFERS + 2 * BUFFERS * BUFFER;
+constexpr int AT_BARRIERS = AT_SUMS + 2 * 4 * CHUNK * 4;
+static_assert(AT_BARRIERS + 8 * (2 * STAGES + 2 * BUFFERS) == SHARED_BYTES, "what the host gives");
+constexpr int AT_COLUMN_SUMS = AT_BUFFERS + 2 * BUFFER;  // of PARTS, whose groups need half as much
+constexpr int FULL = 0, EMPTY = STAGES, LOADED = 2 * STAGES;  // barriers: of the stages, and of each group's buffers
+
+__device__ __forceinline__ void arrive(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank) : "memory");
+}
+__device__ __forceinline__ void load(u32 to, const Map* map, u32 barrier, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
+}
+__device__ __forceinline__ void load_for_both(u32 to, const Map* map, u32 barrier, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "h"((short)3) : "memory");
+}
+__device__ __forceinline__ void store(const Map* map, u32 from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+               "r"(column), "r"(row) : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void synchronise(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void announce(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void synchronise_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where a matrix in shared memory begins, and how its groups of 8 rows of 128 swizzled bytes follow each other. Along the
+// contiguous dimension the next 64 elements are `leading` bytes on, where there are more.
+__device__ __forceinline__ u64 describe(u32 at, u32 leading) {
+  return (u64)((at & 0x3FFFF) >> 4) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+#define R4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define R16(x, i) R4(x, i), R4(x, i + 4), R4(x, i + 8), R4(x, i + 12)
+
+// sum += left right, 64 x 192 x 16. In memory rows of `left` and columns of `right` follow the inner dimension; where
+// LEFT_ACROSS or RIGHT_ACROSS is 1, it is the other way round.
+template <int LEFT_ACROSS, int RIGHT_ACROSS>
+__device__ __forceinline__ void multiply(float (&sum)[96], u64 left, u64 right, int keep) {
+  asm volatile(
+      "{\n.reg .pred keep;\nsetp.ne.b32 keep, %98, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+      "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, "
+      "%68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, "
+      "%90, %91, %92, %93, %94, %95}, %96, %97, keep, 1, 1, %99, %100;\n}"
+      : R16(sum, 0), R16(sum, 16), R16(sum, 32), R16(sum, 48), R16(sum, 64), R16(sum, 80)
+      : "l"(left), "l"(right), "r"(keep), "n"(LEFT_ACROSS), "n"(RIGHT_ACROSS));
+}
+
+// Four matrices of 8 x 8, to shared memory and from there: by their rows, or by their columns.
+#define MATRICES(put, get, how)                                                                                      \
+  __device__ __forceinline__ void put(u32 at, const u32 (&x)[4]) {                                                   \
+    asm volatile("stmatrix.sync.aligned.m8n8.x4" how ".shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]),      \
+                 "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");                                                        \
+  }                                                                                                                  \
+  __device__ __forceinline__ void get(u32 at, u32 (&x)[4]) {                                                         \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0, %1, %2, %3}, [%4];"                           \
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");                             \
+  }
+MATRICES(put, get, "")
+MATRICES(put_transposed, get_transposed, ".trans")
+
+struct Place {
+  int row, column, thread, group;  // of the tile; in the group; which group
+  u32 buffers, sums, loaded;       // of the group
+  u32 line;                        // where a thread's part of 16 rows and 16 columns lies in a buffer
+};
+
+__device__ __forceinline__ u32 line(int thread) {
+  int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+  return row * 128 + (lane / 16 ^ row % 8) * 16;
+}
+__device__ __forceinline__ u32 where(const Place& at, int buffer, int half, int pair) {
+  return at.buffers + buffer * BUFFER + half * (BUFFER / 2) + (at.line ^ pair * 32);
+}
+// The same where rows are of 64 bytes: 16 bytes c of row r are where c ^ (r / 2 % 4) would be, and a buffer is half as long.
+__device__ __forceinline__ u32 narrow_line(int thread) {
+  int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+  return row * 64 + (lane / 16 ^ row / 2 % 4) * 16;
+}
+__device__ __forceinline__ u32 narrow_where(const Place& at, u32 line, int buffer, int half, int pair) {
+  return at.buffers + buffer * (BUFFER / 2) + half * (BUFFER / 4) + (line ^ pair * 32);
+}
+
+__device__ __forceinline__ void write_shared(u32 at, float2 x) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x.x), "f"(x.y) : "memory");
+}
+__device__ __forceinline__ float2 read_shared(u32 at) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+  return x;
+}
