@@ -133,13 +133,11 @@ def launch(
     rows, compute = targets.numel(), _op.compute_dtype(logits)
     smooth, capped = options.smoothing > 0.0, options.softcap > 0.0
     targets, weight, upstream = _op.packed((targets, weight, upstream))
-    if loss is not None and gradient is not None and arrived is not None and rows and not (smooth or capped or keep):
-        from tilewright.ops import cross_entropy_hopper as hopper
+    plain = rows and weight is None and upstream is None and not (smooth or capped or keep)
+    if plain and arrived is not None and loss is not None and gradient is not None:
+        from tilewright.ops.cross_entropy_hopper import start as start_rows
 
-        plain = weight is None and upstream is None
-        if plain and hopper.start(
-            logits, targets, denominator, loss, lse, gradient, options.ignore_index, options.z_loss
-        ):
+        if start_rows(logits, targets, denominator, loss, lse, gradient, options.ignore_index, options.z_loss):
             return None, None
     first = (logits, targets, weight, denominator, upstream, loss, lse, gradient)
     tiles, lag, start = kernels.tiles_launch(
