@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: a process without a parent i
 Job = dict[str, Any]
 Say = Callable[[dict[str, Any]], None]
 LOSSES = 20  # of the first steps, for a comparison of curves
-_CURVE = 3  # steps of the standard model in float32, which may be slow ones
+_FLOAT32_STEPS = 3  # of the standard model in float32, which may be slow ones
 _LONG = 10_000  # steps, before which whatever is to be known is known
 _MEMORY_RAN_OUT = ("out of memory", "allocate memory", "not enough memory", "alloc_failed")  # CUDA, hosts, cuBLAS
 
@@ -384,7 +384,7 @@ def curve(job: Job, say: Say) -> list[float]:
         if figures.loss is None:
             raise NotFinite(f"the loss of step {figures.step} is not a finite number.")
         losses.append(figures.loss)
-        if len(losses) == _CURVE or time.monotonic() - began > job["curve"]:
+        if len(losses) == _FLOAT32_STEPS or time.monotonic() - began > job["curve"]:
             raise _Enough("done")
 
     try:
