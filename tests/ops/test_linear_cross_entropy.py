@@ -213,11 +213,12 @@ def test_a_sum_in_float32_where_half_of_the_memory_has_room_for_it(options, igno
     x, dweight = leaves[0].detach(), torch.empty_like(leaves[1])
     index = torch.arange(9, tokens, device=DEVICE) if ignored else None
     for needs_x in (True, False):
-        way = MEMORY.way_of(index, x, classes, memory, False, needs_x, dweight)
+        way = MEMORY.way_of(index, x, classes, memory, False, False, needs_x, dweight)
         assert way.total is not None and not way.again and way.chunk <= tokens // 2
         assert way.total.nbytes + way.buffer.nbytes + others <= memory
-    assert MEMORY.way_of(index, x, classes, memory - 2, False, True, dweight).total is None
-    assert MEMORY.way_of(index, x, classes, 10**9, False, True, dweight).total is None  # all at once: nothing to add
+    assert MEMORY.way_of(index, x, classes, memory - 2, False, False, True, dweight).total is None
+    # All at once: nothing to add.
+    assert MEMORY.way_of(index, x, classes, 10**9, False, False, True, dweight).total is None
     actual = run(linear_cross_entropy, leaves, targets, {**options, "memory": memory}, upstream)
     again = run(linear_cross_entropy, leaves, targets, {**options, "memory": 10**9}, upstream)
     # One chunk is rounded once, and so is a sum in float32: they differ where they lie between two numbers.
@@ -226,13 +227,25 @@ def test_a_sum_in_float32_where_half_of_the_memory_has_room_for_it(options, igno
         assert (a.double() - e.double()).norm() <= 1e-3 * e.double().norm()
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_who_asks_for_sums_in_float32_gets_no_other(ignored, monkeypatch):
+    monkeypatch.setattr(MEMORY, "_SUMMED_FROM", 16)
+    leaves, targets, _ = problem(torch.bfloat16, {}, ignored=ignored)
+    once, summed, exact = (
+        run(linear_cross_entropy, leaves, targets, options)[2].double()
+        for options in ({"memory": 10**9}, {"memory": FEW}, {"memory": FEW, "sum_dtype": torch.float32})
+    )
+    # Rounded once, it is the gradient of one chunk but for what lies between two numbers; rounded at each, it is not.
+    assert (exact != once).double().mean() <= 0.02 and (summed != once).double().mean() >= 0.03
+
+
 @pytest.mark.parametrize(("needs_x", "ignored"), [(True, 0), (False, 0), (True, 100)])
 @pytest.mark.parametrize("classes", [130, 256, 1000, 32000])
 def test_a_vocabulary_is_never_so_small_that_chunks_are(classes, needs_x, ignored):
     tokens = torch.empty(4096, 512, dtype=torch.bfloat16)
     index = torch.arange(ignored, 4096) if ignored else None
     memory = tokens.shape[0] * classes * 2 // 8
-    way = MEMORY.way_of(index, tokens, classes, memory, False, needs_x, None)
+    way = MEMORY.way_of(index, tokens, classes, memory, False, False, needs_x, None)
     assert way.chunk >= 4096 / 8 / 4 and way.buffer.nbytes <= memory  # half of the bytes for half as much each
 
 
@@ -376,7 +389,7 @@ def test_without_a_gradient_only_the_loss_is_computed():
 def test_opcheck(needs):
     (x, weight, bias), targets, _ = problem(torch.float32, {}, tokens=6, width=4, classes=9, ignored=False)
     x, weight, bias = (t.detach().requires_grad_(n) for t, n in zip((x, weight, bias), needs, strict=True))
-    arguments = (x, weight, bias, targets, None, -100, 0.1, 0.0, 0.0, True, 10**6, True, *needs)
+    arguments = (x, weight, bias, targets, None, -100, 0.1, 0.0, 0.0, True, 10**6, False, True, *needs)
     torch.library.opcheck(torch.ops.tilewright.linear_cross_entropy.default, arguments)
 
 
@@ -435,6 +448,7 @@ def test_a_weight_sharded_by_fsdp2_gets_the_mean_of_the_ranks_gradients():
         ({"weight": torch.zeros(1, 4)}, ValueError, "vocabulary"),
         ({"class_weight": torch.ones(7)}, ValueError, "class_weight has shape"),
         ({"memory": 0}, ValueError, "memory"),
+        ({"sum_dtype": torch.bfloat16}, ValueError, "give torch.float32, or nothing"),
         ({"x": torch.zeros(3, 0), "weight": torch.zeros(8, 0)}, ValueError, "must agree"),
         ({"reduction": "avg"}, ValueError, "mean, sum, none"),
     ],

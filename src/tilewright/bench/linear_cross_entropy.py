@@ -43,8 +43,8 @@ def _cut(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.
     return cut_cross_entropy(x, weight, targets)
 
 
-def _ours(memory: int | None) -> Loss:
-    return lambda x, weight, targets: linear_cross_entropy(x, weight, targets, memory=memory)
+def _ours(memory: int | None, sum_dtype: torch.dtype | None = None) -> Loss:
+    return lambda x, weight, targets: linear_cross_entropy(x, weight, targets, memory=memory, sum_dtype=sum_dtype)
 
 
 def prepare(case: Case) -> Prepared:
@@ -56,7 +56,8 @@ def prepare(case: Case) -> Prepared:
     quarter = tokens * vocabulary * 2 // 4 - 2**21  # of the logits; what the allocator rounds up by is inside
     losses: dict[str, Loss] = {
         "tilewright": _ours(None), "tilewright-quarter": _ours(quarter),
-        "tilewright-64MiB": _ours(2**26), "eager": _plain, "compile": torch.compile(_plain, dynamic=False),
+        "tilewright-64MiB": _ours(2**26), "tilewright-float32": _ours(None, torch.float32), "eager": _plain,
+        "compile": torch.compile(_plain, dynamic=False),
     }  # fmt: skip
     for name, package, loss in (("liger", "liger-kernel", _liger), ("cut", "cut-cross-entropy", _cut)):
         if package_version(package) is not None:

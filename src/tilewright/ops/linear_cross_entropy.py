@@ -15,9 +15,9 @@ The weight's gradient is a sum over chunks, and between chunks it is kept
 - for a bfloat16 weight and large chunks in the gradient's own memory, in a float16 with scales that is three bits finer
   than bfloat16 (`linear_cross_entropy_kernels`): neither a float32 buffer, of twice the size of the gradient,
   nor a sum that is rounded to bfloat16 at every chunk; what is added is added in float32;
-- for a float16 weight, and for small chunks, where adding up would cost more than the product itself: nowhere. A
-  second pass computes the logits again, by columns, and writes each row of the gradient once. Until then the
-  gradient's memory is free, and holds the logits of the first pass.
+- for a float16 weight, for small chunks, where adding up would cost more than the product itself, and where the caller
+  wants no sum in 16 bits (`sum_dtype`): nowhere. A second pass computes the logits again, by columns, and writes each
+  row of the gradient once. Until then the gradient's memory is free, and holds the logits of the first pass.
 
 Floor: three products of 2 x tokens x classes x width FLOPs.
 """
@@ -108,6 +108,7 @@ def _run(
     softcap: float,
     mean: bool,
     memory: int,
+    exact: bool,
     wants_lse: bool,
     needs_x: bool,
     needs_weight: bool,
@@ -137,7 +138,7 @@ def _run(
         upstream = upstream.reshape(-1)
 
     def ready(index: Tensor | None) -> tuple[Way, Tensor | None, Tensor, Tensor]:
-        way = way_of(index, tokens, classes, memory, smoothing > 0.0, needs_x, dweight)
+        way = way_of(index, tokens, classes, memory, exact, smoothing > 0.0, needs_x, dweight)
         denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, way.scratch.new)
         loss = way.scratch.new(rows, compute)
         return way, denominator, arrived, loss if index is None else loss.zero_()
@@ -270,7 +271,7 @@ class _Function(torch.autograd.Function):
             if gradients is None:
                 raise RuntimeError(f"{_NAME}: an earlier backward took its gradients; run forward again.")
             gradients = [g if g is None else scale(g, upstream) for g in gradients]
-        return None, *gradients, *(None,) * 12
+        return None, *gradients, *(None,) * 13
 
 
 _eager = _op.eager(_Function)
@@ -280,8 +281,8 @@ _eager = _op.eager(_Function)
     "tilewright::linear_cross_entropy",
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight, int ignore_index, "
-    "float smoothing, float z_loss, float softcap, bool mean, int memory, bool wants_lse, bool needs_x, "
-    "bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float smoothing, float z_loss, float softcap, bool mean, int memory, bool exact, bool wants_lse, "
+    "bool needs_x, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _registered(*inputs: Any) -> tuple[Tensor, ...]:
     # A registered op cannot return None: an empty tensor stands for what nobody asked for.
@@ -316,7 +317,7 @@ def _registered_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
         (g * upstream).to(g.dtype) if needed and upstream is not None else None
         for g, needed in zip(ctx.saved_tensors, ctx.needs, strict=True)
     ]
-    return *gradients, *(None,) * 12
+    return *gradients, *(None,) * 13
 
 
 _registered.register_autograd(_registered_backward, setup_context=_registered_setup)
@@ -361,6 +362,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     return_lse: bool = False,
     memory: int | None = None,
+    sum_dtype: torch.dtype | None = None,
 ) -> Any:
     """Cross-entropy of ``x @ weight^T + bias`` with class indices, with a bounded part of the logits in memory.
 
@@ -379,6 +381,9 @@ def linear_cross_entropy(
             4 bytes an element of it make room for the sum of its gradient in float32. (Under autocast the weight
             in its dtype comes on top; where some tokens are ignored and a second pass is needed, a copy of the others
             on top of half of it.)
+        sum_dtype: ``torch.float32``: what lies in memory of a sum over chunks is float32, also of a 16-bit weight's
+            gradient. Where `memory` has no room for that, a fourth product takes the place of the sum. Left out: such
+            a sum may lie in 16 bits between chunks, three more than bfloat16 has; additions are in float32 always.
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
@@ -394,7 +399,7 @@ def linear_cross_entropy(
     """
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
     weight, bias = _whole(weight), _whole(bias)  # type: ignore[assignment]
-    _check(x, weight, bias, targets, class_weight, options, reduction, memory)
+    _check(x, weight, bias, targets, class_weight, options, reduction, memory, sum_dtype)
     x = x.to(_dtype(x))
     traced = _op.is_traced(x, weight, bias, targets, class_weight)
     if not _op.runs_kernel(x) or (traced and (reduction == "none" or x.dtype not in AHEAD)):
@@ -404,7 +409,8 @@ def linear_cross_entropy(
         )  # fmt: skip
         return (loss, lse.detach()) if return_lse else loss
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
-    inputs = (x, weight, bias, targets, class_weight, *options, reduction == "mean", memory or 0, return_lse, *needs)
+    how = (reduction == "mean", memory or 0, sum_dtype is not None, return_lse)
+    inputs = (x, weight, bias, targets, class_weight, *options, *how, *needs)
     if traced:
         loss, lse, *_ = _registered(*inputs)
         lse = lse.detach()
@@ -421,8 +427,9 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 
 def _check(
-    x: Any, weight: Any, bias: Any, targets: Any, class_weight: Any, options: Options, reduction: Any, memory: Any
-) -> None:
+    x: Any, weight: Any, bias: Any, targets: Any, class_weight: Any, options: Options, reduction: Any, memory: Any,
+    sum_dtype: Any,
+) -> None:  # fmt: skip
     _op.check_tensor(_NAME, "x", x)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(f"{_NAME}: weight must be a matrix, classes by width.")
@@ -442,3 +449,5 @@ def _check(
     check_loss(_NAME, x, len(weight), targets, "class_weight", class_weight, options, reduction)
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
         raise ValueError(f"{_NAME}: memory is {memory!r}; give bytes, at least 1.")
+    if sum_dtype not in (None, torch.float32):
+        raise ValueError(f"{_NAME}: sum_dtype is {sum_dtype!r}; give torch.float32, or nothing.")

@@ -61,12 +61,13 @@ class Way(NamedTuple):
 
 
 def way_of(
-    index: Tensor | None, tokens: Tensor, classes: int, memory: int, smooth: bool, needs_x: bool, dweight: Tensor | None
-) -> Way:
+    index: Tensor | None, tokens: Tensor, classes: int, memory: int, exact: bool, smooth: bool, needs_x: bool,
+    dweight: Tensor | None,
+) -> Way:  # fmt: skip
     """What `memory` has room for, for the tokens of `index`, or all where there is none.
 
     Whatever is not logits lies in the rows of x's gradient that the last chunk will write, if it fits, and takes no
-    memory then.
+    memory then. `exact`: no sum is in 16 bits.
     """
     from tilewright.ops import cross_entropy_kernels, linear_cross_entropy_kernels
 
@@ -87,7 +88,7 @@ def way_of(
     if apart and _room(without(memory, of_rows), all_of_it, count) < count:
         rounded, memory = False, memory - of_total
     scales, of_scales = None, 0
-    if dweight is not None and rounded and dweight.dtype == torch.bfloat16:
+    if dweight is not None and rounded and not exact and dweight.dtype == torch.bfloat16:
         scales = linear_cross_entropy_kernels.scales(dweight)
     if scales is not None:
         of_scales = math.prod(scales[0]) * scales[1].itemsize + _ALIGNED
