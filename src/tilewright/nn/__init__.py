@@ -3,6 +3,9 @@
 from tilewright.nn.activation import GatedMLP, GeluMLP
 from tilewright.nn.dropout_add_norm import DropoutAddNorm
 from tilewright.nn.linear import Linear
+from tilewright.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from tilewright.nn.rope import RoPE
 
-__all__ = ["DropoutAddNorm", "GatedMLP", "GeluMLP", "Linear", "RoPE"]
+__all__ = [
+    "CrossEntropyLoss", "DropoutAddNorm", "GatedMLP", "GeluMLP", "Linear", "LinearCrossEntropyLoss", "RoPE",
+]  # fmt: skip
