@@ -317,3 +317,13 @@ def test_the_norm_of_bfloat16_gradients_is_in_float32(tmp_path):
     gradients = [p.grad.double() for p in engine.model.parameters()]
     norm = engine.update(torch.tensor(1.0), torch.tensor(math.inf), 0.0, 1)[0]
     assert float(norm) == pytest.approx(float(torch.stack([g.norm() for g in gradients]).norm()), rel=1e-5)
+
+
+def test_candidates_of_max_autotune_are_tried_in_a_process_of_their_own(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda model, **how: given.append(how["options"]) or model)
+    for mode in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"):
+        Engine(tiny(tmp_path, compile=mode), torch.device("cpu"), World(), ["none"] * 2)
+    apart = {"max_autotune": True, "coordinate_descent_tuning": True, "autotune_in_subproc": True}
+    graphs = {"triton.cudagraphs": True}
+    assert given == [{}, graphs, {**apart, **graphs}, apart]
