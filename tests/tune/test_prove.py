@@ -162,7 +162,7 @@ def test_there_is_one_model_at_a_time(changes, monkeypatch):
 
     monkeypatch.setattr(prove, "gc", gc)
     monkeypatch.setattr(Engine, "__init__", noted)
-    monkeypatch.setattr(torch, "compile", lambda model, mode: compile_(model, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda model, **how: compile_(model, backend="eager"))
     proved(steps=2, **changes)
     assert len(made) == 3 and all(engine() is None for engine in made)
 
@@ -317,7 +317,7 @@ def recomputed_otherwise(monkeypatch):
 
 
 def compiled_wrongly(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model, mode: lambda *inputs: model(*inputs) * 1.01)
+    monkeypatch.setattr(torch, "compile", lambda model, **how: lambda *inputs: model(*inputs) * 1.01)
 
 
 RECOMPUTED = {"model": {**OPTIMIZED, "recompute": "selective"}}
@@ -481,7 +481,9 @@ def test_an_own_model_under_levers(own, changes, verdict):
 
 def test_an_own_model_compiled_wrongly_is_found(own, monkeypatch):
     monkeypatch.setattr(own_model, "loss_of", lambda output: output["loss"])
-    monkeypatch.setattr(torch, "compile", lambda model, mode: lambda **inputs: {"loss": model(**inputs)["loss"] * 1.01})
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **how: lambda **inputs: {"loss": model(**inputs)["loss"] * 1.01}
+    )
     proof = own(compile="default")
     assert proof.verdict == "wrong" and "gradient of" in proof.why, proof.why
 

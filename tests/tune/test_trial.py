@@ -29,7 +29,8 @@ pytestmark = [
 TESTS = str(Path(__file__).parents[1])
 JOB = {
     "kind": "measure", "configuration": dataclasses.asdict(RUN), "own_model": "", "path": [TESTS], "warm": 2,
-    "fewest": 5, "most": 9, "seconds": 60.0, "spread": 0.0, "stop_above": 0.0, "profile": False, "memory_cap": 0,
+    "fewest": 5, "most": 9, "least": 0.0, "seconds": 60.0, "spread": 0.0, "stop_above": 0.0, "profile": False,
+    "memory_cap": 0,
 }  # fmt: skip
 OWN = {**JOB, "configuration": dataclasses.asdict(dataclasses.replace(RUN, micro_batch=0))}  # the whole batch at once
 LONG = {**JOB, "most": 10**6, "seconds": 600.0}
@@ -94,6 +95,11 @@ def test_a_profile_goes_first_and_does_not_count():
 
 def test_it_stops_as_soon_as_the_spread_is_small():
     assert len(measured(spread=1e6).step_seconds) == JOB["fewest"]
+
+
+def test_it_goes_on_until_the_machine_is_warm_however_small_the_spread_is():
+    found = measured(spread=1e6, least=0.5, most=10**6).step_seconds
+    assert sum(found[:-1]) < 0.5 <= sum(found) and len(found) > JOB["fewest"]
 
 
 def test_it_stops_when_the_time_is_over():
@@ -182,7 +188,7 @@ def test_a_run_that_is_asked_to_end_has_no_speed(monkeypatch):
 @pytest.mark.parametrize("changes", [{}, {"cuda_graphs": True}, {"compile": "reduce-overhead"}])
 def test_what_is_observed_is_one_step_as_it_runs_without_a_recording(own_model, changes, monkeypatch):
     """Of two runs of which one takes twice as many micro batches, that one has twice the calls."""
-    monkeypatch.setattr(torch, "compile", lambda module, mode: module)
+    monkeypatch.setattr(torch, "compile", lambda module, **how: module)
     found = []
     for parts in (1, 2):
         run = {**JOB["configuration"], "global_batch": 4, "micro_batch": 4 // parts, **changes}

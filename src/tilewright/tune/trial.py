@@ -318,7 +318,7 @@ class Meter:
         if len(seconds) >= job["fewest"]:
             if 0 < job["stop_above"] < statistics.median(seconds) * (1 - spread(seconds)):
                 raise _Enough("stopped early")
-            if spread(seconds) <= job["spread"]:
+            if spread(seconds) <= job["spread"] and sum(seconds) >= job["least"]:
                 raise _Enough("done")
         late = len(seconds) >= 3 and time.monotonic() - self._began >= job["seconds"]  # of two nobody knows the spread
         if len(seconds) >= job["most"] or late:
