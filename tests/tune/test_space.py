@@ -190,6 +190,22 @@ def test_no_precision_is_below_the_floor(floor):
     assert found.levers.get("precision", ("fp32",)) == allowed
 
 
+def test_a_run_that_leaves_its_precision_open_begins_at_the_floor():
+    for floor, residuals in (("fp32", None), ("tf32", None), ("bf16", ("auto", "bf16"))):
+        found = open_space(read(None, []), device="cuda", precision_floor=floor)
+        assert found.origin.get("precision", found.start.precision) == found.start.precision == floor
+        assert set(found.levers.get("precision", ())) <= set(PRECISIONS[1 : PRECISIONS.index(floor) + 1])
+        assert found.levers.get("model.residual") == residuals
+    assert open_space(read(None, []), device="cpu", precision_floor="bf16").start.precision == "fp32"
+
+
+@pytest.mark.parametrize("given", ["precision=bf16", "model.residual=bf16"])
+def test_what_is_set_below_the_floor_is_refused(given):
+    name = given.partition("=")[0]
+    with pytest.raises(UserError, match=f"{name} is bf16 and the precision floor tf32; leave one of them out."):
+        open_space(read(None, [given]), device="cuda", precision_floor="tf32")
+
+
 def test_devices_have_levers_of_their_own():
     gpu, cpu = whole("cuda").levers, whole("cpu").levers
     assert "threads" in cpu and "threads" not in gpu

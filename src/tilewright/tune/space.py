@@ -121,7 +121,7 @@ def open_space(
         configuration: the run, and where each of its values was set.
         device: "cuda" or "cpu".
         numerics: how far a lever may move the numbers, a word of NUMERICS.
-        precision_floor: no precision below this one.
+        precision_floor: no precision below this one; a run whose precision was left open begins with it.
         search: levers that are open although they were set; "all" for every one.
         of_any_model: leave out the levers that are built into Tilewright's own model.
 
@@ -135,6 +135,11 @@ def open_space(
     if precision_floor is not None and precision_floor not in PRECISIONS[1:]:
         raise UserError(f"The precision floor is {precision_floor!r}; choose {', '.join(PRECISIONS[1:])}.")
     start, opened = _spelt_out(configuration.train, device), _opened(configuration, search)
+    if configuration.train.precision == "auto" and _is_below(start.precision, precision_floor):
+        start = dataclasses.replace(start, precision=precision_floor)
+    for name in ("precision", "model.residual"):
+        if _is_below(own := value_of(start, name), precision_floor):
+            raise UserError(f"{name} is {own} and the precision floor {precision_floor}; leave one of them out.")
     allowed = list(NUMERICS)[: list(NUMERICS).index(numerics) + 1]
     levers = {}
     for name in opened:
@@ -146,8 +151,7 @@ def open_space(
         listed = lever.values(start) if callable(lever.values) else lever.values
         values = (field.choices or (False, True)) if listed is None else listed
         kept = [v for v in values if lever.runs_on(v, device) and lever.moves(v) in allowed]
-        if name == "precision" and precision_floor is not None:
-            kept = [v for v in kept if PRECISIONS.index(v) <= PRECISIONS.index(precision_floor)]
+        kept = [v for v in kept if not _is_below(v, precision_floor)]
         if len(choices := tuple(dict.fromkeys((own, *kept)))) > 1:
             levers[name] = choices
     if not levers:
@@ -156,6 +160,11 @@ def open_space(
             "`--search all`."
         )
     return Space(start, levers, device)
+
+
+def _is_below(value: Any, floor: str | None) -> bool:
+    """Whether a lever's value is a precision, that of products or of the residual stream, that the floor rules out."""
+    return floor is not None and value in PRECISIONS and PRECISIONS.index(value) > PRECISIONS.index(floor)
 
 
 def _opened(configuration: Configuration, search: Collection[str]) -> list[str]:
