@@ -43,6 +43,18 @@ def test_an_op_reads_what_goes_in_and_writes_what_comes_out():
     }
 
 
+def test_a_product_that_is_added_up_in_another_dtype_has_its_flops():
+    left, right = torch.ones(8, 4, dtype=torch.bfloat16), torch.ones(4, 2, dtype=torch.bfloat16)
+    total = torch.ones(8, 2)
+    for op, args, read in (
+        (torch.ops.aten.addmm.dtype_out, (total, left, right, torch.float32), 16),
+        (torch.ops.aten.mm.dtype_out, (left, right, torch.float32), 0),
+    ):  # which a CPU cannot run
+        found = work._asked(op, args, {"out": total}, total)
+        assert found.op in ("aten::addmm", "aten::mm") and found.flops == 2 * 8 * 4 * 2
+        assert found.bytes == 2 * (8 * 4 + 4 * 2) + 4 * (read + 16)
+
+
 def test_a_gather_reads_the_rows_it_takes():
     table, rows = torch.ones(1000, 8, device=DEVICE), torch.tensor([3, 5], device=DEVICE)
     (found,) = observed(lambda: torch.nn.functional.embedding(rows, table))

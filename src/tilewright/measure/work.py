@@ -288,6 +288,7 @@ def _flops(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> fl
     from torch.utils.flop_counter import flop_registry  # which imports Triton
 
     formula = flop_registry.get(op._overloadpacket)
+    args = [each for each in args if not isinstance(each, torch.dtype)]  # of a product's result: no formula knows it
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
 
 
