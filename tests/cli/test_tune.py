@@ -1,5 +1,6 @@
 """`tilewright tune` and `tilewright report` as a user runs them, with real trials of a tiny model."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,8 +13,10 @@ import typer
 from tilewright.cli.main import app
 from tilewright.errors import UserError
 from tilewright.train.configuration import fields, read
-from tilewright.tune import jobs
+from tilewright.tune import api, jobs
 from tilewright.tune.answer import Answer
+from tilewright.tune.storage import StorageLost
+from tune.example_answer import example
 
 TINY = ("model.width=32", "model.layers=1", "model.sequence=32", "global_batch=2", "micro_batch=2")
 # All levers but two are set, and so left as they are.
@@ -146,6 +149,21 @@ def test_a_mistake_is_one_sentence(tmp_path, monkeypatch, arguments, sentence):
     with pytest.raises(UserError) as refused:
         command.main(["tune", *arguments], standalone_mode=False)
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_what_is_known_is_shown_where_the_storage_is_lost(tmp_path, monkeypatch, capsys):
+    answer = dataclasses.replace(example(hostile=False), name="study")
+
+    def lost(*arguments, **options):
+        error = StorageLost("The storage is out of reach.")
+        error.answer = answer
+        raise error
+
+    monkeypatch.setattr(api, "tune", lost)
+    (tmp_path / "study").mkdir()
+    with pytest.raises(StorageLost, match="out of reach"):
+        typer.main.get_command(app).main(["tune", "--out", str(tmp_path)], standalone_mode=False)
+    assert (tmp_path / "study/report.html").is_file() and "tokens/s" in capsys.readouterr().out
 
 
 def test_a_configuration_that_fixes_every_lever_says_how_to_open_them(tilewright, tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -17,13 +18,16 @@ import tilewright
 from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict, read
 from tilewright.tune import cache, jobs, pace, study
+from tilewright.tune import storage as storages
 from tilewright.tune.answer import Answer
 from tilewright.tune.choose import CONFIRMATION
 from tilewright.tune.jobs import probe
+from tilewright.tune.process import Ended
 from tilewright.tune.record import Measurement, Record
 from tilewright.tune.report import page
 from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.space import key, open_space
+from tilewright.tune.storage import StorageLost
 from tilewright.tune.study import reread, run
 from tune import light_child
 
@@ -355,10 +359,62 @@ def test_the_answer_of_a_study_that_was_killed_is_read_from_its_records(tmp_path
     assert reread(folder, "study") == answer
     os.unlink(folder / "answer.json")
     again = reread(folder, "study")
-    assert again.best.point == answer.best.point and again.ratio == answer.ratio and again.proof is None
+    assert again.best.point == answer.best.point and again.ratio == answer.ratio
+    assert again.proof == answer.proof and again.work == answer.work and again.recommended
     assert again.ablations == answer.ablations
     with pytest.raises(UserError, match="no study"):
         reread(tmp_path / "nothing", "nothing")
+
+
+def test_what_was_not_proven_is_not_recommended_by_who_reads_the_study_later(tmp_path, monkeypatch):
+    real, folder = jobs.run_child, tmp_path / "study"
+
+    def child(job, *arguments, **options):
+        lost = Ended("crashed", "it was killed.", "", None)
+        return lost if job["kind"] == "prove" else real(job, *arguments, **options)
+
+    monkeypatch.setattr(jobs, "run_child", child)
+    answer = run(settings(folder))
+    os.unlink(folder / "answer.json")
+    again = reread(folder, "study")
+    assert again.proof == answer.proof and again.proof.verdict == "not proven"
+    assert not answer.recommended and not again.recommended and not (folder / "best.yaml").exists()
+
+
+def test_a_proof_that_there_is_already_is_not_made_again(tmp_path, monkeypatch):
+    answer = run(settings(tmp_path / "study"))
+    real = jobs.run_child
+    kinds = []
+    monkeypatch.setattr(jobs, "run_child", lambda job, *a, **b: (kinds.append(job["kind"]), real(job, *a, **b))[1])
+    again = run(settings(tmp_path / "study", resume=True))
+    assert again.best.point == answer.best.point and "prove" not in kinds and "observe" not in kinds
+    assert again.proof == answer.proof and again.work == answer.work
+
+
+def test_a_storage_that_goes_away_leaves_what_is_known_and_is_waited_for_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(storages, "_BUSY", 0.2)
+    folder, locks = tmp_path / "study", []
+    opened = study.Ledger.open
+    monkeypatch.setattr(study.Ledger, "open", lambda *a, **b: opened(*a, **b, patience=2.0))
+    real = jobs.run_child
+
+    def child(job, *arguments, **options):
+        ended = real(job, *arguments, **options)
+        if job["kind"] == "measure" and job["configuration"]["model"]["gpt_block"] == "optimized" and not locks:
+            locks.append(sqlite3.connect(folder / "study.db", isolation_level=None))
+            locks[0].execute("BEGIN EXCLUSIVE")
+            locks.append(time.monotonic())
+        return ended
+
+    monkeypatch.setattr(jobs, "run_child", child)
+    with pytest.raises(StorageLost, match="out of reach for 2 s") as lost:
+        run(settings(folder))
+    assert time.monotonic() - locks[1] < 4.0  # and not once more for each thing that the answer asks of it
+    locks[0].close()
+    answer = lost.value.answer
+    assert answer.reference is not None and Answer.from_dict(json.loads((folder / "answer.json").read_text())) == answer
+    os.rename(folder / "study.db", folder / "elsewhere.db")  # as where the study was in a database
+    assert reread(folder, "study") == answer
 
 
 def changing(monkeypatch, change):

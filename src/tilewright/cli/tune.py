@@ -66,22 +66,32 @@ def tune(
     from tilewright.tune.api import tune as run
     from tilewright.tune.report import write_report
     from tilewright.tune.settings import Shown
+    from tilewright.tune.storage import StorageLost
 
     seconds(budget)  # a mistake in a word shows before torch is loaded
     if memory is not None:
         amount(memory)
-    with _Progress(seconds(budget)) as progress:
-        answer = run(
-            *(arguments or []), budget=budget, model=model, study=study, storage=storage, resume=resume, search=search,
-            numerics=numerics, precision_floor=precision_floor, first=first, memory=memory, fresh=fresh, out=out,
-            shown=Shown(progress.begin, progress.trial, progress.event, progress.record, progress.say),
-        )  # fmt: skip
+    lost: StorageLost | None = None
+    try:
+        with _Progress(seconds(budget)) as progress:
+            answer = run(
+                *(arguments or []), budget=budget, model=model, study=study, storage=storage, resume=resume,
+                search=search, numerics=numerics, precision_floor=precision_floor, first=first, memory=memory,
+                fresh=fresh, out=out,
+                shown=Shown(progress.begin, progress.trial, progress.event, progress.record, progress.say),
+            )  # fmt: skip
+    except StorageLost as caught:
+        if caught.answer is None:
+            raise
+        answer, lost = caught.answer, caught
     folder = out / answer.name
     write_report(answer, folder / "report.html")
     if as_json:
         print(json.dumps({"schema": SCHEMA, "command": "tune", **answer.as_dict()}, allow_nan=False))
     else:
         show(answer, folder)
+    if lost is not None:
+        raise lost
     if answer.interrupted:
         raise typer.Exit(130)
     if answer.best is None:

@@ -135,7 +135,7 @@ def open_space(
     if precision_floor is not None and precision_floor not in PRECISIONS[1:]:
         raise UserError(f"The precision floor is {precision_floor!r}; choose {', '.join(PRECISIONS[1:])}.")
     start, opened = _spelt_out(configuration.train, device), _opened(configuration, search)
-    if configuration.train.precision == "auto" and _is_below(start.precision, precision_floor):
+    if precision_floor and configuration.train.precision == "auto" and _is_below(start.precision, precision_floor):
         start = dataclasses.replace(start, precision=precision_floor)
     for name in ("precision", "model.residual"):
         if _is_below(own := value_of(start, name), precision_floor):

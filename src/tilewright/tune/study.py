@@ -62,22 +62,34 @@ def run(settings: Settings, shown: Shown | None = None) -> Answer:
 
 def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
     """The answer of a study, as it was given or, where more has been measured since, as it is now."""
+    given = folder / "answer.json"
+    if storage is None and given.is_file() and not (folder / "study.db").is_file():  # it was in a database elsewhere
+        return _given(given)
     notes, found = Ledger.read(storage or in_folder(folder), name)
     facts = notes.get("facts")
     if not isinstance(facts, dict):
         raise UserError(f"The study {name} ended before its first trial; there is nothing to report.")
     records = corrected(found)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        answer = Answer.from_dict(json.loads((folder / "answer.json").read_text(encoding="utf-8")))
+    with contextlib.suppress(OSError, UserError):
+        answer = _given(given)
         if len(answer.records) == len(records):
             return answer
     space = space_of(facts)
     best = best_of(space, records, facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ()))
     answer = answered(
-        space, records, best, name=name, **facts, **_float32(space, records, facts["own_model"], notes.get("float32"))
-    )
+        space, records, best, name=name, proof=_noted_proof(notes.get("proof"), best),
+        work=_of(notes.get("work"), best) or [],
+        **facts, **_float32(space, records, facts["own_model"], notes.get("float32")),
+    )  # fmt: skip
     write_best(answer, space, folder)
     return answer
+
+
+def _given(path: Path) -> Answer:
+    try:
+        return Answer.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no answer of a study; give the study's --storage.") from error
 
 
 def space_of(facts: dict[str, Any]) -> Space:
@@ -100,6 +112,16 @@ def _float32(space: Space, records: Sequence[Record], own_model: str, noted: Any
     if plain == space.start and reference is not None:
         return {"float32_losses": reference.losses}
     return noted if isinstance(noted, dict) else {}
+
+
+def _of(noted: Any, best: Record | None) -> Any:
+    """What was noted of the best run, and not of one that was the best before."""
+    return noted["found"] if best is not None and isinstance(noted, dict) and noted["run"] == key(best.point) else None
+
+
+def _noted_proof(noted: Any, best: Record | None) -> Proof | None:
+    found = _of(noted, best)
+    return None if found is None else Proof.from_dict(found)
 
 
 class _Study:
@@ -138,8 +160,8 @@ class _Study:
             except KeyboardInterrupt:
                 interrupted = True
                 self.shown.say("stopping: what is known so far is the answer; --resume goes on.")
-            except StorageLost:
-                self._answer(facts, interrupted)
+            except StorageLost as lost:
+                lost.answer = self._answer(facts, interrupted)
                 raise
             with Signals():  # who asks twice loses no answer
                 return self._answer(facts, interrupted)
@@ -281,6 +303,10 @@ class _Study:
             best = self._best()
             if best is None or key(best.point) == self.proved:
                 return
+            kept = _noted_proof(self.ledger.noted("proof"), best)
+            if kept is not None and kept.verdict in VERDICTS[:3]:  # by another worker, or before
+                self.proof, self.proved = kept, key(best.point)
+                return
             # It may overrun the budget by what compiling takes, and the first attempt by a minute at least.
             limit = deadline + 2 * first_step(self.records, best) + 60.0 - self.pace.elapsed
             if attempt and limit < 30.0:
@@ -294,6 +320,7 @@ class _Study:
             proof = self.jobs.prove(best.point, limit, curve, told)
             told(proof)
             assert self.proof is not None
+            self._note_proof(best, self.proof)
             if proof.curve or proof.no_curve:
                 found: dict[str, Any] = {"float32_losses": proof.curve}
                 self.ledger.note("float32", found if proof.curve else {"no_float32": proof.no_curve})
@@ -306,6 +333,9 @@ class _Study:
             self.proof = Proof("not proven", "the runs that were faster were wrong, and this one was not looked at.")
             self.ledger.note("wrong", sorted(self.wrong))
 
+    def _note_proof(self, best: Record, proof: Proof) -> None:
+        self.ledger.note("proof", {"run": key(best.point), "found": dataclasses.asdict(proof)})
+
     def _float32(self) -> dict[str, Any]:
         with contextlib.suppress(StorageLost):
             self.noted = self.ledger.noted("float32") or self.noted
@@ -317,9 +347,13 @@ class _Study:
         best, _ = self._proved_best()
         if best is None or key(best.point) != self.proved:
             return
+        if (kept := _of(self.ledger.noted("work"), best)) is not None:
+            self.work = kept
+            return
         limit = min(self.pace.limit(self.space.at(best.point).compile), self.pace.left + _OVERRUN)
         if limit >= self._expected(best.point):
             self.work = self.jobs.observe(best.point, limit)
+            self.ledger.note("work", {"run": key(best.point), "found": self.work})
         else:
             self.shown.say("No time is left to observe the kernels of the best run.")
 
@@ -360,6 +394,9 @@ class _Study:
         self.jobs.keep(self.records)
         reasons = list(self.search.discarded.values())
         best, proof = self._proved_best()
+        if best is not None and proof is not None:
+            with contextlib.suppress(StorageLost):
+                self._note_proof(best, proof)
         answer = answered(
             self.space, self.records, best, name=self.settings.name, proof=proof,
             budget=self.settings.budget, elapsed=self.pace.elapsed, interrupted=interrupted,
