@@ -642,6 +642,21 @@ def test_the_reference_runs_beside_the_ablations(tmp_path):
     assert purposes[last : last + 1] == ["reference"]
 
 
+def test_while_another_worker_confirms_the_best_its_levers_are_put_back(tmp_path, monkeypatch):
+    given, real = settings(tmp_path / "study"), study.Ledger.running
+    other = {"point": {**given.space.origin, **BEST}, "purpose": CONFIRMATION, "worker": "another", "since": 0.0}
+
+    def running(ledger):
+        found = {key(record.point): record.purpose for record in ledger.records()}
+        return real(ledger) + [other] * (key(other["point"]) in found and "ablation" not in found.values())
+
+    monkeypatch.setattr(study.Ledger, "running", running)
+    answer = run(given)
+    purposes = [record.purpose for record in answer.records]
+    assert purposes.index("ablation") < purposes.index(CONFIRMATION) and answer.changes == BEST
+    assert answer.elapsed < 30.0 and all(lever.tokens_per_second for lever in answer.ablations)
+
+
 def test_what_was_found_wrong_stays_so(tmp_path, monkeypatch):
     given = settings(tmp_path / "study")
 

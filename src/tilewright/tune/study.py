@@ -191,7 +191,7 @@ class _Study:
         while True:
             known = len(self._read())
             self._search()
-            self._confirm()  # first: what its levers give is of interest for the best alone
+            self._confirm(wait=False)  # first: what its levers give is of interest for the best alone
             self._refine()
             self._confirm()
             self._prove()
@@ -211,11 +211,11 @@ class _Study:
             if claim is not None:
                 self._run(claim)
                 continue
-            running = [each["point"] for each in self.ledger.running()]
-            point, purpose = self._next(running)
+            running = self.ledger.running()
+            point, purpose = self._next([each["point"] for each in running])
             if point is not None:
                 self.ledger.propose([(point, purpose)])
-            elif running:
+            elif any(each["purpose"] == "search" for each in running):
                 time.sleep(_POLL)  # what they find may open a way on
             elif not self._yardstick():
                 return
@@ -234,12 +234,16 @@ class _Study:
             dear.append(point)
         return point, "search"
 
-    def _confirm(self) -> None:
-        """Run the best once more, and what may be faster than that: to be the quickest of many takes luck as well."""
+    def _confirm(self, wait: bool = True) -> None:
+        """Run the best once more, and what may be faster than that: to be the quickest of many takes luck as well.
+
+        Args:
+            wait: for another worker who is at it; or there is something else to do meanwhile.
+        """
         for _ in range(_CONFIRMATIONS):
             best = self._best()
             again = doubted(self.records, best, self.cap, self.wrong) if best is not None else None
-            if again is None:
+            if again is None or (not wait and again.point in [each["point"] for each in self.ledger.running()]):
                 return
             self._once_more(again)
 
