@@ -1,5 +1,6 @@
 """Logits sharded over a process group give the loss and the gradient of the unsharded ones."""
 
+import os
 import sys
 import tempfile
 
@@ -50,6 +51,20 @@ def _rank(rank: int, ranks: int, plain: bool) -> None:
 @pytest.mark.parametrize("plain", [False, True], ids=["kernels", "reference"])
 def test_sharded_over_three_ranks_equals_unsharded(plain):
     run_ranks(_rank, 3, 3, plain)
+
+
+def _uneven(rank: int, ranks: int) -> None:
+    logits = torch.randn(6, 25 - 10 * rank, requires_grad=True)
+    targets = torch.tensor([3, 39, 0, 24, -100, 30])  # of which one rank alone would say that it is out of range
+    assert cross_entropy(logits, targets, group=dist.group.WORLD).isnan()
+    os.environ["TILEWRIGHT_DEBUG"] = "1"
+    with pytest.raises(ValueError, match="ranks have 15 to 25 columns; give every rank as many."):
+        cross_entropy(logits, targets, group=dist.group.WORLD)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="two processes over gloo, on the CPU")
+def test_shards_that_do_not_fit_together_are_loud_on_every_rank():
+    run_ranks(_uneven, 2, 2)
 
 
 def test_a_weight_of_one_shard_is_refused():

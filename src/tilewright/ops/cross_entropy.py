@@ -315,7 +315,8 @@ def cross_entropy(
         return_lse: also return the log-sum-exp of each row, which has no gradient.
         inplace: let the gradient take the logits' memory where their layout allows. They must not be used again.
         group: the logits are this rank's columns, ranks in order, all with as many; ``targets`` and ``weight`` are
-            the same on every rank and for all classes. Every rank gets the loss and the gradient of its columns.
+            the same on every rank and for all classes. Every rank gets the loss and the gradient of its columns. Ranks
+            with different numbers of columns get NaN; with ``TILEWRIGHT_DEBUG=1``, an error.
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
@@ -331,9 +332,8 @@ def cross_entropy(
     >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, targets))
     True
     """
-    ranks = 1 if group is None else dist.get_world_size(group)
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    _check(logits, targets, weight, options, reduction, inplace, ranks)
+    _check(logits, targets, weight, options, reduction, inplace, group)
     if group is not None:
         from tilewright.ops.cross_entropy_parallel import parallel
 
@@ -357,8 +357,13 @@ def cross_entropy(
     return (loss, lse) if return_lse else loss
 
 
-def _check(logits: Any, targets: Any, weight: Any, options: Options, reduction: Any, inplace: bool, ranks: int) -> None:
+def _check(logits: Any, targets: Any, weight: Any, options: Options, reduction: Any, inplace: bool, group: Any) -> None:
     _op.check_tensor(_NAME, "logits", logits)
+    if group is not None and os.environ.get("TILEWRIGHT_DEBUG") == "1":
+        from tilewright.ops.cross_entropy_parallel import check_shards
+
+        check_shards(logits, group)  # before anything that one rank alone could stumble over
+    ranks = 1 if group is None else dist.get_world_size(group)
     vocabulary = ranks * logits.shape[-1] if logits.ndim else 0
     check_loss(_NAME, logits, vocabulary, targets, "weight", weight, options, reduction)
     # A compiler decides for itself what is in place.

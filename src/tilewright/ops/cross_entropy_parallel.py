@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -20,16 +19,17 @@ class _Parallel(torch.autograd.Function):
         ctx: Any, logits: Any, targets: Any, weight: Any, options: Options, mean: bool, inplace: bool, group: Any
     ) -> Any:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        if os.environ.get("TILEWRIGHT_DEBUG") == "1":
-            _check_shards(logits, group)
         columns, compute = logits.shape[-1], _op.compute_dtype(logits)
         cut = {"offset": rank * columns, "classes": ranks * columns}
         (packed,) = _op.packed((logits,))
         denominator, _ = begin(targets, weight, cut["classes"], options.ignore_index, mean, compute)
         x_target, parts = launch(packed, targets, weight, denominator, options, **cut)
         maximum, total, *rest = parts.unbind(-1)
-        top = maximum.amax(1)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        # With the rows' maxima, the most and the fewest columns of a rank: shards that do not fit together are NaN.
+        sizes = torch.cat((maximum.new_full((1,), columns), maximum.new_full((1,), -columns)))
+        tops = torch.cat((maximum.amax(1), sizes))
+        dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
+        top = torch.where((tops[-2:] == sizes).all(), tops[:-2], float("nan"))
         total = (total * (maximum - top[:, None]).exp()).sum(1)
         if rest:  # for label smoothing
             pivot, spread, weights = rest
@@ -76,7 +76,7 @@ def parallel(
     )  # fmt: skip
 
 
-def _check_shards(logits: torch.Tensor, group: Any) -> None:
+def check_shards(logits: torch.Tensor, group: Any) -> None:
     """Refuse, on every rank, shards of different sizes."""
     widest = torch.tensor([logits.shape[-1], -logits.shape[-1]], device=logits.device)
     dist.all_reduce(widest, dist.ReduceOp.MAX, group=group)
