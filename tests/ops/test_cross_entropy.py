@@ -209,7 +209,7 @@ def test_in_place_is_right_for_every_layout_and_factor(dtype, layout):
 
 def test_in_place_is_refused_where_autograd_still_needs_the_logits():
     leaf, targets, _ = problem(5, 33, torch.float32, {})
-    for logits in (leaf, leaf.view(5, 33), torch.tanh(leaf)):
+    for logits in (leaf, leaf.view(5, 33), torch.tanh(leaf), torch.tanh(leaf).view(5, 33), torch.tanh(leaf).t().t()):
         with pytest.raises(ValueError, match="leave out inplace"):
             cross_entropy(logits, targets, inplace=True)
 
@@ -335,6 +335,7 @@ def test_the_plain_path_agrees_with_the_kernel(monkeypatch):
         ({"logits": torch.zeros(3, 1)}, ValueError, "vocabulary"),
         ({"logits": torch.zeros(3, 8, dtype=torch.int32)}, TypeError, "dtype"),
         ({"logits": 3}, TypeError, "tensor"),
+        ({"logits": None}, TypeError, "must be a tensor, not NoneType"),
         ({"weight": torch.ones(7)}, ValueError, "shape"),
         ({"weight": torch.ones(8).requires_grad_()}, ValueError, "detach"),
         ({"label_smoothing": 1.0}, ValueError, "label_smoothing"),

@@ -383,7 +383,7 @@ def test_bad_tables_are_one_sentence(change):
         ({"k": torch.zeros(2, 5, 8)}, ValueError, "heads alone"),
         ({"k": torch.zeros(2, 5, 3, 8, dtype=torch.float64)}, TypeError, "convert one of them"),
         ({"k": torch.zeros(2, 5, 3, 8, device="meta")}, ValueError, "k is on meta"),
-        ({"cos": None}, ValueError, "cos is missing"),
+        ({"cos": None}, TypeError, "cos must be a tensor, not NoneType"),
         ({"cos": torch.zeros(5, 4, 1)}, ValueError, r"\(positions, rotary_dim / 2\)"),
         ({"cos": torch.zeros(5, 4, dtype=torch.float64)}, TypeError, "float32 or in q's dtype"),
         ({"cos": torch.zeros(5, 4, device="meta")}, ValueError, "cos is on meta"),

@@ -56,7 +56,7 @@ def prepare(case: Case) -> Prepared:
     quarter = tokens * vocabulary * 2 // 4 - 2**21  # of the logits; what the allocator rounds up by is inside
     losses: dict[str, Loss] = {
         "tilewright": _ours(None), "tilewright-quarter": _ours(quarter),
-        "tilewright-64MiB": _ours(2**26), "tilewright-float32": _ours(None, torch.float32), "eager": _plain,
+        "tilewright-64MB": _ours(64 * 10**6), "tilewright-float32": _ours(None, torch.float32), "eager": _plain,
         "compile": torch.compile(_plain, dynamic=False),
     }  # fmt: skip
     for name, package, loss in (("liger", "liger-kernel", _liger), ("cut", "cut-cross-entropy", _cut)):

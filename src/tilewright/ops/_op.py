@@ -77,8 +77,8 @@ def fake_of(op: Any) -> Callable[[Callable[..., Any]], None]:
 
 
 def check_tensor(op: str, name: str, tensor: Any, shape: torch.Size | None = None, x: Any = None) -> None:
-    """Refuse a tensor that the op cannot take, with one sentence. `None` passes: it is an option left out."""
-    if tensor is None:
+    """Refuse a tensor that the op cannot take, with one sentence. Beside an `x`, `None` passes: an option left out."""
+    if tensor is None and x is not None:
         return
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, not {type(tensor).__name__}.")
@@ -104,7 +104,8 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 def is_needed(x: torch.Tensor) -> bool:
     """Whether autograd minds `x` being overwritten: a parameter, or a result that its op keeps for its backward."""
     base = x if x._base is None else x._base
-    return torch.is_grad_enabled() and (base.is_leaf or hasattr(type(x.grad_fn), "_saved_result"))
+    kept = any(hasattr(type(each.grad_fn), "_saved_result") for each in (x, base))
+    return torch.is_grad_enabled() and (base.is_leaf or kept)
 
 
 def taken(result: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | None:

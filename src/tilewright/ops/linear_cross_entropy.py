@@ -40,7 +40,7 @@ __all__ = ["cost", "linear_cross_entropy", "reference"]
 
 _NAME = "linear_cross_entropy"
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
-_MOST = 512 * 2**20  # bytes of logits at a time, unless told otherwise
+_MOST = 512 * 10**6  # bytes of logits at a time, unless told otherwise
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
 _last = {"ignored": False}  # whether the last call had tokens to leave out, which decides what the next one waits for
 
@@ -373,9 +373,9 @@ def linear_cross_entropy(
         targets: ``(...)``, int64 class indices.
         bias: ``(V,)``.
         class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
-            ``tilewright.ops.cross_entropy``. Ignored tokens are not computed at all.
+            ``tilewright.ops.cross_entropy``. Ignored tokens are not computed, unless their log-sum-exp is asked for.
         memory: bytes to take beside the gradients, for the logits of 16 tokens or 16 classes at least. Left out: an
-            eighth of all logits, and 512 MiB at most. What else is needed, up to 64 bytes a token, lies in the memory
+            eighth of all logits, and 512 MB at most. What else is needed, up to 64 bytes a token, lies in the memory
             of x's gradient where that has room, all tokens count and one pass is enough, and is part of these bytes
             where not, but for what is more than half of them. More is faster, up to a point. Of a 16-bit weight, twice
             4 bytes an element of it make room for the sum of its gradient in float32. (Under autocast the weight

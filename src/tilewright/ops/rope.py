@@ -279,9 +279,10 @@ def _check(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any, heads_first: b
             raise ValueError(f"{_NAME}: k is on {k.device}, but q on {q.device}; move one of them.")
     for name, table in (("cos", cos), ("sin", sin)):
         _op.check_tensor(_NAME, name, table)
-        if table is None or table.ndim != 2:
-            found = "missing" if table is None else f"of shape {tuple(table.shape)}"
-            raise ValueError(f"{_NAME}: {name} is {found}, but (positions, rotary_dim / 2) is needed.")
+        if table.ndim != 2:
+            raise ValueError(
+                f"{_NAME}: {name} has shape {tuple(table.shape)}, but (positions, rotary_dim / 2) is needed."
+            )
         if table.dtype not in (torch.float32, q.dtype):
             raise TypeError(f"{_NAME}: {name} is {table.dtype}; give it in float32 or in q's dtype, {q.dtype}.")
         if table.device != q.device:

@@ -27,7 +27,7 @@ LOSSES = ("plain", "fused", "linear_fused")
 
 CONTEXT_BYTES = 620 * 2**20  # of CUDA and its libraries, as `bench memory` measured on an H200
 WORKSPACE_BYTES = 72 * 2**20  # of cuBLAS and the like, in every step measured there
-LOGITS_AT_ONCE = 512 * 2**20  # bytes of them that `linear_fused` has, unless an eighth of all is less
+LOGITS_AT_ONCE = 512 * 10**6  # bytes of them that `linear_fused` has, unless an eighth of all is less
 _LOOSE = 0.02  # of what is allocated, lost between blocks
 # Bytes a logit of the plain loss at the peak of its forward and of its backward. Measured for amp, derived else.
 _PLAIN_LOSS = {"amp": (8, 10), "mixed": (4, 6), "bf16": (4, 6), "fp32": (8, 12)}
