@@ -150,6 +150,14 @@ def returns_names_of_numbers():
     return Classifier(), {"features": torch.ones(2, 6), "labels": 3}
 
 
+def is_frozen():
+    return Classifier().requires_grad_(False), (torch.randn(4, 6), torch.zeros(4, dtype=torch.int64))
+
+
+def is_nowhere():
+    return Classifier().to("meta"), (torch.randn(4, 6, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta"))
+
+
 def has_no_parameters():
     return nn.GELU(), torch.ones(2)
 

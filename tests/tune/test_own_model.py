@@ -139,6 +139,8 @@ MISTAKES = {
     "tune.factories:returns_a_number_as_batch": "returned an object of type int as batch; let it be a tensor",
     "tune.factories:returns_names_of_numbers": "returned a dictionary of Tensor, int as batch",
     "tune.factories:has_no_parameters": "a model without parameters",
+    "tune.factories:is_frozen": "a model whose parameters are all frozen; set requires_grad on those to train",
+    "tune.factories:is_nowhere": "a model without memory, on the device meta; make it on the CPU or the GPU",
     "tune.factories:has_no_batch": "an empty batch",
     "tune.factories:has_no_rows": "an empty batch",
     "tune.factories:has_its_batch_elsewhere": "a model on cpu and a batch on meta; put both on the same device",

@@ -142,12 +142,16 @@ def load(text: str, path: Sequence[str] = (), *, seed: int = 0) -> Own:
     parameters = list(module.parameters())
     if not parameters:
         _refuse(text, "returned a model without parameters; there is nothing to train.")
+    if not any(parameter.requires_grad for parameter in parameters):
+        _refuse(text, "returned a model whose parameters are all frozen; set requires_grad on those to train.")
     homes = sorted({str(parameter.device) for parameter in parameters})
     if len(homes) > 1:
         _refuse(text, f"returned a model on {' and '.join(homes)}; put all of it on one device.")
     away = next((str(tensor.device) for tensor in batch.tensors if str(tensor.device) != homes[0]), None)
     if away is not None:
         _refuse(text, f"returned a model on {homes[0]} and a batch on {away}; put both on the same device.")
+    if parameters[0].is_meta:
+        _refuse(text, "returned a model without memory, on the device meta; make it on the CPU or the GPU.")
     return Own(module, batch)
 
 
