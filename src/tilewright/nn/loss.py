@@ -103,4 +103,8 @@ class LinearCrossEntropyLoss(torch.nn.Linear):
 
 
 def _words(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options.items() if value)
+    return ", ".join(
+        f"{name}={value}"
+        for name, value in options.items()
+        if value not in (None, False, 0.0) or name == "ignore_index"
+    )

@@ -315,8 +315,8 @@ def cross_entropy(
         return_lse: also return the log-sum-exp of each row, which has no gradient.
         inplace: let the gradient take the logits' memory where their layout allows. They must not be used again.
         group: the logits are this rank's columns, ranks in order, all with as many; ``targets`` and ``weight`` are
-            the same on every rank and for all classes. Every rank gets the loss and the gradient of its columns. Ranks
-            with different numbers of columns get NaN; with ``TILEWRIGHT_DEBUG=1``, an error.
+            the same on every rank and for all classes. Every rank gets the loss and the gradient of its columns. Of
+            shards of different sizes the loss is NaN; with ``TILEWRIGHT_DEBUG=1``, and on a CPU, it is an error.
 
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.

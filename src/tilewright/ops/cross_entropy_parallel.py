@@ -69,6 +69,7 @@ def parallel(
     if _op.runs_kernel(logits):
         loss, lse = _Parallel.apply(logits, targets, weight, options, reduction == "mean", inplace, group)
         return (loss if reduction == "none" else loss.sum()), lse
+    check_shards(logits, group)
     everything = _Gathered.apply(logits, group)
     return reference(
         everything, targets, weight=weight, ignore_index=options.ignore_index, label_smoothing=options.smoothing,
@@ -76,6 +77,7 @@ def parallel(
     )  # fmt: skip
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_shards(logits: torch.Tensor, group: Any) -> None:
     """Refuse, on every rank, shards of different sizes."""
     widest = torch.tensor([logits.shape[-1], -logits.shape[-1]], device=logits.device)

@@ -64,7 +64,7 @@ class Storage:
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # what goes wrong here is said in our own words
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.name, self.patience, self.saved = name, patience, saved
-        self._away = False  # it has been waited for in vain: nobody waits again
+        self._lost = ""  # what was said when it had been waited for in vain: nobody waits again
         self._url = checked(url)
         missing = UserError(f"There is no study {name} in {self._url}; give its folder, or --storage.")
         if exists and self._url.drivername == "sqlite" and not Path(self._url.database or "").is_file():
@@ -157,14 +157,14 @@ class Storage:
 
     def _patiently(self, call: Callable[[], Result], patience: float | None = None) -> Result:
         """What a call gives, tried again for a while; an interrupt in the middle of one would leave a lock behind."""
-        patience = 0.0 if self._away else self.patience if patience is None else patience
+        if self._lost:
+            raise StorageLost(self._lost)
+        patience = self.patience if patience is None else patience
         deadline, pause = time.monotonic() + patience, 0.05
         while True:
             try:
                 with uninterrupted():
-                    result = call()
-                self._away = False
-                return result
+                    return call()
             except KeyError as error:
                 raise StorageLost(f"The study {self.name} is no longer in {self._url}; {self._merged}") from error
             except _TROUBLE as error:
@@ -174,11 +174,11 @@ class Storage:
                         "finished before is lost."
                     ) from error
                 if time.monotonic() + pause > deadline:
-                    self._away = self._away or patience == self.patience
-                    raise StorageLost(
-                        f"The storage {self._url} has been out of reach for {self.patience:g} s ({reason}); "
-                        f"{self._merged}"
-                    ) from error
+                    lost = f"The storage {self._url} has been out of reach for {self.patience:g} s ({reason}); "
+                    lost += self._merged
+                    if patience == self.patience:
+                        self._lost = lost
+                    raise StorageLost(lost) from error
             time.sleep(pause * random.uniform(0.5, 1.5))  # not all workers at once
             pause = min(2 * pause, 2.0)
 

@@ -75,10 +75,11 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
         if len(answer.records) == len(records):
             return answer
     space = space_of(facts)
-    best = best_of(space, records, facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ()))
+    cap, wrong = facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ())
+    best, proof = _proved(space, best_of(space, records, cap, wrong), records, notes, cap, wrong)
+    seen = notes.get(_noted("work", best)) if best is not None else None
     answer = answered(
-        space, records, best, name=name, proof=_noted_proof(notes.get("proof"), best),
-        work=_of(notes.get("work"), best) or [],
+        space, records, best, name=name, proof=proof, work=seen or [],
         **facts, **_float32(space, records, facts["own_model"], notes.get("float32")),
     )  # fmt: skip
     write_best(answer, space, folder)
@@ -114,14 +115,30 @@ def _float32(space: Space, records: Sequence[Record], own_model: str, noted: Any
     return noted if isinstance(noted, dict) else {}
 
 
-def _of(noted: Any, best: Record | None) -> Any:
-    """What was noted of the best run, and not of one that was the best before."""
-    return noted["found"] if best is not None and isinstance(noted, dict) and noted["run"] == key(best.point) else None
+def _noted(what: str, run: Record) -> str:
+    """The name of a note of a run: each has its own, whoever else proves another."""
+    return f"{what} {hashlib.sha256(key(run.point).encode()).hexdigest()[:16]}"
 
 
-def _noted_proof(noted: Any, best: Record | None) -> Proof | None:
-    found = _of(noted, best)
-    return None if found is None else Proof.from_dict(found)
+def _proved(
+    space: Space,
+    best: Record | None,
+    records: Sequence[Record],
+    notes: dict[str, Any],
+    cap: float,
+    wrong: Sequence[str],
+) -> tuple[Record | None, Proof | None]:
+    """The best run and its proof; one that nobody has proved gives way to one that somebody has."""
+    if best is None or not any(name.startswith("proof ") for name in notes):
+        return best, None
+    if (found := notes.get(_noted("proof", best))) is not None:
+        return best, Proof.from_dict(found)
+    if best.point == space.origin:
+        return best, None
+    sound = [r for r in records if notes.get(_noted("proof", r), {}).get("verdict") in VERDICTS[:3]]
+    if (proved := fastest(sound, cap, wrong)) is not None:
+        return proved, Proof.from_dict(notes[_noted("proof", proved)])
+    return best, Proof("not proven", "nobody has looked at it.")
 
 
 class _Study:
@@ -307,10 +324,6 @@ class _Study:
             best = self._best()
             if best is None or key(best.point) == self.proved:
                 return
-            kept = _noted_proof(self.ledger.noted("proof"), best)
-            if kept is not None and kept.verdict in VERDICTS[:3]:  # by another worker, or before
-                self.proof, self.proved = kept, key(best.point)
-                return
             # It may overrun the budget by what compiling takes, and the first attempt by a minute at least.
             limit = deadline + 2 * first_step(self.records, best) + 60.0 - self.pace.elapsed
             if attempt and limit < 30.0:
@@ -335,10 +348,13 @@ class _Study:
             # Others that show the same need no proof of their own.
             self.wrong |= {key(r.point) for r in self.records if self._at_its_own_size(r, proof) is not proof}
             self.proof = Proof("not proven", "the runs that were faster were wrong, and this one was not looked at.")
+            self.wrong.update(self.ledger.noted("wrong") or ())  # of other workers
             self.ledger.note("wrong", sorted(self.wrong))
 
     def _note_proof(self, best: Record, proof: Proof) -> None:
-        self.ledger.note("proof", {"run": key(best.point), "found": dataclasses.asdict(proof)})
+        name = _noted("proof", best)
+        if proof.verdict != "not proven" or self.ledger.noted(name) is None:  # another worker may have had more time
+            self.ledger.note(name, dataclasses.asdict(proof))
 
     def _float32(self) -> dict[str, Any]:
         with contextlib.suppress(StorageLost):
@@ -351,13 +367,11 @@ class _Study:
         best, _ = self._proved_best()
         if best is None or key(best.point) != self.proved:
             return
-        if (kept := _of(self.ledger.noted("work"), best)) is not None:
-            self.work = kept
-            return
         limit = min(self.pace.limit(self.space.at(best.point).compile), self.pace.left + _OVERRUN)
         if limit >= self._expected(best.point):
             self.work = self.jobs.observe(best.point, limit)
-            self.ledger.note("work", {"run": key(best.point), "found": self.work})
+            if self.work:
+                self.ledger.note(_noted("work", best), self.work)
         else:
             self.shown.say("No time is left to observe the kernels of the best run.")
 
@@ -398,9 +412,6 @@ class _Study:
         self.jobs.keep(self.records)
         reasons = list(self.search.discarded.values())
         best, proof = self._proved_best()
-        if best is not None and proof is not None:
-            with contextlib.suppress(StorageLost):
-                self._note_proof(best, proof)
         answer = answered(
             self.space, self.records, best, name=self.settings.name, proof=proof,
             budget=self.settings.budget, elapsed=self.pace.elapsed, interrupted=interrupted,
@@ -411,6 +422,9 @@ class _Study:
         folder = self.settings.folder
         write_json(folder / "answer.json", {"schema": SCHEMA, "command": "tune", **answer.as_dict()})
         write_best(answer, self.space, folder)
+        if best is not None and proof is not None:
+            with contextlib.suppress(UserError):  # the answer is written
+                self._note_proof(best, proof)
         return answer
 
     def _proved_best(self) -> tuple[Record | None, Proof | None]:

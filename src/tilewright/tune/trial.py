@@ -321,7 +321,7 @@ class Meter:
             if spread(seconds) <= job["spread"] and sum(seconds) >= job["least"]:
                 raise _Enough("done")
         late = len(seconds) >= 3 and time.monotonic() - self._began >= job["seconds"]  # of two nobody knows the spread
-        if len(seconds) >= job["most"] or late:
+        if (len(seconds) >= job["most"] and sum(seconds) >= job["least"]) or late:
             raise _Enough("done")
 
     def profile(self, found: dict[str, Any]) -> None:
