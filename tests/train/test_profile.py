@@ -15,7 +15,13 @@ pytestmark = [
 
 @pytest.mark.parametrize("compile", ["none", "default"])
 def test_a_profiled_run_computes_what_it_would_have_and_says_where_the_step_went(tmp_path, compile):
-    changes = {"steps": TAKES + 1, "model": {"dropout": 0.1}, "compile": compile, "micro_batch": 2, "accumulation": 2}
+    changes = {
+        "steps": TAKES + 1,
+        "model": {"dropout": 0.1, "layers": 1},
+        "compile": compile,
+        "micro_batch": 2,
+        "accumulation": 2,
+    }
     plain = trained(tiny(tmp_path / "plain", **changes))
     found = []
     profiled = trained(tiny(tmp_path / "run", **changes, profile=True), profile=found.append)
@@ -30,7 +36,7 @@ def test_a_profiled_run_computes_what_it_would_have_and_says_where_the_step_went
     names = [event.get("name") for event in trace["traceEvents"]]
     assert names.count("tilewright.forward") == 3 * 2 and names.count("tilewright.optimizer") == 3
     measured = found[0]["memory_measured"]
-    parameters = tiny("x").model.parameters
+    parameters = tiny("x", **changes).model.parameters
     assert measured["weights"] == measured["gradients"] == 4 * parameters
     assert {row["part"]: row["difference"] for row in found[0]["memory"]}["weights"] == 0
 
