@@ -20,7 +20,7 @@ from tilewright.tune.answer import Answer
 from tilewright.tune.choose import latest
 from tilewright.tune.predict import BEYOND, PROCESS_BYTES, misfit, predict
 from tilewright.tune.record import Prediction
-from tilewright.tune.study import space_of
+from tilewright.tune.reread import space_of
 
 RESULTS = Path(__file__).parents[2] / "results" / "h200"
 

@@ -26,10 +26,11 @@ from tilewright.tune.jobs import probe
 from tilewright.tune.process import Ended
 from tilewright.tune.record import Measurement, Record
 from tilewright.tune.report import page
+from tilewright.tune.reread import float32_losses, reread
 from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.space import key, open_space
 from tilewright.tune.storage import StorageLost
-from tilewright.tune.study import reread, run
+from tilewright.tune.study import run
 from tune import light_child
 
 RULE = {
@@ -813,13 +814,13 @@ def test_a_proof_outlives_what_comes_after_it(tmp_path, monkeypatch):
 def test_whose_losses_are_compared_with_float32s(tmp_path):
     plain = open_space(read(None, ["global_batch=2"]), device="cpu")
     given = light_record(plain)
-    assert study._float32(plain, [given], "", None) == {"float32_losses": given.measurement.losses}
+    assert float32_losses(plain, [given], "", None) == {"float32_losses": given.measurement.losses}
     halves = open_space(read(None, ["global_batch=2", "precision=bf16"]), device="cpu")
     noted = {"float32_losses": [1.0]}
-    assert study._float32(halves, [given], "", None) == {} and study._float32(halves, [given], "", noted) == noted
+    assert float32_losses(halves, [given], "", None) == {} and float32_losses(halves, [given], "", noted) == noted
     dropping = open_space(read(None, ["global_batch=2", "model.dropout=0.1"]), device="cpu")
     for space, own, word in ((dropping, "", "dropout"), (plain, "package:factory", "of your own")):
-        assert word in study._float32(space, [given], own, noted)["no_float32"]
+        assert word in float32_losses(space, [given], own, noted)["no_float32"]
 
 
 def light_record(space):

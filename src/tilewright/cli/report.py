@@ -28,7 +28,7 @@ def report(
     from tilewright.cli.tune import show
     from tilewright.measure.results import SCHEMA
     from tilewright.tune.report import write_report
-    from tilewright.tune.study import reread
+    from tilewright.tune.reread import reread
 
     folder = Path(study) if "/" in study or Path(study).is_dir() else out / study
     if storage is None and not folder.is_dir():

@@ -65,10 +65,11 @@ def tune(
     from tilewright.tune.jobs import probe
     from tilewright.tune.ledger import Ledger
     from tilewright.tune.own_model import check_name
+    from tilewright.tune.reread import space_of
     from tilewright.tune.settings import Settings, Shown
     from tilewright.tune.space import open_space
     from tilewright.tune.storage import checked, in_folder, reach
-    from tilewright.tune.study import run, space_of
+    from tilewright.tune.study import run
 
     if model:
         check_name(model)

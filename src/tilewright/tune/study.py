@@ -22,15 +22,12 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import tilewright
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
-from tilewright.train.configuration import from_dict
 from tilewright.train.signals import Signals
-from tilewright.tune import prove
 from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, first_step, write_best
 from tilewright.tune.choose import CONFIRMATION, best_of, doubted, fastest
 from tilewright.tune.drift import corrected, first_reference
@@ -39,10 +36,10 @@ from tilewright.tune.ledger import Claim, Ledger, StorageLost
 from tilewright.tune.pace import Pace
 from tilewright.tune.predict import misfit, predict
 from tilewright.tune.record import Prediction, Record
+from tilewright.tune.reread import float32_losses, note_of
 from tilewright.tune.search import Search
 from tilewright.tune.settings import Settings, Shown
-from tilewright.tune.space import Point, Space, key, with_values
-from tilewright.tune.storage import in_folder
+from tilewright.tune.space import Point, key
 from tilewright.tune.verdict import at_its_own_size
 
 _SEARCH = 0.5  # of the time, at least, is for searching, whatever comes after it would take
@@ -58,87 +55,6 @@ _POLL = 0.5  # seconds between two looks at what other workers do
 def run(settings: Settings, shown: Shown | None = None) -> Answer:
     """Run a study, or go on with one, and write its answer; on Ctrl-C what is known so far is the answer."""
     return _Study(settings, shown or Shown()).run()
-
-
-def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
-    """The answer of a study, as it was given or, where more has been measured since, as it is now."""
-    given = folder / "answer.json"
-    if storage is None and given.is_file() and not (folder / "study.db").is_file():  # it was in a database elsewhere
-        return _given(given)
-    notes, found = Ledger.read(storage or in_folder(folder), name)
-    facts = notes.get("facts")
-    if not isinstance(facts, dict):
-        raise UserError(f"The study {name} ended before its first trial; there is nothing to report.")
-    records = corrected(found)
-    with contextlib.suppress(OSError, UserError):
-        answer = _given(given)
-        if len(answer.records) == len(records):
-            return answer
-    space = space_of(facts)
-    cap, wrong = facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ())
-    best, proof = _proved(space, best_of(space, records, cap, wrong), records, notes, cap, wrong)
-    seen = notes.get(_noted("work", best)) if best is not None else None
-    answer = answered(
-        space, records, best, name=name, proof=proof, work=seen or [],
-        **facts, **_float32(space, records, facts["own_model"], notes.get("float32")),
-    )  # fmt: skip
-    write_best(answer, space, folder)
-    return answer
-
-
-def _given(path: Path) -> Answer:
-    try:
-        return Answer.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is no answer of a study; give the study's --storage.") from error
-
-
-def space_of(facts: dict[str, Any]) -> Space:
-    """The space that a study was begun with."""
-    levers = {lever: tuple(values) for lever, values in facts["levers"].items()}
-    return Space(from_dict(facts["start"]), levers, facts["ceilings"]["device"])
-
-
-def _float32(space: Space, records: Sequence[Record], own_model: str, noted: Any) -> dict[str, Any]:
-    """The losses of the standard model in float32, or why there are none, as an answer has them; nothing: not yet.
-
-    They are those of the run as given, where it is that model, and else what a proof has brought.
-    """
-    if own_model:
-        return {"no_float32": "whether a model of your own draws random numbers is not known"}
-    if space.start.model.dropout > 0:
-        return {"no_float32": "dropout drops something else in every run"}
-    reference = next((each.measurement for each in records if each.purpose == "reference" and each.measurement), None)
-    plain = with_values(prove.float32(space.start), {"micro_batch": space.start.micro_batch})
-    if plain == space.start and reference is not None:
-        return {"float32_losses": reference.losses}
-    return noted if isinstance(noted, dict) else {}
-
-
-def _noted(what: str, run: Record) -> str:
-    """The name of a note of a run: each has its own, whoever else proves another."""
-    return f"{what} {hashlib.sha256(key(run.point).encode()).hexdigest()[:16]}"
-
-
-def _proved(
-    space: Space,
-    best: Record | None,
-    records: Sequence[Record],
-    notes: dict[str, Any],
-    cap: float,
-    wrong: Sequence[str],
-) -> tuple[Record | None, Proof | None]:
-    """The best run and its proof; one that nobody has proved gives way to one that somebody has."""
-    if best is None or not any(name.startswith("proof ") for name in notes):
-        return best, None
-    if (found := notes.get(_noted("proof", best))) is not None:
-        return best, Proof.from_dict(found)
-    if best.point == space.origin:
-        return best, None
-    sound = [r for r in records if notes.get(_noted("proof", r), {}).get("verdict") in VERDICTS[:3]]
-    if (proved := fastest(sound, cap, wrong)) is not None:
-        return proved, Proof.from_dict(notes[_noted("proof", proved)])
-    return best, Proof("not proven", "nobody has looked at it.")
 
 
 class _Study:
@@ -352,14 +268,14 @@ class _Study:
             self.ledger.note("wrong", sorted(self.wrong))
 
     def _note_proof(self, best: Record, proof: Proof) -> None:
-        name = _noted("proof", best)
+        name = note_of("proof", best)
         if proof.verdict != "not proven" or self.ledger.noted(name) is None:  # another worker may have had more time
             self.ledger.note(name, dataclasses.asdict(proof))
 
     def _float32(self) -> dict[str, Any]:
         with contextlib.suppress(StorageLost):
             self.noted = self.ledger.noted("float32") or self.noted
-        return _float32(self.space, self.records, self.settings.own_model, self.noted)
+        return float32_losses(self.space, self.records, self.settings.own_model, self.noted)
 
     def _observe(self) -> None:
         """See what each kernel of the best run has to do, for the report; it may overrun the budget by a little."""
@@ -371,7 +287,7 @@ class _Study:
         if limit >= self._expected(best.point):
             self.work = self.jobs.observe(best.point, limit)
             if self.work:
-                self.ledger.note(_noted("work", best), self.work)
+                self.ledger.note(note_of("work", best), self.work)
         else:
             self.shown.say("No time is left to observe the kernels of the best run.")
 

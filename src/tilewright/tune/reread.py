@@ -1,0 +1,107 @@
+"""A study read again: by who wants its report, or goes on with it.
+
+What a study knows beside its trials is in notes of its storage: the `facts` it was begun with, runs that are `wrong`,
+the losses of the standard model in `float32`, and of each run that was looked at its `proof` and its `work`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tilewright.errors import UserError
+from tilewright.train.configuration import from_dict
+from tilewright.tune import prove
+from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, write_best
+from tilewright.tune.choose import best_of, fastest
+from tilewright.tune.drift import corrected
+from tilewright.tune.ledger import Ledger
+from tilewright.tune.record import Record
+from tilewright.tune.space import Space, key, with_values
+from tilewright.tune.storage import in_folder
+
+
+def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
+    """The answer of a study, as it was given or, where more has been measured since, as it is now."""
+    given = folder / "answer.json"
+    if storage is None and given.is_file() and not (folder / "study.db").is_file():  # it was in a database elsewhere
+        return _given(given)
+    notes, found = Ledger.read(storage or in_folder(folder), name)
+    facts = notes.get("facts")
+    if not isinstance(facts, dict):
+        raise UserError(f"The study {name} ended before its first trial; there is nothing to report.")
+    records = corrected(found)
+    with contextlib.suppress(OSError, UserError):
+        answer = _given(given)
+        if len(answer.records) == len(records):
+            return answer
+    space = space_of(facts)
+    cap, wrong = facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ())
+    best, proof = _proved(space, best_of(space, records, cap, wrong), records, notes, cap, wrong)
+    seen = notes.get(note_of("work", best)) if best is not None else None
+    answer = answered(
+        space, records, best, name=name, proof=proof, work=seen or [],
+        **facts, **float32_losses(space, records, facts["own_model"], notes.get("float32")),
+    )  # fmt: skip
+    write_best(answer, space, folder)
+    return answer
+
+
+def _given(path: Path) -> Answer:
+    try:
+        return Answer.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no answer of a study; give the study's --storage.") from error
+
+
+def space_of(facts: dict[str, Any]) -> Space:
+    """The space that a study was begun with."""
+    levers = {lever: tuple(values) for lever, values in facts["levers"].items()}
+    return Space(from_dict(facts["start"]), levers, facts["ceilings"]["device"])
+
+
+def float32_losses(space: Space, records: Sequence[Record], own_model: str, noted: Any) -> dict[str, Any]:
+    """The losses of the standard model in float32, or why there are none, as an answer has them; nothing: not yet.
+
+    They are those of the run as given, where it is that model, and else what a proof has brought.
+    """
+    if own_model:
+        return {"no_float32": "whether a model of your own draws random numbers is not known"}
+    if space.start.model.dropout > 0:
+        return {"no_float32": "dropout drops something else in every run"}
+    reference = next((each.measurement for each in records if each.purpose == "reference" and each.measurement), None)
+    plain = with_values(prove.float32(space.start), {"micro_batch": space.start.micro_batch})
+    if plain == space.start and reference is not None:
+        return {"float32_losses": reference.losses}
+    return noted if isinstance(noted, dict) else {}
+
+
+def note_of(what: str, run: Record) -> str:
+    """The name of a note of a run: each has its own, whoever else proves another."""
+    return f"{what} {hashlib.sha256(key(run.point).encode()).hexdigest()[:16]}"
+
+
+def _proved(
+    space: Space,
+    best: Record | None,
+    records: Sequence[Record],
+    notes: dict[str, Any],
+    cap: float,
+    wrong: Sequence[str],
+) -> tuple[Record | None, Proof | None]:
+    """The best run and its proof; one that nobody has proved gives way to one that somebody has."""
+    if best is None or not any(name.startswith("proof ") for name in notes):
+        return best, None
+    if (found := notes.get(note_of("proof", best))) is not None:
+        return best, Proof.from_dict(found)
+    if best.point == space.origin:
+        return best, None
+    sound = [r for r in records if notes.get(note_of("proof", r), {}).get("verdict") in VERDICTS[:3]]
+    if (proved := fastest(sound, cap, wrong)) is not None:
+        return proved, Proof.from_dict(notes[note_of("proof", proved)])
+    return best, Proof("not proven", "nobody has looked at it.")
