@@ -250,6 +250,26 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path):
     assert train(tiny(tmp_path, steps=8)).step == 8
 
 
+@pytest.mark.parametrize("compile", ["none", "default"])
+def test_a_signal_ends_the_first_step_at_once_where_it_compiles(tmp_path, monkeypatch, compile):
+    real, waits = Engine.accumulate, []
+
+    def signalled(engine, *given, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        waits.append(compile)
+        return real(engine, *given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "accumulate", signalled)
+        if compile == "none":
+            assert train(tiny(tmp_path, steps=50)).step == 1 and waits
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                train(tiny(tmp_path, steps=50, compile=compile))
+            assert not waits and not list((tmp_path / "checkpoints").glob("step-*"))
+    assert train(tiny(tmp_path, steps=3)).step == 3  # and nothing is in the way of another
+
+
 def test_a_second_signal_ends_it_at_once(tmp_path):
     def impatient(figures, steps):
         os.kill(os.getpid(), signal.SIGINT)

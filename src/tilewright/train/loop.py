@@ -174,7 +174,7 @@ class _Run:
         )
         closing.callback(self.checkpoints.close)
         self.samples = 0  # consumed: the whole state of the data
-        self.step = self.saved = self._resume()
+        self.step = self.saved = self.resumed = self._resume()
         self.peak = 0  # bytes allocated at once while recording
         self.limit = torch.tensor(math.inf, device=self.device)
         self.asked = torch.zeros((), device=self.device)
@@ -286,7 +286,11 @@ class _Run:
         """One step: put it on the device, read the one before, save where it is time to."""
         self.step += 1
         self.samples += self.sizes.global_
-        current = self._one()
+        # To compile can take minutes in which there is nothing to save, and is waited for in vain where a polite kill
+        # went to the compiler's processes too. Of several ranks one that stops would leave the others waiting.
+        compiling = self.config.compile != "none" and self.step == self.resumed + 1 and self.world.ranks == 1
+        with self.signals.immediate() if compiling else contextlib.nullcontext():
+            current = self._one()
         self._settle(current)
         self.pending = current
         every = self.config.checkpoint.every

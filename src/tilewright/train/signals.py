@@ -44,6 +44,15 @@ class Signals:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
+    @contextlib.contextmanager
+    def immediate(self) -> Iterator[None]:
+        """In here the first interrupts at once."""
+        before, self._at_once = self._at_once, True
+        try:
+            yield
+        finally:
+            self._at_once = before
+
     def _note(self, number: int, frame: Any) -> None:
         again, self.came = self.came, True
         if again or (self._at_once and not _held["by"]):
