@@ -8,7 +8,6 @@ of these is measured, the second follows from the length of the sums: nothing is
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,15 +31,17 @@ class Key(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """From a tensor to float32's, whose size it comes with: root mean squares. And the tensor itself, as a digest."""
+    """From a tensor to float32's, whose size it comes with: root mean squares. And the tensor's own bits, digested."""
 
     difference: float
     size: float
     elements: int
     rounding: float = 0.0  # to the tensor's own dtype, of its size
-    bits: bytes = b""
+    bits: int = 0
 
 
+_PART = 2**24  # elements that are digested at once
+_GOLDEN, _MIXED = -0x61C8864680B583EB, -0x4B47D0C5A1F2B4D5  # odd, with bits everywhere, as 64-bit integers have them
 _MISSING = Distance(math.inf, 0.0, 1)
 
 
@@ -74,8 +75,7 @@ def distance(tensor: Tensor, reference: Tensor | None) -> Distance:
     >>> distance(torch.tensor([1.0, 1.0, 1.0, 5.0]), torch.ones(4))[:3]
     (2.0, 1.0, 4)
     """
-    raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    bits = hashlib.sha256(raw.numpy().data).digest()  # of which processors have instructions
+    bits = _digest(tensor)
     if reference is None or reference.shape != tensor.shape:  # float32 has nothing of the kind
         return _MISSING._replace(bits=bits)
     truth, root = reference.to(tensor.device).double(), max(1, tensor.numel()) ** 0.5
@@ -83,6 +83,26 @@ def distance(tensor: Tensor, reference: Tensor | None) -> Distance:
     size = torch.linalg.vector_norm(truth).item() / root
     # An error is anywhere within half of a unit in the last place, on either side.
     return Distance(difference, size, tensor.numel(), ulp(tensor.dtype) / 12**0.5, bits)
+
+
+def _digest(tensor: Tensor) -> int:
+    """A number that tensors have in common whose bits are all the same, and hardly any others; where the tensor is.
+
+    Each element times an odd number of its place, added up modulo 2^64: one that differs always shows, and of several
+    the chance is 2^-64 that they make up for each other. To bring a large model's gradients to the host and to take
+    their SHA-256 there took a third of its proof.
+
+    >>> a, b = _digest(torch.tensor([1.0, 2.0])), _digest(torch.tensor([2.0, 1.0]))
+    >>> a != b, _digest(torch.tensor([0.0])) != _digest(torch.tensor([-0.0])), a == _digest(torch.tensor([1.0, 2.0]))
+    (True, True, True)
+    """
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    found = tensor.numel()
+    for number, part in enumerate(tensor.detach().contiguous().view(whole).reshape(-1).split(_PART)):
+        place = torch.arange(number * _PART, number * _PART + len(part), device=part.device) * _GOLDEN
+        place = (place ^ (place >> 29)) * _MIXED
+        found += int((part.to(torch.int64) * ((place ^ (place >> 32)) | 1)).sum())
+    return found % 2**64
 
 
 def at_its_own_size(proof: Proof, given: Sequence[float], found: Sequence[float]) -> Proof:
