@@ -94,7 +94,7 @@ def test_from_a_run_to_a_report_and_a_configuration_that_trains(tilewright, tmp_
     assert answer.loss_difference(answer.reference) < 1e-5  # by its fused loss it differs from the standard model
 
     resumed = tilewright("tune", "--budget", "2s", "--resume")  # the newest, as it was begun
-    assert resumed.returncode == 0 and f"{len(answer.records)} trials already finished" in resumed.stderr
+    assert resumed.returncode == 0 and f"trials already finished: {len(answer.records)}" in resumed.stderr
     refused = tilewright("tune", *one_lever, "--study", "small")
     assert refused.returncode == 2 and "continue it with --resume" in refused.stderr
 

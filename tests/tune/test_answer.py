@@ -23,7 +23,10 @@ FAILED = dataclasses.replace(OTHER, outcome="error", error="It is broken.", meas
     [
         ({"elapsed": 61.0}, "there was no time for others, and --resume goes on."),
         ({"interrupted": True}, "there was no time for others, and --resume goes on."),
-        ({"discarded": {"it does not fit": 7}}, "of the others none can fit, or be faster"),
+        (
+            {"discarded": {"it does not fit": 7}},
+            "of the others none can fit or be faster by the plan",
+        ),
         ({"records": [GIVEN, FAILED]}, "all others failed, the first of them so: It is broken."),
     ],
 )

@@ -20,17 +20,17 @@ from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict, read
 from tilewright.tune import cache, jobs, pace, study
 from tilewright.tune import storage as storages
-from tilewright.tune.answer import Answer
+from tilewright.tune.answer import Answer, Proof
 from tilewright.tune.choose import CONFIRMATION
 from tilewright.tune.jobs import probe
 from tilewright.tune.process import Ended
 from tilewright.tune.record import Measurement, Record
 from tilewright.tune.report import page
-from tilewright.tune.reread import float32_losses, reread
+from tilewright.tune.reread import float32_losses, note_of, reread
 from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.space import key, open_space
 from tilewright.tune.storage import StorageLost
-from tilewright.tune.study import run
+from tilewright.tune.study import REFERENCE_EVERY, run
 from tune import light_child
 
 RULE = {
@@ -253,6 +253,21 @@ def test_a_study_is_continued_by_name_and_never_by_accident(tmp_path):
         run(dataclasses.replace(given, resume=True, space=other))
 
 
+def test_who_goes_on_takes_proof_and_kernels_over(tmp_path, monkeypatch):
+    given, real, kinds = settings(tmp_path / "study"), jobs.run_child, []
+
+    def child(job, *arguments, **options):
+        kinds.append(job["kind"])
+        return real(job, *arguments, **options)
+
+    monkeypatch.setattr(jobs, "run_child", child)
+    first = run(given)
+    assert kinds.count("prove") == kinds.count("observe") == 1
+    second = run(dataclasses.replace(given, resume=True))
+    assert kinds.count("prove") == kinds.count("observe") == 1
+    assert (second.proof, second.work) == (first.proof, first.work) and second.work and second.recommended
+
+
 def test_a_study_of_another_version_is_refused(tmp_path, monkeypatch):
     given = settings(tmp_path / "study")
     run(given)
@@ -397,7 +412,7 @@ def test_who_reads_a_study_later_recommends_what_was_proved_and_not_what_is_fast
     again = reread(folder, name)
     assert again.best.point == answer.best.point and again.proof == answer.proof and again.recommended
     unproved = {name: note for name, note in notes.items() if not name.startswith("proof ")}
-    lost = {**unproved, "proof of another": {"verdict": "wrong"}}
+    lost = {**unproved, note_of("proof", others[1]): dataclasses.asdict(Proof("wrong", "its loss is another."))}
     monkeypatch.setattr(study.Ledger, "read", lambda *_: (lost, [*others, faster]))
     assert not reread(folder, name).recommended
 
@@ -653,12 +668,24 @@ def test_the_last_word_is_the_same_when_it_is_read_again(tmp_path):
     assert again.best.point == answer.best.point and again.changes == BEST
 
 
-def test_the_reference_runs_beside_the_ablations(tmp_path):
+def test_the_reference_runs_beside_the_ablations_of_a_machine_that_changes(tmp_path, monkeypatch):
+    turns = itertools.count()
+
+    def drifting(job, found):
+        return slower(found, 1 + next(turns) % 2 / 80)
+
+    changing(monkeypatch, drifting)
+    rows = [purpose for purpose, _ in itertools.groupby(each.purpose for each in run(settings(tmp_path / "s")).records)]
+    assert {CONFIRMATION, "ablation"} <= set(rows)
+    for before, row, after in zip(rows, rows[1:], [*rows[2:], "reference"], strict=False):
+        assert row not in (CONFIRMATION, "ablation") or before == after == "reference"
+
+
+def test_of_a_steady_machine_the_reference_is_every_fifth_trial(tmp_path):
     purposes = [record.purpose for record in run(settings(tmp_path / "study")).records]
-    confirmed, first = purposes.index(CONFIRMATION), purposes.index("ablation")
-    assert purposes[confirmed - 1] == purposes[confirmed + 1] == purposes[first - 1] == "reference"
-    last = len(purposes) - purposes[::-1].index("ablation")
-    assert purposes[last : last + 1] == ["reference"]
+    at = [number for number, purpose in enumerate(purposes) if purpose == "reference"]
+    apart = [after - before for before, after in itertools.pairwise(at)]
+    assert len(at) > 3 and max(apart) <= REFERENCE_EVERY and set(apart[3:]) <= {REFERENCE_EVERY}
 
 
 def test_while_another_worker_confirms_the_best_its_levers_are_put_back(tmp_path, monkeypatch):

@@ -26,14 +26,21 @@ PEERS = (
     "compile=max-autotune",
     "model.gpt_block=optimized,model.loss=linear_fused,cuda_graphs=true",
 )
+PROOF = {"125m": 35.0, "1b": 70.0}  # seconds, as on an H200
+OBSERVED = {
+    "op": "aten::mm", "shapes": "", "dtype": "bf16", "kernel": "k", "category": "product", "calls": 1, "seconds": 1e-3,
+    "flops": 1e9, "bytes": 1e6,
+}  # fmt: skip
 COMPILING = {"none": 0.0, "default": 40.0, "reduce-overhead": 45.0, "max-autotune": 140.0}
+CACHED = {**COMPILING, "max-autotune": 20.0}  # out of Inductor's cache: who asks for it has run it before
 
 
 class World:
     """A GPU on which each lever is a few percent better or worse than its plan, and steps vary."""
 
-    def __init__(self, space, seed):
-        self.space, self.now, self.compiled = space, 0.0, set()
+    def __init__(self, space, seed, proof, compiling, faster_after=10**9):
+        self.space, self.now, self.compiled, self.proof, self.compiling = space, 0.0, set(), proof, compiling
+        self.trials, self.faster_after = 0, faster_after  # so many of them, all are 15 % faster
         self.chance = random.Random(seed)
         self.beyond = {
             (name, value): math.exp(self.chance.gauss(0, 0.02))
@@ -46,19 +53,21 @@ class World:
 
     def child(self, job, limits, hear=None, command=None):
         if job["kind"] == "prove":
-            self.now += 35.0
+            self.now += self.proof
             losses = {"float32": [1.0], "standard": [1.0], "best": [1.0]}
             return Ended(
                 "done", None, "", {"verdict": "same within rounding", "why": "", "layers": [], "losses": losses}
             )
         if job["kind"] == "observe":
             self.now += min(15.0, limits.seconds)
-            return Ended("done", None, "", {"work": []})
+            return Ended("done", None, "", {"work": [OBSERVED]})
         run = from_dict(job["configuration"])
         point = {name: value_of(run, name) for name in self.space.levers}
-        step, expected = self.seconds(point), predict(run, MACHINE)
-        first = 2.0 + COMPILING[run.compile] * (0.2 if key(point) in self.compiled else 1.0)
-        took = 12.0 + first + 12 * step
+        self.trials += 1
+        step = self.seconds(point) / (1.15 if self.trials > self.faster_after else 1.0)
+        expected = predict(run, MACHINE)
+        first = 2.0 + self.compiling[run.compile] * (0.2 if key(point) in self.compiled else 1.0)
+        took = 10.0 + first + 20 * step  # as on an H200
         self.now += min(took, limits.seconds)
         if took > limits.seconds:
             return Ended("timed out", "It was not done in time.", "", None)
@@ -83,36 +92,63 @@ class World:
             point = better
 
 
+def space_of(preset, batch, *fixed):
+    sizes = [f"model.preset={preset}", f"global_batch={batch}", f"micro_batch={batch}", "data.kind=synthetic"]
+    return open_space(read(None, [*sizes, *fixed]), device="cuda", search=("micro_batch",))
+
+
+def tuned(folder, monkeypatch, world, budget, first=()):
+    clock = types.SimpleNamespace(
+        time=lambda: 1e9 + world.now, monotonic=lambda: world.now, sleep=lambda seconds: None
+    )  # fmt: skip
+    monkeypatch.setattr(jobs, "run_child", world.child)
+    for module in (study, jobs, pace):
+        monkeypatch.setattr(module, "time", clock)
+    place = folder, "s", f"sqlite:///{folder}.db"
+    return run(Settings(world.space, MACHINE, *place, budget, fresh=True, first=first))
+
+
+def test_half_of_a_short_time_is_for_the_search(tmp_path, monkeypatch):
+    space = space_of("125m", 32)
+    for budget in (70.0, 100.0, 150.0, 240.0):
+        answer = tuned(tmp_path / f"{budget}", monkeypatch, World(space, 0, 35.0, COMPILING), budget)
+        searched = [record for record in answer.records if record.purpose in ("search", "reference")]
+        assert searched[-1].purpose != "search" or searched[-1].ended - searched[0].began > 0.5 * budget - 20.0
+        assert answer.proof.verdict == "same within rounding" and answer.ratio > 1.2
+
+
+def test_a_machine_that_becomes_faster_makes_no_run_the_best(tmp_path, monkeypatch):
+    space = space_of("125m", 32, "compile=none", "cuda_graphs=false")
+    for after in range(11, 20):
+        world = World(space, 3, 35.0, COMPILING, faster_after=after)
+        answer = tuned(tmp_path / f"{after}", monkeypatch, world, 330.0)
+        truth = world.seconds(space.origin) / world.seconds(answer.best.point)
+        assert answer.ratio == pytest.approx(truth, rel=0.03), after
+
+
 @pytest.mark.parametrize("tries", [(), PEERS], ids=["alone", "after its peers"])
 @pytest.mark.parametrize(("preset", "batch"), [("125m", 32), ("1b", 16)])
 def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, preset, batch, tries):
-    sizes = [f"model.preset={preset}", f"global_batch={batch}", f"micro_batch={batch}", "data.kind=synthetic"]
-    space = open_space(read(None, sizes), device="cuda", search=("micro_batch",))
+    space = space_of(preset, batch)
     sure, given = [], []
     for seed in range(2 if tries else 4):
-        world = World(space, seed)
-        monkeypatch.setattr(jobs, "run_child", world.child)
-        clock = types.SimpleNamespace(
-            time=lambda world=world: 1e9 + world.now,
-            monotonic=lambda world=world: world.now,
-            sleep=lambda seconds: None,
-        )
-        monkeypatch.setattr(study, "time", clock)
-        monkeypatch.setattr(jobs, "time", clock)
-        monkeypatch.setattr(pace, "time", clock)
-        asked = tuple(map(space.parse, tries))
-        place = tmp_path / str(seed), "s", f"sqlite:///{tmp_path}/{seed}.db"
-        answer = run(Settings(space, MACHINE, *place, BUDGET, fresh=True, first=asked))
+        world = World(space, seed, PROOF[preset], CACHED if tries else COMPILING)
+        answer = tuned(tmp_path / str(seed), monkeypatch, world, BUDGET, tuple(map(space.parse, tries)))
 
         assert BUDGET * 0.75 < world.now < BUDGET + 20.0  # what there is is used, and no more
         assert answer.proof.verdict == "same within rounding"
+        assert answer.work  # its kernels were seen
         first = answer.reference.tokens_per_second
         done = [record.tokens_per_second / first for record in answer.records if record.outcome == "done"]
         assert answer.ratio >= 0.99 * max(done)
         sure.append(confirmed(answer.records, answer.best))
-        given += [lever.tokens_per_second is not None for lever in answer.ablations]
+        shown = [lever.tokens_per_second is not None for lever in answer.ablations]
+        if space.at(answer.best.point).compile == "none":
+            given += shown
+        else:
+            assert any(shown)  # without one lever a compiled run takes a minute
         if not tries:
             reached = world.seconds(answer.best.point)
-            assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > 0.93 * reached
+            assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > 0.92 * reached
     assert sum(sure) >= 2 / 3 * len(sure)  # but where what wins was found too late to be run again
-    assert sum(given) >= 2 / 3 * len(given)  # what each lever of it gave; where it is compiled, a lever takes a minute
+    assert sum(given) >= 3 / 5 * len(given)  # what each lever of it gave

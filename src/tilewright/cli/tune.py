@@ -205,7 +205,9 @@ class _Progress:
 
     def begin(self, facts: dict[str, Any]) -> None:
         self.levers = facts["levers"]
-        self.say(f"study {facts['name']}: {len(self.levers)} levers open, {facts['finished']} trials already finished")
+        self.say(
+            f"study {facts['name']}: open levers: {len(self.levers)}; trials already finished: {facts['finished']}"
+        )
 
     def trial(self, what: str, point: dict[str, Any], prediction: Prediction | None) -> None:
         name = self._label(point) if what != "reference" else "as given, for reference"

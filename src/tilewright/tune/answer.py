@@ -245,7 +245,10 @@ def alone(answer: Answer) -> str:
         return f"all others failed, the first of them so: {failed.rstrip('.')}"
     if answer.interrupted or answer.elapsed >= answer.budget or not answer.discarded:
         return "there was no time for others, and --resume goes on"
-    return "of the others none can fit, or be faster, as far as can be told beforehand"
+    return (
+        "of the others none can fit or be faster by the plan, or none fitted into the time that was left, and --resume "
+        "with more --budget goes on"
+    )
 
 
 def _gives(answer: Answer) -> str:

@@ -9,7 +9,7 @@ import time
 _TUNED = (300.0, 300.0)
 _USUAL = {"none": (10.0, 20.0), "max-autotune": _TUNED, "max-autotune-no-cudagraphs": _TUNED}
 _COMPILED = (20.0, 60.0)
-_PROOF = 40.0  # seconds, but for compiling
+_PROOF, _PROOF_TRIALS = 20.0, 2.0  # seconds, or so many trials' where that is longer; but for compiling
 _MARGIN = 1.2
 
 
@@ -18,7 +18,7 @@ class Pace:
 
     >>> pace = Pace(480.0, "cuda")
     >>> pace.expected("none"), pace.note("none", 15.0), pace.expected("none"), pace.proof(first_step=10.0)
-    (20.0, None, 15.0, 52.0)
+    (20.0, None, 15.0, 42.0)
     """
 
     def __init__(self, budget: float, device: str) -> None:
@@ -48,14 +48,20 @@ class Pace:
             return statistics.median(self._trials[mode])
         return _USUAL.get(mode, _COMPILED)[self._on_gpu]
 
-    def limit(self, mode: str) -> float:
-        """Seconds after which a trial has hung, or is not worth its time: a third of all there is, for the dearest."""
+    def limit(self, mode: str, beyond: float = 0.0) -> float:
+        """Seconds after which a trial has hung, or is not worth its time: a third of all there is, for the dearest.
+
+        Args:
+            mode: how it is compiled.
+            beyond: seconds by which it may overrun the budget.
+        """
         most = max(60.0, min(4 * self.expected(mode), self.budget / 3), self.budget / 6)
-        return max(30.0, min(most, self.left))
+        return max(30.0, min(most, self.left + beyond))
 
     def proof(self, first_step: float = 0.0) -> float:
         """Seconds to leave for a proof, as long as that is not most of all there is."""
-        return min(0.4 * self.budget, _MARGIN * self._proof or _PROOF + _MARGIN * first_step)
+        usual = max(_PROOF, _PROOF_TRIALS * self.expected("none")) + _MARGIN * first_step
+        return min(0.4 * self.budget, _MARGIN * self._proof or usual)
 
     @property
     def another(self) -> float:

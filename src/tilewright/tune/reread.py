@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
             return answer
     space = space_of(facts)
     cap, wrong = facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ())
-    best, proof = _proved(space, best_of(space, records, cap, wrong), records, notes, cap, wrong)
+    noted = {key(r.point): notes.get(note_of("proof", r)) for r in records}
+    proofs = {name: Proof.from_dict(proof) for name, proof in noted.items() if proof is not None}
+    best, proof = proved(space, records, proofs, cap, wrong)
     seen = notes.get(note_of("work", best)) if best is not None else None
     answer = answered(
         space, records, best, name=name, proof=proof, work=seen or [],
@@ -86,22 +88,27 @@ def note_of(what: str, run: Record) -> str:
     return f"{what} {hashlib.sha256(key(run.point).encode()).hexdigest()[:16]}"
 
 
-def _proved(
+def proved(
     space: Space,
-    best: Record | None,
     records: Sequence[Record],
-    notes: dict[str, Any],
-    cap: float,
-    wrong: Sequence[str],
+    proofs: Mapping[str, Proof],
+    cap: float = math.inf,
+    wrong: Collection[str] = (),
 ) -> tuple[Record | None, Proof | None]:
-    """The best run and its proof; one that nobody has proved gives way to one that somebody has."""
-    if best is None or not any(name.startswith("proof ") for name in notes):
+    """The best run and its proof; one that nobody has proved gives way to one that somebody has.
+
+    Args:
+        proofs: by the key of the run's point.
+    """
+    best = best_of(space, records, cap, wrong)
+    if best is None or not proofs:
         return best, None
-    if (found := notes.get(note_of("proof", best))) is not None:
-        return best, Proof.from_dict(found)
-    if best.point == space.origin:
+    if (found := proofs.get(key(best.point))) is not None:
+        return best, found
+    if best.point == space.origin:  # which asks nobody to change anything
         return best, None
-    sound = [r for r in records if notes.get(note_of("proof", r), {}).get("verdict") in VERDICTS[:3]]
-    if (proved := fastest(sound, cap, wrong)) is not None:
-        return proved, Proof.from_dict(notes[note_of("proof", proved)])
-    return best, Proof("not proven", "nobody has looked at it.")
+    sound = {name for name, proof in proofs.items() if proof.verdict in VERDICTS[:3]}
+    if (run := fastest((r for r in records if key(r.point) in sound), cap, wrong)) is not None:
+        return run, proofs[key(run.point)]
+    why = "the runs that were faster were wrong, and this one was not looked at." if wrong else "nobody looked at it."
+    return best, Proof("not proven", why)

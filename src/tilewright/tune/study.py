@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tilewright
@@ -29,14 +29,15 @@ from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.train.signals import Signals
 from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, first_step, write_best
-from tilewright.tune.choose import CONFIRMATION, best_of, doubted, fastest
+from tilewright.tune.choose import CONFIRMATION, NOISE, best_of, doubted
 from tilewright.tune.drift import corrected, first_reference
 from tilewright.tune.jobs import Jobs
 from tilewright.tune.ledger import Claim, Ledger, StorageLost
 from tilewright.tune.pace import Pace
 from tilewright.tune.predict import misfit, predict
+from tilewright.tune.prove import float32
 from tilewright.tune.record import Prediction, Record
-from tilewright.tune.reread import float32_losses, note_of
+from tilewright.tune.reread import float32_losses, note_of, proved
 from tilewright.tune.search import Search
 from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.space import Point, key
@@ -47,7 +48,8 @@ REFERENCE_EVERY = 5  # the run as given is every fifth of the trials
 HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
 _CONFIRMATIONS = 4  # runs that are repeated before the study leaves it at that
 _PROOFS = 3  # runs that may turn out wrong before the study gives up
-_CURVE = 0.04  # of the time, for a few steps of the standard model in float32
+_CURVE = 0.04  # of the time, at most, for a few steps of the standard model in float32
+_CURVE_STEPS = 4  # that it takes as long as: three, and what is before them
 _OVERRUN = 20.0  # seconds beyond the budget in which the best run is still observed
 _POLL = 0.5  # seconds between two looks at what other workers do
 
@@ -70,9 +72,8 @@ class _Study:
             self.space, self._predict, lambda found: misfit(found, self.machine, settings.memory_cap), self.cap
         )
         self.records: list[Record] = []  # as they were last read
-        self.proof: Proof | None = None
-        self.proved: str | None = None  # the key of the run that it is of
-        self.work: list[dict[str, Any]] = []  # of a step of it, as `measure.work` has it
+        self.proofs: dict[str, Proof] = {}  # by the key of the run's point
+        self.work: dict[str, list[dict[str, Any]]] = {}  # likewise: of a step, as `measure.work` has it
         self.wrong: set[str] = set()
         self.noted: Any = None  # of the losses of the standard model in float32
         self.signals = Signals(at_once=True)
@@ -122,21 +123,25 @@ class _Study:
     def _work(self) -> None:
         self.ledger.propose([(point, "search") for point in sorted(self.settings.first, key=self._expected)])
         while True:
-            known = len(self._read())
+            known, proofs = len(self._read()), len(self.proofs)
             self._search()
             self._confirm(wait=False)  # first: what its levers give is of interest for the best alone
             self._refine()
             self._confirm()
+            if len(self._read()) > known:  # less is left to be done at the end: there may be time for more
+                continue
             self._prove()
             self._confirm()  # where the proof had to come first
             # Whatever else is found has to be run and proved as well.
-            if len(self._read()) == known or self.pace.left < self.pace.another:
+            nothing_new = len(self._read()) == known and len(self.proofs) == proofs
+            if nothing_new or self.pace.left < self.pace.another:
+                self._refine()  # which needs no proof
                 return self._observe()
 
     def _search(self) -> None:
         """What is most promising, as long as there is time; the run as given even where there is none."""
         while not self.records or self.pace.left > max(
-            self._end_takes(self._untried()), self._expected(self.space.origin)
+            self._end_takes(searching=True), self._expected(self.space.origin)
         ):
             self._heed()
             self.ledger.recover()
@@ -158,11 +163,11 @@ class _Study:
         records, dear = self._read(), list(running)
         best = self._best()
         spoilt = doubted(records, best, self.cap, self.wrong, shaken=True) if best is not None else None
-        spare = self.pace.left - self._end_takes(self._untried())
+        spare = self.pace.left - self._end_takes(searching=True)
         if spoilt is not None and spoilt.point not in running and self._expected(spoilt.point) < spare:
             return spoilt.point, CONFIRMATION
         while (point := self.search.next(records, dear)) is not None:
-            if self._expected(point) + self._anew(point) < spare:
+            if self._expected(point) < spare:
                 break
             dear.append(point)
         return point, "search"
@@ -173,19 +178,26 @@ class _Study:
         Args:
             wait: for another worker who is at it; or there is something else to do meanwhile.
         """
-        for _ in range(_CONFIRMATIONS):
+
+        def confirmations() -> int:
+            return sum(record.purpose == CONFIRMATION for record in self.records)
+
+        def again() -> list[Point]:
             best = self._best()
-            again = doubted(self.records, best, self.cap, self.wrong) if best is not None else None
-            if again is None or (not wait and again.point in [each["point"] for each in self.ledger.running()]):
-                return
-            self._once_more(again)
+            if best is None or confirmations() >= most:
+                return []
+            record = doubted(self.records, best, self.cap, self.wrong)
+            if record is None or (not wait and record.point in [each["point"] for each in self.ledger.running()]):
+                return []
+            return [record.point]
 
-    def _once_more(self, record: Record) -> None:
-        def runs() -> int:
-            return sum(each.point == record.point for each in self.records)
+        def until() -> float:
+            best = self._best()
+            return self._proof_takes(best) if best is not None else 0.0
 
-        before = runs()
-        self._see(lambda: [record.point] if runs() == before else [], CONFIRMATION, lambda: self._proof_takes(record))
+        most = confirmations() + _CONFIRMATIONS
+        while self._see(again, CONFIRMATION, until):
+            pass  # what the yardstick at the end says may raise other doubts
 
     def _refine(self) -> None:
         """Put each lever of the best run back; without one that gave nothing, see what the others give."""
@@ -201,10 +213,10 @@ class _Study:
         expected = {key(point): self.search.prediction(point) for point in found}
         return sorted(found, key=lambda p: each.seconds if (each := expected[key(p)]) is not None else 0.0)
 
-    def _see(self, wanted: Callable[[], list[Point]], purpose: str, until: Callable[[], float]) -> None:
+    def _see(self, wanted: Callable[[], list[Point]], purpose: str, until: Callable[[], float]) -> bool:
         """Run what is wanted, the first of it next, as far as time allows, and wait for what others run of it.
 
-        Little decides here: the yardstick comes before them, and after.
+        Little decides here: the yardstick comes before them, and after. Returns whether anything ran.
         """
         ran = False
         while True:
@@ -228,42 +240,46 @@ class _Study:
                     ran = True
         if ran and self.pace.left - self._expected(self.space.origin) > until():
             self._yardstick()
+        return ran
 
     def _prove(self) -> None:
         """Prove the best; one that was found later, with no time to confirm and prove it, leaves the proof as it is."""
-        if self.proof is not None and self.proof.verdict in VERDICTS[:3] and self.pace.left < self._end_takes():
+        if any(_is_sound(proof) for proof in self.proofs.values()) and self.pace.left < self._end_takes():
             return
         deadline = max(self.pace.budget, self.pace.elapsed)
-        for attempt in range(_PROOFS):
+        for attempt in range(_PROOFS - sum(proof.verdict == "wrong" for proof in self.proofs.values())):
             self._heed()
             self._read()
             best = self._best()
-            if best is None or key(best.point) == self.proved:
+            if best is None or key(best.point) in self.proofs:
+                return
+            noted = self.ledger.noted(note_of("proof", best))
+            if noted is not None and _is_sound(known := Proof.from_dict(noted)):  # another worker's, or of another day
+                self.proofs[key(best.point)] = known
                 return
             # It may overrun the budget by what compiling takes, and the first attempt by a minute at least.
             limit = deadline + 2 * first_step(self.records, best) + 60.0 - self.pace.elapsed
             if attempt and limit < 30.0:
                 break
             # In the same process, and only now: there is nothing better to be done with the time.
-            curve = 0.0 if self._float32() else _CURVE * self.pace.budget
+            curve = self._curve()
 
             def told(proof: Proof, best: Record = best) -> None:
-                self.proof, self.proved = self._at_its_own_size(best, proof), key(best.point)
+                self.proofs[key(best.point)] = self._at_its_own_size(best, proof)
 
             proof = self.jobs.prove(best.point, limit, curve, told)
             told(proof)
-            assert self.proof is not None
-            self._note_proof(best, self.proof)
+            own = self.proofs[key(best.point)]
+            self._note_proof(best, own)
             if proof.curve or proof.no_curve:
                 found: dict[str, Any] = {"float32_losses": proof.curve}
                 self.ledger.note("float32", found if proof.curve else {"no_float32": proof.no_curve})
-            if self.proof.verdict != "wrong":
+            if own.verdict != "wrong":
                 return
-            self.shown.say(f"{self.space.label(best.point)} is wrong and not recommended: {self.proof.why}")
+            self.shown.say(f"{self.space.label(best.point)} is wrong and not recommended: {own.why}")
             self.wrong.add(key(best.point))
             # Others that show the same need no proof of their own.
             self.wrong |= {key(r.point) for r in self.records if self._at_its_own_size(r, proof) is not proof}
-            self.proof = Proof("not proven", "the runs that were faster were wrong, and this one was not looked at.")
             self.wrong.update(self.ledger.noted("wrong") or ())  # of other workers
             self.ledger.note("wrong", sorted(self.wrong))
 
@@ -280,37 +296,50 @@ class _Study:
     def _observe(self) -> None:
         """See what each kernel of the best run has to do, for the report; it may overrun the budget by a little."""
         self._heed()
-        best, _ = self._proved_best()
-        if best is None or key(best.point) != self.proved:
+        best, _ = self._proved()
+        if best is None or key(best.point) not in self.proofs:
             return
-        limit = min(self.pace.limit(self.space.at(best.point).compile), self.pace.left + _OVERRUN)
-        if limit >= self._expected(best.point):
-            self.work = self.jobs.observe(best.point, limit)
-            if self.work:
-                self.ledger.note(note_of("work", best), self.work)
-        else:
-            self.shown.say("No time is left to observe the kernels of the best run.")
+        work = self.ledger.noted(note_of("work", best))
+        limit = min(self.pace.limit(self.space.at(best.point).compile, _OVERRUN), self.pace.left + _OVERRUN)
+        if work is None and limit < self._expected(best.point):
+            return self.shown.say("No time is left to observe the kernels of the best run.")
+        self.work[key(best.point)] = work or self.jobs.observe(best.point, limit)
+        if work is None and self.work[key(best.point)]:
+            self.ledger.note(note_of("work", best), self.work[key(best.point)])
 
     def _proof_takes(self, best: Record) -> float:
-        return self.pace.proof(first_step(self.records, best)) if key(best.point) != self.proved else 0.0
-
-    def _anew(self, point: Point) -> float:
-        """Seconds to confirm and to prove what takes the place of a best that is proved; where it is not, 0."""
-        best = self._best()
-        if best is None or key(best.point) != self.proved:
+        if key(best.point) in self.proofs:
             return 0.0
-        again = self._expected(self.space.origin) + self._expected(point)
-        return again + self.pace.proof(first_step(self.records, best))
+        takes = self.pace.proof(first_step(self.records, best))
+        if most := self._curve():
+            plain = predict(float32(self.space.start), self.machine)
+            takes += min(most, _CURVE_STEPS * plain.seconds) if plain is not None else most
+        return takes
 
-    def _end_takes(self, untried: Sequence[Point] = ()) -> float:
-        """Seconds to leave for putting levers of the best back, for confirming it, and for proving it."""
+    def _curve(self) -> float:
+        """Seconds that a few steps of the standard model in float32 may take; none where nobody needs them."""
+        return 0.0 if self._float32() else _CURVE * self.pace.budget
+
+    def _end_takes(self, searching: bool = False) -> float:
+        """Seconds to leave for putting levers of the best back, for confirming, for proving and for observing it.
+
+        Args:
+            searching: what is found may have to be confirmed, and proved although the best is; as may one of fewer
+                levers than the best.
+        """
         best = self._best()
         if best is None:
             return 0.0
-        again, takes = self._expected(self.space.origin) + self._expected(best.point), self._proof_takes(best)
-        if untried:
-            takes += again + sum(map(self._expected, untried))  # one that has fewer levers has to be confirmed too
-        if doubted(self.records, best, self.cap, self.wrong) is not None:
+        again = self._expected(self.space.origin) + self._expected(best.point)
+        takes = self._proof_takes(best) + self._expected(best.point)
+        if searching and all(record.point == self.space.origin for record in self.records):
+            takes = self._proof_takes(best)  # the first that is tried is worth more than all the rest
+        elif searching:
+            untried = self._untried()
+            takes += again + sum(map(self._expected, untried)) + (again if untried else 0.0)
+            if key(best.point) in self.proofs:
+                takes += self.pace.proof(first_step(self.records, best))
+        elif doubted(self.records, best, self.cap, self.wrong) is not None:
             takes += again
         return min((1 - _SEARCH) * self.settings.budget, takes)
 
@@ -327,12 +356,12 @@ class _Study:
             self._read()
         self.jobs.keep(self.records)
         reasons = list(self.search.discarded.values())
-        best, proof = self._proved_best()
+        best, proof = self._proved()
         answer = answered(
             self.space, self.records, best, name=self.settings.name, proof=proof,
             budget=self.settings.budget, elapsed=self.pace.elapsed, interrupted=interrupted,
             discarded={reason: reasons.count(reason) for reason in dict.fromkeys(reasons)},
-            work=self.work if best is not None and key(best.point) == self.proved else [],
+            work=self.work.get(key(best.point), []) if best is not None else [],
             **self._float32(), **facts,
         )  # fmt: skip
         folder = self.settings.folder
@@ -343,17 +372,8 @@ class _Study:
                 self._note_proof(best, proof)
         return answer
 
-    def _proved_best(self) -> tuple[Record | None, Proof | None]:
-        """The best run and its proof; one that was found after the proof, with no time for its own, gives way."""
-        best, proof = self._best(), self.proof
-        if best is None or proof is None or key(best.point) == self.proved:
-            return best, proof
-        if best.point == self.space.origin:  # which asks nobody to change anything
-            return best, None
-        if proof.verdict not in VERDICTS[:3]:
-            return best, proof
-        proved = fastest((r for r in self.records if key(r.point) == self.proved), self.cap, self.wrong)
-        return (proved, proof) if proved is not None else (best, Proof("not proven", "no time was left to look at it."))
+    def _proved(self) -> tuple[Record | None, Proof | None]:
+        return proved(self.space, self.records, self.proofs, self.cap, self.wrong)
 
     def _heed(self) -> None:
         """Stop where somebody has asked for it, though the interrupt itself was lost."""
@@ -371,14 +391,29 @@ class _Study:
         return self.ledger.take(purpose)
 
     def _yardstick(self) -> bool:
-        """Run the run as given, unless it was the last that ran here; whether anything ran."""
-        if self.since <= 1:
+        """Run the run as given, unless it was the last that ran here or need not run so often; whether anything ran."""
+        if self.since <= 1 or (self.since < REFERENCE_EVERY and self._is_steady() and not self._is_new()):
             return False
         self.since = REFERENCE_EVERY
         claim = self._take()
         if claim is not None:
             self._run(claim)
         return claim is not None
+
+    def _is_steady(self) -> bool:
+        """Whether the run as given was as fast three times in a row here: then every fifth trial is often enough."""
+        speeds = [r.measurement.tokens_per_second for r in self._references()[-3:] if r.measurement is not None]
+        return len(speeds) == 3 and max(speeds) <= (1 + NOISE) * min(speeds)
+
+    def _is_new(self) -> bool:
+        """Whether the best ran after the last run as given for the first time: where the machine became faster in
+        between, its second run would be as fast."""
+        best, given = self._best(), self._references()
+        first = min((r.began for r in self.records if best is not None and r.point == best.point), default=0.0)
+        return bool(given) and first > given[-1].began
+
+    def _references(self) -> list[Record]:
+        return [r for r in self.records if r.purpose == "reference" and r.worker == self.ledger.worker]
 
     def _run(self, claim: Claim) -> None:
         self.since = 1 if claim.purpose == "reference" else self.since + 1
@@ -413,7 +448,9 @@ class _Study:
         return predict(self.space.at(point), self.machine) if not self.settings.own_model else None
 
     def _expected(self, point: Point) -> float:
-        return self.pace.expected(self.space.at(point).compile)
+        """Seconds of a trial: what it took the last time, out of caches perhaps; of one that is new, what is usual."""
+        took = [record.ended - record.began for record in self.records if record.point == point and record.measurement]
+        return took[-1] if took else self.pace.expected(self.space.at(point).compile)
 
     # What is known so far
 
@@ -423,3 +460,7 @@ class _Study:
 
     def _best(self) -> Record | None:
         return best_of(self.space, self.records, self.cap, self.wrong)
+
+
+def _is_sound(proof: Proof) -> bool:
+    return proof.verdict in VERDICTS[:3]
