@@ -71,7 +71,7 @@ def proved(answer, *verdicts):
 
 def test_from_a_run_to_a_report_and_a_configuration_that_trains(tilewright, tmp_path):
     one_lever = (*TINY, *FIXED, "model.loss=fused")
-    done = tilewright("tune", *one_lever, "--budget", "20s", "--study", "small", "--json")
+    done = tilewright("tune", *one_lever, "--budget", "600s", "--study", "small", "--json")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     answer = Answer.from_dict(json.loads(done.stdout))
     assert set(answer.levers) == {"model.gpt_block"} and len(answer.sentences) == 3
@@ -101,7 +101,7 @@ def test_from_a_run_to_a_report_and_a_configuration_that_trains(tilewright, tmp_
 
 def test_a_model_of_somebody_elses(tilewright, tmp_path):
     fixed = ("compile=none", "threads=1", "precision=fp32", "micro_batch=4")
-    done = tilewright("tune", "--model", "mine:build", *fixed, "--numerics", "state", "--budget", "60s", "--json")
+    done = tilewright("tune", "--model", "mine:build", *fixed, "--numerics", "state", "--budget", "600s", "--json")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     answer = Answer.from_dict(json.loads(done.stdout))
     assert set(answer.levers) == {"optimizer.name"} and answer.reference.prediction is None
