@@ -390,12 +390,21 @@ def test_opcheck(needs):
     (x, weight, bias), targets, _ = problem(torch.float32, {}, tokens=6, width=4, classes=9, ignored=False)
     x, weight, bias = (t.detach().requires_grad_(n) for t, n in zip((x, weight, bias), needs, strict=True))
     arguments = (x, weight, bias, targets, None, -100, 0.1, 0.0, 0.0, True, 10**6, False, True, *needs)
-    torch.library.opcheck(torch.ops.tilewright.linear_cross_entropy.default, arguments)
+    for reduced in (True, False):
+        torch.library.opcheck(torch.ops.tilewright.linear_cross_entropy.default, (reduced, None, *arguments))
 
 
-def test_compiles_into_one_graph_with_the_same_result():
-    leaves, targets, _ = problem(torch.float32, {})
-    assert_compiles(lambda x, w, b: (linear_cross_entropy(x, w, targets, b, z_loss=1e-3),), leaves)
+@pytest.mark.parametrize(
+    ("dtype", "reduction"),
+    [(torch.float32, "mean"), (torch.float32, "none"), (torch.bfloat16, "none"), (torch.float16, "sum")],
+    ids=str,
+)
+def test_compiles_into_one_graph_with_the_same_result(dtype, reduction):
+    leaves, targets, _ = problem(dtype, {})
+    options = {"z_loss": 1e-3, "reduction": reduction, "memory": FEW}
+    assert_compiles(lambda x, w, b: (linear_cross_entropy(x, w, targets, b, **options),), leaves)
+    leaves[1].requires_grad_(False)
+    assert_compiles(lambda x, w: (linear_cross_entropy(x, w, targets, **options),), leaves[:2])
 
 
 def test_same_bits_on_every_run_even_in_poisoned_memory(memory):

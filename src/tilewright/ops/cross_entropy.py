@@ -4,8 +4,9 @@
     lse  = log(sum(exp(x)))
     loss = w[t] (1 - e) (lse - x[t]) + e / V * sum(w[c] (lse - x[c])) + z_loss * lse^2      with label smoothing e
 
-Saved for backward: the gradient itself, nothing else. It takes the logits' own memory with `inplace=True`. (Float16
-saves the logits and computes the gradient in backward, where the loss scale is known.)
+Saved for backward: the gradient itself, nothing else. It takes the logits' own memory with `inplace=True`. (Float16,
+which needs the loss scale, and reduction="none", where each row has a factor of its own, save the logits and compute
+the gradient in backward, where these are known: it is rounded once.)
 
 Floor at 2 bytes a logit: each is read once and its gradient is written once, 4 bytes, forward and backward together.
 The arithmetic, two exponentials a logit, takes about as long as that on an H200 at worst, beside it.
@@ -221,7 +222,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, inplace: bool, reduced: bool, *inputs: Any) -> Any:
         logits, targets, weight, *rest = inputs
         ctx.options, ctx.inplace = rest[:5], inplace
-        if logits.dtype in AHEAD:
+        if reduced and logits.dtype in AHEAD:
             loss, lse, gradient = _forward(*(*inputs, inplace))
             ctx.gradient = _op.taken(gradient, logits)
         else:
@@ -255,11 +256,12 @@ _eager = _op.eager(_Function)
     "tilewright::cross_entropy",
     mutates_args=(),
     schema="(Tensor logits, Tensor targets, Tensor? weight, int ignore_index, float smoothing, float z_loss, "
-    "float softcap, bool mean, bool wants_lse, bool wants_gradient) -> (Tensor, Tensor, Tensor)",
+    "float softcap, bool mean, bool wants_lse, bool wants_gradient, Tensor? upstream) -> (Tensor, Tensor, Tensor)",
 )
 def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
     # A registered op cannot return None: an empty tensor stands for what nobody asked for.
-    return tuple(inputs[0].new_empty(0) if t is None else t for t in _forward(*inputs))
+    *given, upstream = inputs
+    return tuple(inputs[0].new_empty(0) if t is None else t for t in _forward(*(*given, False, upstream)))
 
 
 @_op.fake_of(_registered)
@@ -272,16 +274,21 @@ def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _registered_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(output[2])
+    ctx.options, ctx.ahead = inputs[3:8], inputs[9]
+    ctx.save_for_backward(*(output[2:] if ctx.ahead else inputs[:3]))
     ctx.set_materialize_grads(False)
 
 
 def _registered_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
-    (gradient,) = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(ONCE)
-    scaled = None if upstream is None else (gradient * upstream.unsqueeze(-1)).to(gradient.dtype)
-    return scaled, *(None,) * 9
+    gradient = None
+    if upstream is not None and ctx.ahead:
+        (known,) = ctx.saved_tensors
+        gradient = (known * upstream.unsqueeze(-1)).to(known.dtype)
+    elif upstream is not None:
+        *_, gradient = _registered(*ctx.saved_tensors, *ctx.options, False, True, upstream)
+    return gradient, *(None,) * 10
 
 
 _registered.register_autograd(_registered_backward, setup_context=_registered_setup)
@@ -322,9 +329,8 @@ def cross_entropy(
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
 
     A target outside of the vocabulary makes its loss NaN; with ``TILEWRIGHT_DEBUG=1`` in the environment, an error.
-    Under ``torch.compile`` float16 runs the plain code. Backward works once for each forward.
-    Float16 takes a second pass in backward, where its factor is known: a gradient over the targets' number fits no
-    float16.
+    Backward works once for each forward. Float16 and ``reduction="none"`` take a second pass there, where their factors
+    are known: a gradient over the targets' number fits no float16, and one that is rounded first is rounded twice.
 
     >>> import torch
     >>> logits, targets = torch.randn(4, 10), torch.tensor([1, 2, -100, 3])
@@ -339,8 +345,7 @@ def cross_entropy(
 
         loss, lse = parallel(logits, targets, weight, options, reduction, inplace, group)
         return (loss, lse.detach()) if return_lse else loss
-    traced = _op.is_traced(logits, targets, weight)
-    if not _op.runs_kernel(logits) or (traced and logits.dtype not in AHEAD):
+    if not _op.runs_kernel(logits):
         loss, lse = reference(
             logits, targets, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
             softcap=softcap, reduction=reduction,
@@ -348,12 +353,12 @@ def cross_entropy(
         return (loss, lse.detach()) if return_lse else loss
     wants_gradient = logits.requires_grad and torch.is_grad_enabled()
     reduced = reduction != "none"
-    inputs = (logits, targets, weight, *options, reduction == "mean", return_lse, wants_gradient)
-    if traced:
-        rows, lse, _ = _registered(*inputs)
+    inputs = (logits, targets, weight, *options, reduction == "mean", return_lse)
+    if _op.is_traced(logits, targets, weight):
+        rows, lse, _ = _registered(*inputs, wants_gradient and reduced and logits.dtype in AHEAD, None)
         loss, lse = rows.sum() if reduced else rows, lse.detach()
     else:
-        loss, lse = _eager(inplace and wants_gradient, reduced, *inputs)
+        loss, lse = _eager(inplace and wants_gradient, reduced, *inputs, wants_gradient)
     return (loss, lse) if return_lse else loss
 
 

@@ -280,44 +280,56 @@ _eager = _op.eager(_Function)
 @torch.library.custom_op(
     "tilewright::linear_cross_entropy",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight, int ignore_index, "
+    schema="(bool reduced, Tensor? upstream, "
+    "Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight, int ignore_index, "
     "float smoothing, float z_loss, float softcap, bool mean, int memory, bool exact, bool wants_lse, "
     "bool needs_x, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _registered(*inputs: Any) -> tuple[Tensor, ...]:
+def _registered(reduced: bool, upstream: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     # A registered op cannot return None: an empty tensor stands for what nobody asked for.
-    loss, lse, *gradients = _run(True, None, *inputs)
-    lse = None if lse is None else lse.view(inputs[3].shape)
-    return loss, *(inputs[0].new_empty(0) if t is None else t for t in (lse, *gradients))
+    x, _, _, targets, *_ = inputs
+    loss, lse, *gradients = _run(reduced, upstream, *inputs[:-3], *_needed(reduced, upstream, inputs))
+    # In backward nobody asks for the loss, which may lie in the gradient of x by now.
+    first = None if upstream is not None else loss if reduced else loss.view(targets.shape)
+    lse = None if lse is None else lse.view(targets.shape)
+    return tuple(x.new_empty(0) if t is None else t for t in (first, lse, *gradients))
+
+
+def _needed(reduced: bool, upstream: Tensor | None, inputs: Any) -> Any:
+    """Which gradients, of those that are wanted at all, can be computed now."""
+    return inputs[-3:] if upstream is not None or (reduced and inputs[0].dtype in AHEAD) else (False,) * 3
 
 
 @_op.fake_of(_registered)
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    x, weight, bias, targets, *_, wants_lse, needs_x, needs_weight, needs_bias = inputs
-    compute, nothing = _op.compute_dtype(x), x.new_empty(0)
-    return (
-        x.new_empty((), dtype=compute),
-        x.new_empty(targets.shape, dtype=compute) if wants_lse else nothing,
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else x.new_empty(0),
-        torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if needs_weight else x.new_empty(0),
-        torch.empty(bias.shape, dtype=bias.dtype, device=x.device) if needs_bias else x.new_empty(0),
+def _(reduced: bool, upstream: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    x, weight, bias, targets, *_, wants_lse, _, _, _ = inputs
+    rows = targets.to(_op.compute_dtype(x))
+    given = (rows.sum() if reduced else rows, rows, x, weight, bias)
+    wanted = (upstream is None, wants_lse, *_needed(reduced, upstream, inputs))
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if wants else x.new_empty(0)
+        for t, wants in zip(given, wanted, strict=True)
     )
 
 
 def _registered_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*output[2:])
-    ctx.needs = inputs[-3:]
+    reduced, upstream, *rest = inputs
+    ctx.needs, ctx.ahead, ctx.later = rest[-3:], any(_needed(reduced, upstream, rest)), (*rest[5:-4], False)
+    ctx.save_for_backward(*(output[2:] if ctx.ahead else rest[:5]))
     ctx.set_materialize_grads(False)
 
 
 def _registered_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(_ONCE)
-    gradients = [
-        (g * upstream).to(g.dtype) if needed and upstream is not None else None
-        for g, needed in zip(ctx.saved_tensors, ctx.needs, strict=True)
-    ]
-    return *gradients, *(None,) * 13
+    if upstream is None:
+        return (None,) * 18
+    if ctx.ahead:
+        gradients = [(g * upstream).to(g.dtype) for g in ctx.saved_tensors]
+    else:
+        _, _, *gradients = _registered(False, upstream, *ctx.saved_tensors, *ctx.later, *ctx.needs)
+    wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True))
+    return None, None, *wanted, *(None,) * 13
 
 
 _registered.register_autograd(_registered_backward, setup_context=_registered_setup)
@@ -388,8 +400,8 @@ def linear_cross_entropy(
     Returns:
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
 
-    Under ``torch.compile``, float16 and ``reduction="none"`` run the plain code, with all logits. Backward works once
-    for each forward.
+    Backward works once for each forward. Float16 and ``reduction="none"`` compute their gradients there, where what
+    comes from above is known.
 
     >>> import torch
     >>> x, weight, targets = torch.randn(6, 8), torch.randn(50, 8), torch.tensor([1, 2, -100, 3, 4, 5])
@@ -401,8 +413,7 @@ def linear_cross_entropy(
     weight, bias = _whole(weight), _whole(bias)  # type: ignore[assignment]
     _check(x, weight, bias, targets, class_weight, options, reduction, memory, sum_dtype)
     x = x.to(_dtype(x))
-    traced = _op.is_traced(x, weight, bias, targets, class_weight)
-    if not _op.runs_kernel(x) or (traced and (reduction == "none" or x.dtype not in AHEAD)):
+    if not _op.runs_kernel(x):
         loss, lse = reference(
             x, weight, targets, bias, class_weight=class_weight, ignore_index=ignore_index,
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
@@ -411,8 +422,8 @@ def linear_cross_entropy(
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
     how = (reduction == "mean", memory or 0, sum_dtype is not None, return_lse)
     inputs = (x, weight, bias, targets, class_weight, *options, *how, *needs)
-    if traced:
-        loss, lse, *_ = _registered(*inputs)
+    if _op.is_traced(x, weight, bias, targets, class_weight):
+        loss, lse, *_ = _registered(reduction != "none", None, *inputs)
         lse = lse.detach()
     else:
         loss, lse = _eager(reduction != "none", *inputs)
