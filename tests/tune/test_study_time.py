@@ -119,7 +119,7 @@ def test_half_of_a_short_time_is_for_the_search(tmp_path, monkeypatch):
 
 def test_a_machine_that_becomes_faster_makes_no_run_the_best(tmp_path, monkeypatch):
     space = space_of("125m", 32, "compile=none", "cuda_graphs=false")
-    for after in range(11, 20):
+    for after in range(14, 18):
         world = World(space, 3, 35.0, COMPILING, faster_after=after)
         answer = tuned(tmp_path / f"{after}", monkeypatch, world, 330.0)
         truth = world.seconds(space.origin) / world.seconds(answer.best.point)
