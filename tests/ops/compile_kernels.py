@@ -86,7 +86,7 @@ def cross_entropy(dtype: torch.dtype, vocabulary: int, full: bool):
         scratch = [statistics, statistics, arrived and "*i32"]
         yield name, resources(launch, [*types, *scratch, *["i64"] * 5, *["fp64"] * 3])
     launch = cross_entropy_kernels.scale_launch(H200, vocabulary, dtype, single)
-    yield "scale_rows", resources(launch, [POINTER[dtype], "*fp32", "i64", "i64"])
+    yield "scale_rows", resources(launch, [POINTER[dtype], "*fp32", "i64"])
 
 
 def activation(dtype: torch.dtype, width: int, kind: str, form: str, bias: torch.dtype | None):

@@ -200,7 +200,7 @@ def _forward(
 
 
 def scale(gradient: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
-    """gradient *= upstream, one number for all or one a row."""
+    """gradient *= upstream, a number."""
     from tilewright.ops import cross_entropy_kernels as kernels
 
     columns = gradient.shape[-1]
@@ -208,7 +208,7 @@ def scale(gradient: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
     if rows:
         start = kernels.scale_launch(gradient.device, columns, gradient.dtype, upstream.dtype)
         programs = min(rows, kernels.SCALING * _op.multiprocessors(gradient.device))
-        start((programs, 1), (gradient, upstream), (1 if upstream.ndim else 0, rows))
+        start((programs, 1), (gradient, upstream), (rows,))
     return gradient
 
 
@@ -222,7 +222,8 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, inplace: bool, reduced: bool, *inputs: Any) -> Any:
         logits, targets, weight, *rest = inputs
         ctx.options, ctx.inplace = rest[:5], inplace
-        if reduced and logits.dtype in AHEAD:
+        ctx.ahead = reduced and logits.dtype in AHEAD
+        if ctx.ahead:
             loss, lse, gradient = _forward(*(*inputs, inplace))
             ctx.gradient = _op.taken(gradient, logits)
         else:
@@ -236,11 +237,10 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, upstream: Any, _: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(ONCE)
-        if ctx.saved_tensors:
-            logits = ctx.saved_tensors[0]
-            arguments = (*ctx.saved_tensors, *ctx.options, False, True, ctx.inplace, upstream)
-            _, _, gradient = _forward(*arguments)
-            gradient = _op.taken(gradient, logits)
+        if not ctx.ahead:
+            saved = ctx.saved_tensors  # once: whoever computes again what was not kept allows no more
+            _, _, gradient = _forward(*(*saved, *ctx.options, False, True, ctx.inplace, upstream))
+            gradient = _op.taken(gradient, saved[0])
         else:
             gradient, ctx.gradient = ctx.gradient, None
             if gradient is None:
@@ -268,9 +268,8 @@ def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
 def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
     logits, targets, wants_lse, wants_gradient = inputs[0], inputs[1], inputs[8], inputs[9]
     rows = torch.empty(targets.shape, dtype=_op.compute_dtype(logits), device=logits.device)
-    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    nothing = logits.new_empty(0)
-    return rows, torch.empty_like(rows) if wants_lse else nothing, gradient if wants_gradient else nothing
+    gradient = torch.empty(logits.shape if wants_gradient else 0, dtype=logits.dtype, device=logits.device)
+    return rows, torch.empty_like(rows) if wants_lse else logits.new_empty(0), gradient
 
 
 def _registered_setup(ctx: Any, inputs: Any, output: Any) -> None:

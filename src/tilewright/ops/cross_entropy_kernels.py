@@ -344,12 +344,12 @@ def prepare(
 SCALING = 16  # programs a processor that scale a gradient: about as many as run side by side
 
 
-@triton.jit(do_not_specialize=["stride", "rows"])
-def scale_rows(gradient, factor, stride: tl.int64, rows: tl.int64, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """gradient *= factor, a number (stride 0) or one a row; a factor of 1, the usual one, costs a look at it."""
-    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        by = tl.load(factor + row * stride)
-        if by != 1.0:
+@triton.jit(do_not_specialize=["rows"])
+def scale_rows(gradient, factor, rows: tl.int64, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """gradient *= factor, a number; a factor of 1, the usual one, costs a look at it."""
+    by = tl.load(factor)
+    if by != 1.0:
+        for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
             for first in range(0, COLUMNS, BLOCK):
                 column = first + tl.arange(0, BLOCK)
                 inside = column < COLUMNS
