@@ -27,6 +27,7 @@ PEERS = (
     "model.gpt_block=optimized,model.loss=linear_fused,cuda_graphs=true",
 )
 PROOF = {"125m": 35.0, "1b": 70.0}  # seconds, as on an H200
+NEAR = {"125m": 0.97, "1b": 0.92}  # to the best there is; at 1b a proof takes as long as three trials
 OBSERVED = {
     "op": "aten::mm", "shapes": "", "dtype": "bf16", "kernel": "k", "category": "product", "calls": 1, "seconds": 1e-3,
     "flops": 1e9, "bytes": 1e6,
@@ -142,13 +143,9 @@ def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, 
         done = [record.tokens_per_second / first for record in answer.records if record.outcome == "done"]
         assert answer.ratio >= 0.99 * max(done)
         sure.append(confirmed(answer.records, answer.best))
-        shown = [lever.tokens_per_second is not None for lever in answer.ablations]
-        if space.at(answer.best.point).compile == "none":
-            given += shown
-        else:
-            assert any(shown)  # without one lever a compiled run takes a minute
+        given += [lever.tokens_per_second is not None for lever in answer.ablations]
         if not tries:
             reached = world.seconds(answer.best.point)
-            assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > 0.92 * reached
+            assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > NEAR[preset] * reached
     assert sum(sure) >= 2 / 3 * len(sure)  # but where what wins was found too late to be run again
-    assert sum(given) >= 3 / 5 * len(given)  # what each lever of it gave
+    assert sum(given) >= 2 / 3 * len(given)  # what each lever of it gave; where it is compiled, a lever takes a minute
