@@ -104,7 +104,9 @@ def test_the_reference_is_torchs_own_loss():
         torch.testing.assert_close(ours, F.cross_entropy(logits, targets, **options, reduction=reduction))
 
 
-@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 2), (3, 3), (2, 127), (5, 128), (2, 4097), (3, 40000), (0, 10)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary"), [(1, 2), (3, 3), (2, 127), (5, 128), (2, 4097), (3, 40000), (1, 262144), (0, 10)]
+)
 def test_any_shape(rows, vocabulary):
     logits, targets, _ = problem(rows, vocabulary, torch.float32, {})
     options = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "sum"}
