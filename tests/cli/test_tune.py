@@ -11,10 +11,12 @@ import pytest
 import typer
 
 from tilewright.cli.main import app
+from tilewright.cli.tune import _Progress
 from tilewright.errors import UserError
 from tilewright.train.configuration import fields, read
 from tilewright.tune import api, jobs
 from tilewright.tune.answer import Answer
+from tilewright.tune.record import Measurement, Record
 from tilewright.tune.storage import StorageLost
 from tune.example_answer import example
 
@@ -164,6 +166,17 @@ def test_what_is_known_is_shown_where_the_storage_is_lost(tmp_path, monkeypatch,
     with pytest.raises(StorageLost, match="out of reach"):
         typer.main.get_command(app).main(["tune", "--out", str(tmp_path)], standalone_mode=False)
     assert (tmp_path / "study/report.html").is_file() and "tokens/s" in capsys.readouterr().out
+
+
+def test_a_log_says_of_each_run_what_it_measured(capsys):
+    """Corrected for drift, the run as given would always be as fast as the first time."""
+    progress = _Progress(60.0)
+    progress.begin({"levers": {}, "name": "a study", "finished": 0})
+    for drift in (1.0, 0.5):
+        found = Measurement(1000, [1 / drift], 1.0, 0.0, [], 1)
+        progress.record(Record({}, "reference", "done", measurement=found, drift=drift), None)
+    printed = capsys.readouterr().err
+    assert "done, 1,000 tokens/s" in printed and "done, 500 tokens/s" in printed
 
 
 def test_a_configuration_that_fixes_every_lever_says_how_to_open_them(tilewright, tmp_path):

@@ -221,8 +221,8 @@ class _Progress:
         self.records.append(record)
         self.best = best
         if not self.console.is_terminal:
-            rate = record.tokens_per_second
-            found = f"{rate:,.0f} tokens/s" if rate else record.error or ""
+            measured = record.measurement  # not yet corrected for drift, as the table in the end is
+            found = f"{measured.tokens_per_second:,.0f} tokens/s" if measured else record.error or ""
             name = self._label(record.point)
             self.console.print(
                 f"{self._clock()}  {name}: {record.outcome}, {found}", highlight=False, markup=False
