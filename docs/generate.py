@@ -271,7 +271,7 @@ def tune(tree: dict[str, Any]) -> str:
         rows.append([
             f"**{name}**" if answer.best and record.point == answer.best.point else name,
             f"{record.tokens_per_second:,.0f}",
-            f"{record.tokens_per_second / answer.reference.tokens_per_second:.2f}x",
+            f"{record.tokens_per_second / answer.reference.tokens_per_second:.3f}x",
             f"{found.seconds * 1e3:.1f} ms", f"{expected.seconds * 1e3:.1f}",
             f"{found.bytes / 1e9:.1f} GB", f"{expected.bytes / 1e9:.1f}",
         ])  # fmt: skip
