@@ -131,7 +131,8 @@ def _notes(answer: Answer) -> list[str]:
         notes.append(f"Left out by the plan: {words}.")
     references = [record for record in answer.records if record.purpose == "reference"]
     if answer.drift is not None:
-        notes.append(f"The run as given ran {len(references)} times; the machine drifted by {answer.drift:.1%}.")
+        drifted = f"the machine drifted by {answer.drift:.1%}, for which the table is corrected"
+        notes.append(f"The run as given ran {len(references)} times; {drifted}.")
     if not answer.machine.get("gpu"):
         notes.append("On a CPU fused ops run as plain PyTorch: the answer holds for this machine, not for a GPU.")
     return notes
