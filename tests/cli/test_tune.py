@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from tilewright.cli.main import app
-from tilewright.cli.tune import _Progress
+from tilewright.cli.tune import _notes, _Progress, _table
 from tilewright.errors import UserError
 from tilewright.train.configuration import fields, read
 from tilewright.tune import api, jobs
@@ -177,6 +177,18 @@ def test_a_log_says_of_each_run_what_it_measured(capsys):
         progress.record(Record({}, "reference", "done", measurement=found, drift=drift), None)
     printed = capsys.readouterr().err
     assert "done, 1,000 tokens/s" in printed and "done, 500 tokens/s" in printed
+
+
+def test_a_speed_that_is_not_known_has_a_question_mark_and_no_place_at_the_top():
+    answer = example()
+    fastest = max(answer.records, key=lambda record: record.at_least)
+    others = [record for record in answer.records if record.point != fastest.point]
+    shaken = dataclasses.replace(fastest, drift=fastest.drift / 2, doubt=1.5)
+    for records, marked in ((answer.records, []), ([*others, shaken], [1])):
+        shown = dataclasses.replace(answer, records=records)
+        ratios = list(_table(shown, 80).columns[2].cells)
+        assert [number for number, ratio in enumerate(ratios) if ratio.endswith("x?")] == marked
+        assert any("A speed with a ?" in note for note in _notes(shown)) == bool(marked)
 
 
 def test_a_configuration_that_fixes_every_lever_says_how_to_open_them(tilewright, tmp_path):

@@ -22,6 +22,19 @@ def test_drift_is_taken_out():
     assert [record.tokens_per_second for record in found] == pytest.approx([100.0, 100.0, 200.0, 200.0])
 
 
+def test_a_machine_that_was_slow_for_a_moment_makes_what_ran_behind_it_no_faster():
+    """The last run as given met something else on the machine, and nobody looked again whether that was gone."""
+    references = [timed({}, rate, began, "reference") for began, rate in ((0.0, 100.0), (10.0, 101.0), (20.0, 30.0))]
+    first, again = timed({"x": 1}, 100.0, 5.0), timed({"x": 1}, 99.0, 25.0, "confirmation")
+    found = corrected([*references, first, again])
+    assert latest(found)[key(first.point)].tokens_per_second == pytest.approx(100.0, rel=0.01)
+    assert not confirmed(found, found[-1])
+    # It is not run again and again before the run as given says more, but then it is.
+    assert doubted(found, found[0], shaken=True) is None
+    found = corrected([*references, again, timed({}, 100.0, 30.0, "reference")])
+    assert doubted(found, found[0], shaken=True) is found[3]
+
+
 def test_workers_on_machines_of_different_speed_are_compared_by_their_own_reference():
     records = [
         timed({}, 100.0, 0.0, "reference", "a"), timed({}, 25.0, 1.0, "reference", "b"),

@@ -195,6 +195,17 @@ def test_the_page_has_what_it_promises_in_order():
         assert record.log.replace("\x1b[31m", "").replace("\x1b[0m", "").strip()[-2000:] in text
 
 
+def test_a_speed_that_is_not_known_has_a_question_mark():
+    answer = example()
+    assert "A speed with a ?" not in page(answer)
+    notable = answer.best.point, answer.reference.point
+    trial = next(record for record in answer.records if record.measurement and record.point not in notable)
+    shaken = dataclasses.replace(trial, doubt=2.0)
+    shown = dataclasses.replace(answer, records=[shaken if r is trial else r for r in answer.records])
+    assert "A speed with a ?" in page(shown) and "x?</td>" in page(shown)
+    assert trial in plots.measured(answer) and shaken not in plots.measured(shown)
+
+
 def test_the_configuration_shown_is_the_best_run():
     answer = example()
     text = page(answer)

@@ -39,9 +39,10 @@ CACHED = {**COMPILING, "max-autotune": 20.0}  # out of Inductor's cache: who ask
 class World:
     """A GPU on which each lever is a few percent better or worse than its plan, and steps vary."""
 
-    def __init__(self, space, seed, proof, compiling, faster_after=10**9):
+    def __init__(self, space, seed, proof, compiling, faster_after=10**9, busy=()):
         self.space, self.now, self.compiled, self.proof, self.compiling = space, 0.0, set(), proof, compiling
         self.trials, self.faster_after = 0, faster_after  # so many of them, all are 15 % faster
+        self.busy = busy  # with something else, in these trials
         self.chance = random.Random(seed)
         self.beyond = {
             (name, value): math.exp(self.chance.gauss(0, 0.02))
@@ -66,6 +67,7 @@ class World:
         point = {name: value_of(run, name) for name in self.space.levers}
         self.trials += 1
         step = self.seconds(point) / (1.15 if self.trials > self.faster_after else 1.0)
+        step *= 3.3 if self.trials in self.busy else 1.0
         expected = predict(run, MACHINE)
         first = 2.0 + self.compiling[run.compile] * (0.2 if key(point) in self.compiled else 1.0)
         took = 10.0 + first + 20 * step  # as on an H200
@@ -125,6 +127,16 @@ def test_a_machine_that_becomes_faster_makes_no_run_the_best(tmp_path, monkeypat
         answer = tuned(tmp_path / f"{after}", monkeypatch, world, 330.0)
         truth = world.seconds(space.origin) / world.seconds(answer.best.point)
         assert answer.ratio == pytest.approx(truth, rel=0.03), after
+
+
+@pytest.mark.parametrize("busy", [(11,), (10, 11), (15, 16), (16,)], ids=str)
+def test_nor_does_one_that_had_something_else_to_do_for_a_moment(tmp_path, monkeypatch, busy):
+    space = space_of("125m", 32, "compile=none", "cuda_graphs=false")
+    world = World(space, 3, 35.0, COMPILING, busy=busy)
+    answer = tuned(tmp_path / "s", monkeypatch, world, 330.0)
+    truth = world.seconds(space.origin) / world.seconds(answer.best.point)
+    assert answer.ratio == pytest.approx(truth, rel=0.03)
+    assert answer.drift > 0.5  # the run as given met it
 
 
 @pytest.mark.parametrize("tries", [(), PEERS], ids=["alone", "after its peers"])

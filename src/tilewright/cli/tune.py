@@ -18,7 +18,7 @@ from tilewright.cli.output import gigabytes
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
 from tilewright.tune.api import DEFAULT_BUDGET, amount, seconds
-from tilewright.tune.choose import latest
+from tilewright.tune.choose import UNKNOWN, is_known, latest
 from tilewright.tune.space import label
 
 if TYPE_CHECKING:
@@ -133,6 +133,8 @@ def _notes(answer: Answer) -> list[str]:
     if answer.drift is not None:
         drifted = f"the machine drifted by {answer.drift:.1%}, for which the table is corrected"
         notes.append(f"The run as given ran {len(references)} times; {drifted}.")
+    if not all(map(is_known, latest(answer.records).values())):
+        notes.append(UNKNOWN)
     if not answer.machine.get("gpu"):
         notes.append("On a CPU fused ops run as plain PyTorch: the answer holds for this machine, not for a GPU.")
     return notes
@@ -160,7 +162,8 @@ def _ranked(
     more = (*(("loss diff",) if loss_difference else ()), *(("predicted", "measured", "outcome") if wide else ()))
     for heading in ("tokens/s", "ratio", "memory", "MFU", *more):
         table.add_column(heading, justify="left" if heading == "outcome" else "right", no_wrap=True)
-    for record in sorted(latest(records).values(), key=lambda record: -(record.tokens_per_second or 0.0))[:_ROWS]:
+    for record in sorted(latest(records).values(), key=lambda record: -record.at_least)[:_ROWS]:
+        sure = "" if is_known(record) else "?"
         rate, found, predicted = record.tokens_per_second, record.measurement, record.prediction
         outcome = Text(record.outcome + (", kept" if record.cached else ""), style=_SHOWN.get(record.outcome, "red"))
         run = Text(label({name: value for name, value in record.point.items() if value != levers[name][0]}))
@@ -168,8 +171,8 @@ def _ranked(
             run = Text.assemble(run, ": ", outcome)
         cells: list[str | Text] = [
             run,
-            f"{rate:,.0f}" if rate else "",
-            f"{rate / first:.2f}x" if rate and first else "",
+            f"{rate:,.0f}{sure}" if rate else "",
+            f"{rate / first:.2f}x{sure}" if rate and first else "",
             gigabytes(found.bytes) if found else "",
             (f"{found.mfu:.1%}" if found.mfu is not None else "n/a") if found else "",
         ]

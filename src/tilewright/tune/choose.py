@@ -16,6 +16,7 @@ NOISE, MOST_NOISE = 0.005, 0.02  # speeds this near are the same; however wide t
 ALIKE = 0.01  # two runs of one point that say the same
 CONFIRMATION = "confirmation"
 SHAKEN = 0.1  # between two runs of the reference the machine changed by this: what ran there has to run again
+UNKNOWN = "A speed with a ? is not known: the machine became faster or slower around it."
 _AGAIN = 3  # times that a run is repeated, at most
 
 
@@ -32,7 +33,8 @@ def _counting(runs: Sequence[Record]) -> Record:
 
     One that failed the second time has failed; what nobody finished, or had time for, says nothing. Of two it is the
     second, the first having been lucky perhaps, and of more the middle one; or where the machine was steady in none
-    that was run again, that in which it was most so. Of references it is the first that was measured.
+    that was run again, that in which it was most so, and of several the last: it may have run behind the change and not
+    across it. Of references it is the first that was measured.
     """
     if runs[0].purpose == "reference":
         return next((run for run in runs if run.outcome == "done"), runs[0])
@@ -40,12 +42,12 @@ def _counting(runs: Sequence[Record]) -> Record:
     failed = next((run for run in again if run.measurement is None), None)
     if failed is not None:
         return failed
-    steady = [run for run in again if run.doubt <= SHAKEN]
+    steady = [run for run in again if is_known(run)]
     if len(steady) > 1:
-        first = [run for run in runs[:1] if run.outcome == "done" and run.doubt <= SHAKEN]
+        first = [run for run in runs[:1] if run.outcome == "done" and is_known(run)]
         ranked = sorted((*first, *steady), key=lambda run: run.tokens_per_second or 0.0)
         return ranked[(len(ranked) - 1) // 2]
-    return steady[0] if steady else min((runs[0], *again), key=lambda run: run.doubt)
+    return steady[0] if steady else min((*reversed(again), runs[0]), key=lambda run: run.doubt)
 
 
 def confirmed(records: Iterable[Record], record: Record) -> bool:
@@ -62,12 +64,20 @@ def confirmed(records: Iterable[Record], record: Record) -> bool:
 
 def _steady(records: Iterable[Record], record: Record) -> list[Record]:
     """The runs of a record's point that were measured to the end on a steady machine."""
-    return [run for run in records if run.point == record.point and run.outcome == "done" and run.doubt <= SHAKEN]
+    return [run for run in records if run.point == record.point and run.outcome == "done" and is_known(run)]
+
+
+def is_known(record: Record) -> bool:
+    """Whether the speed of a run is: the machine stayed as it was."""
+    return record.doubt <= SHAKEN
 
 
 def fastest(records: Iterable[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:
-    """The quickest of the runs that were measured to the end, within a memory cap, but for those shown to be wrong."""
-    return max(_sound(records, cap, wrong), key=lambda record: record.tokens_per_second or 0.0, default=None)
+    """The quickest of the runs that were measured to the end, within a memory cap, but for those shown to be wrong.
+
+    Beside a machine that was slow for a moment anything looks fast: what counts is how fast a run was at least.
+    """
+    return max(_sound(records, cap, wrong), key=lambda record: record.at_least, default=None)
 
 
 def best_of(space: Space, records: Sequence[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:
@@ -101,10 +111,16 @@ def doubted(
     found = [
         record for name, record in latest(records).items()
         if again[name] < _AGAIN and record.purpose != "reference" and name not in wrong
-        if (record.doubt > SHAKEN if shaken else not confirmed(records, record))
+        if (_is_spoilt(records, record) if shaken else not confirmed(records, record))
         if _may_win(records, record, best, cap)
     ]  # fmt: skip
     return max(found, key=lambda record: (record.point == best.point, _possible(records, record)), default=None)
+
+
+def _is_spoilt(records: Iterable[Record], record: Record) -> bool:
+    """Whether the machine changed too much around a run; before the run as given said so, a second knows no more."""
+    later = (run for run in records if run.worker == record.worker and run.began > record.began)
+    return not is_known(record) and any(run.purpose == "reference" and run.outcome == "done" for run in later)
 
 
 def _may_win(records: Sequence[Record], record: Record, best: Record, cap: float) -> bool:
@@ -137,4 +153,4 @@ def _as_fast(record: Record, top: Record) -> bool:
         return False
     noise = max(NOISE, record.measurement.spread, top.measurement.spread, record.doubt, top.doubt)
     noise = min(MOST_NOISE, noise)
-    return (record.tokens_per_second or 0.0) >= (1 - noise) * (top.tokens_per_second or 0.0)
+    return record.at_least >= (1 - noise) * top.at_least

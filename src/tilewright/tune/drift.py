@@ -17,7 +17,8 @@ def corrected(records: Sequence[Record]) -> list[Record]:
     """Each record with its drift, and the doubt that is left.
 
     A reference between two of its runs is taken to lie on the line between them. It may have changed at once instead,
-    so what ran there can be wrong by as much as the two differ.
+    so what ran there can be wrong by as much as the two differ; and what ran after the last two as well, for what has
+    come may have gone.
     """
     references: dict[str, list[tuple[float, float]]] = {}
     for record in records:
@@ -45,14 +46,15 @@ def first_reference(records: Sequence[Record]) -> float:
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> tuple[float, float]:
-    """The value at a time on the line through the points around it, and by how much these differ.
+    """The value at a time on the line through the points around it, and by how much these differ, or the last two.
 
     >>> _between([(0.0, 1.0), (10.0, 2.0)], 5.0), _between([(0.0, 1.0), (10.0, 2.0)], 99.0)
-    ((1.5, 1.0), (2.0, 0.0))
+    ((1.5, 1.0), (2.0, 1.0))
     """
+    change = 0.0
     for (before, low), (after, high) in itertools.pairwise(points):
+        change = max(low, high) / min(low, high) - 1
         if before <= at <= after:
             here = low + (high - low) * (at - before) / (after - before) if after > before else low
-            return here, max(low, high) / min(low, high) - 1
-    outside = points[0][1] if at < points[0][0] else points[-1][1]
-    return outside, 0.0
+            return here, change
+    return (points[0][1], 0.0) if at < points[0][0] else (points[-1][1], change)

@@ -22,6 +22,7 @@ from tilewright.measure.results import write_text
 from tilewright.tune import report_anatomy as anatomy
 from tilewright.tune import report_plots as plots
 from tilewright.tune.answer import UNSTEADY, Answer, alone
+from tilewright.tune.choose import UNKNOWN, is_known
 from tilewright.tune.record import OUTCOMES, Record
 from tilewright.tune.report_plots import Drawn, changes, clean, has_speed, milliseconds, size
 from tilewright.tune.report_style import CSS, JAVASCRIPT
@@ -376,12 +377,12 @@ def _trials(answer: Answer) -> str:
     rows = []
     for index, record in enumerate(answer.records, 1):
         found, expected = record.measurement if has_speed(record) else None, record.prediction
-        mark = " ★" if record == answer.best else ""
+        mark, sure = " ★" if record == answer.best else "", "" if is_known(record) else "?"
         rows.append([
             _number(index, str), _words(label(changes(answer, record.point)) + mark),
             f'<td title="{_escape(OUTCOMES.get(record.outcome, ""))}">{_escape(record.outcome)}</td>',
-            _number(record.tokens_per_second if found else None, "{:,.0f}".format),
-            _number(_ratio(answer, record), "{:.2f}x".format), _number(found.bytes if found else None, size),
+            _number(record.tokens_per_second if found else None, f"{{:,.0f}}{sure}".format),
+            _number(_ratio(answer, record), f"{{:.2f}}x{sure}".format), _number(found.bytes if found else None, size),
             _number(found.mfu if found else None, "{:.1%}".format),
             _number(answer.loss_difference(record) if found else None, "{:.1e}".format),
             _number(expected.seconds if expected else None, milliseconds),
@@ -392,7 +393,8 @@ def _trials(answer: Answer) -> str:
         "#", "Levers", "Outcome", "Tokens/s", "Ratio", "Memory", "MFU", "Loss diff", "Predicted", "Measured", "Purpose",
         "Error",
     ]  # fmt: skip
-    note = f"Levers are those that are not as given; ★ is the best. A heading sorts. {answer.about_losses}"
+    unknown = "" if all(map(is_known, answer.records)) else f" {UNKNOWN}"
+    note = f"Levers are those that are not as given; ★ is the best. A heading sorts. {answer.about_losses}{unknown}"
     return _section("Trials", note, _table(header, rows, sortable=True, kind="trials"))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.tune.answer import Answer
-from tilewright.tune.choose import latest
+from tilewright.tune.choose import is_known, latest
 from tilewright.tune.record import Record
 from tilewright.tune.space import label
 
@@ -86,7 +86,7 @@ def has_speed(record: Record | None) -> bool:
 
 def measured(answer: Answer) -> list[Record]:
     """Of each point the trial that counts, if it has a speed, with the best and the reference where kept apart."""
-    records = list(latest(answer.records).values())
+    records = list(filter(is_known, latest(answer.records).values()))
     known = [*records, *(each for each in (answer.reference, answer.best) if each not in records)]
     return [record for record in known if record is not None and has_speed(record)]
 
