@@ -162,7 +162,11 @@ def _ranked(
     more = (*(("loss diff",) if loss_difference else ()), *(("predicted", "measured", "outcome") if wide else ()))
     for heading in ("tokens/s", "ratio", "memory", "MFU", *more):
         table.add_column(heading, justify="left" if heading == "outcome" else "right", no_wrap=True)
-    for record in sorted(latest(records).values(), key=lambda record: -record.at_least)[:_ROWS]:
+
+    def speed(record: Record) -> float:
+        return (record.tokens_per_second or 0.0) if is_known(record) else record.at_least
+
+    for record in sorted(latest(records).values(), key=speed, reverse=True)[:_ROWS]:
         sure = "" if is_known(record) else "?"
         rate, found, predicted = record.tokens_per_second, record.measurement, record.prediction
         outcome = Text(record.outcome + (", kept" if record.cached else ""), style=_SHOWN.get(record.outcome, "red"))
