@@ -206,6 +206,11 @@ def test_a_speed_that_is_not_known_has_a_question_mark():
     assert trial in plots.measured(answer) and shaken not in plots.measured(shown)
 
 
+def test_who_reads_a_study_that_was_killed_does_not_know_its_time():
+    assert "<dt>Time</dt>" in page(example())
+    assert "<dt>Time</dt>" not in page(dataclasses.replace(example(), budget=0.0, elapsed=0.0))
+
+
 def test_the_configuration_shown_is_the_best_run():
     answer = example()
     text = page(answer)

@@ -209,11 +209,12 @@ def _head(answer: Answer) -> str:
     gpu, found = answer.machine.get("gpu") or {}, answer.machine
     host = answer.ceilings.get("host") or {}
     outcomes = collections.Counter(record.outcome for record in answer.records)
+    interrupted = ", interrupted" if answer.interrupted else ""
     facts = {
         "Machine": gpu.get("name") or host.get("cpu") or "CPU",
         "Versions": ", ".join(f"{name} {found[name]}" for name in ("tilewright", "torch", "triton") if found.get(name)),
         "Date": str(found.get("date", ""))[:16].replace("T", " "),
-        "Time": f"{_clock(answer.elapsed)} of {_clock(answer.budget)}{', interrupted' if answer.interrupted else ''}",
+        "Time": f"{_clock(answer.elapsed)} of {_clock(answer.budget)}{interrupted}" if answer.budget else "",
         "Trials": ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()) or "none",
     }
     items = "".join(f"<div><dt>{name}</dt><dd>{_escape(value)}</dd></div>" for name, value in facts.items() if value)
