@@ -16,6 +16,7 @@ from tilewright.errors import UserError
 from tilewright.train.configuration import fields, read
 from tilewright.tune import api, jobs
 from tilewright.tune.answer import Answer
+from tilewright.tune.choose import at_least
 from tilewright.tune.record import Measurement, Record
 from tilewright.tune.storage import StorageLost
 from tune.example_answer import example
@@ -181,7 +182,7 @@ def test_a_log_says_of_each_run_what_it_measured(capsys):
 
 def test_a_speed_that_is_not_known_has_a_question_mark_and_no_place_at_the_top():
     answer = example()
-    fastest = max(answer.records, key=lambda record: record.at_least)
+    fastest = max(answer.records, key=at_least)
     others = [record for record in answer.records if record.point != fastest.point]
     shaken = dataclasses.replace(fastest, drift=fastest.drift / 2, doubt=1.5)
     for records, marked in ((answer.records, []), ([*others, shaken], [1])):

@@ -18,7 +18,7 @@ from tilewright.cli.output import gigabytes
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
 from tilewright.tune.api import DEFAULT_BUDGET, amount, seconds
-from tilewright.tune.choose import UNKNOWN, is_known, latest
+from tilewright.tune.choose import UNKNOWN, at_least, is_known, latest
 from tilewright.tune.space import label
 
 if TYPE_CHECKING:
@@ -162,11 +162,7 @@ def _ranked(
     more = (*(("loss diff",) if loss_difference else ()), *(("predicted", "measured", "outcome") if wide else ()))
     for heading in ("tokens/s", "ratio", "memory", "MFU", *more):
         table.add_column(heading, justify="left" if heading == "outcome" else "right", no_wrap=True)
-
-    def speed(record: Record) -> float:
-        return (record.tokens_per_second or 0.0) if is_known(record) else record.at_least
-
-    for record in sorted(latest(records).values(), key=speed, reverse=True)[:_ROWS]:
+    for record in sorted(latest(records).values(), key=at_least, reverse=True)[:_ROWS]:
         sure = "" if is_known(record) else "?"
         rate, found, predicted = record.tokens_per_second, record.measurement, record.prediction
         outcome = Text(record.outcome + (", kept" if record.cached else ""), style=_SHOWN.get(record.outcome, "red"))

@@ -72,12 +72,18 @@ def is_known(record: Record) -> bool:
     return record.doubt <= SHAKEN
 
 
+def at_least(record: Record) -> float:
+    """Tokens a second of a run, or where its speed is not known what it had at least; 0 where nothing was measured."""
+    speed = record.tokens_per_second or 0.0
+    return speed if is_known(record) else speed / (1 + record.doubt)
+
+
 def fastest(records: Iterable[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:
     """The quickest of the runs that were measured to the end, within a memory cap, but for those shown to be wrong.
 
     Beside a machine that was slow for a moment anything looks fast: what counts is how fast a run was at least.
     """
-    return max(_sound(records, cap, wrong), key=lambda record: record.at_least, default=None)
+    return max(_sound(records, cap, wrong), key=at_least, default=None)
 
 
 def best_of(space: Space, records: Sequence[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:
@@ -153,4 +159,4 @@ def _as_fast(record: Record, top: Record) -> bool:
         return False
     noise = max(NOISE, record.measurement.spread, top.measurement.spread, record.doubt, top.doubt)
     noise = min(MOST_NOISE, noise)
-    return record.at_least >= (1 - noise) * top.at_least
+    return at_least(record) >= (1 - noise) * at_least(top)

@@ -128,11 +128,6 @@ class Record:
         """Corrected for the machine's drift."""
         return self.measurement.tokens_per_second / self.drift if self.measurement else None
 
-    @property
-    def at_least(self) -> float:
-        """Tokens a second, corrected, however the machine changed in between; 0 where nothing was measured."""
-        return (self.tokens_per_second or 0.0) / (1 + self.doubt)
-
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
