@@ -379,7 +379,7 @@ def clock(monkeypatch):
     """Candidates are as slow as the list says."""
     milliseconds = [1.0, 0.5, 0.1, 0.8]
 
-    def measure(launch, candidate):
+    def measure(launch, candidate, times=2):
         return milliseconds[candidate.algorithm[1]] if launch(candidate) else float("inf")
 
     monkeypatch.setattr(_cublaslt, "_may_time", lambda: True)
@@ -412,8 +412,20 @@ def test_the_quickest_candidate_that_sums_in_one_piece_is_taken_and_kept(emulato
 
 
 def test_the_first_candidate_wins_unless_another_is_clearly_quicker(emulator, operands, clock):
-    clock[1:] = [0.99, 0.1, 0.99]
+    clock[1:] = [0.995, 0.1, 0.995]
     assert chosen(emulator, operands) == 0
+
+
+def test_a_short_timing_decides_nothing_between_two_that_are_close(emulator, operands, clock, monkeypatch):
+    """Two launches of an algorithm differ from time to time by more than two algorithms do."""
+    measure, short = _cublaslt._milliseconds, iter([1.0, 0.90, 0.96])
+    monkeypatch.setattr(
+        _cublaslt,
+        "_milliseconds",
+        lambda launch, candidate, times=2: next(short) if times == 2 and launch(candidate) else measure(launch, candidate),
+    )
+    clock[1:] = [0.97, 0.1, 0.95]
+    assert chosen(emulator, operands) == 3
 
 
 @pytest.mark.parametrize("values", [numbers, lambda *shape, grad: torch.full(shape, float("nan"), dtype=BF16)])

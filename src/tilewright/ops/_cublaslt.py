@@ -41,9 +41,11 @@ from tilewright.measure import work
 WORTH_CHOOSING = 2e10  # FLOPs from which a choice can pay; some 30 microseconds of an H200
 
 _CANDIDATES = 32
-_LEADERS = 4  # of the first round of timings, for two more
+_LEADERS = 4  # of the first round of timings, for longer ones
+_ROUNDS = 3  # of those, in turn
+_LONG = 8.0  # milliseconds of one: the two launches of the first round differ from time to time by more than algorithms
 _USES = 3  # of a shape before its algorithms are timed
-_WORTH = 0.98  # of the first candidate's time: what another must beat
+_WORTH = 0.99  # of the first candidate's time: what another must beat
 _MOST_CHOICES = 128  # a program that sees new shapes all the time spends its own time on its work
 _PLANS = 4096
 _WORKSPACE = 64 * 2**10  # bytes: enough for counters, not for partial sums
@@ -170,16 +172,17 @@ def _may_time() -> bool:
     return torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
 
 
-def _milliseconds(launch: Callable[[Heuristic], bool], candidate: Heuristic) -> float:
+def _milliseconds(launch: Callable[[Heuristic], bool], candidate: Heuristic, times: int = 2) -> float:
+    """Of one launch, the mean of several."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if not launch(candidate):  # keeps the device busy until the host has queued what is timed
         return float("inf")
     start.record()
-    launch(candidate)
-    launch(candidate)
+    for _ in range(times):
+        launch(candidate)
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end) / times
 
 
 def _side(matrix: torch.Tensor) -> tuple[bool, int] | None:
@@ -309,10 +312,13 @@ class Plan:
             return
         first = min(least)
         leaders = {first, *sorted(least, key=least.__getitem__)[:_LEADERS]}
-        for index in [*leaders, *leaders]:
-            least[index] = min(least[index], _milliseconds(launch, self.candidates[index]))
-        best = min(leaders, key=least.__getitem__)
-        if least[best] < _WORTH * least[first]:
+        times = int(_LONG / least[first]) + 2
+        spent = dict.fromkeys(leaders, 0.0)
+        for _ in range(_ROUNDS):  # in turn: a GPU that gets warm, or to its limit of power, gets so for all of them
+            for index in leaders:
+                spent[index] += _milliseconds(launch, self.candidates[index], times)
+        best = min(leaders, key=spent.__getitem__)
+        if spent[best] < _WORTH * spent[first]:
             self.order = [self.candidates[best], *self.candidates]
 
     def __del__(self) -> None:
