@@ -109,10 +109,12 @@ def embedding(stored: torch.dtype, dtype: torch.dtype, width: int):
     _, _, launch = embedding_kernels._gather(H200, width, tensors)
     yield "forward", resources(launch, ["*i64", *[POINTER[t] for t in tensors[1:]], *["i64"] * 3])
     single = torch.float32
-    _, main, join = embedding_kernels._scatter(H200, width, (dtype, torch.int32, torch.int64, stored, single, single))
     partials = ["*fp32", "*fp32", "i64", "i64"]
-    yield "backward", resources(main, [POINTER[dtype], "*i32", "*i64", POINTER[stored], *partials])
-    yield "join", resources(join, ["*i32", POINTER[stored], *partials])
+    for add in (False, True):
+        dtypes = (dtype, torch.int32, torch.int64, stored, single, single)
+        _, main, join = embedding_kernels._scatter(H200, width, add, dtypes)
+        yield "backward", resources(main, [POINTER[dtype], "*i32", "*i64", POINTER[stored], *partials])
+        yield "join", resources(join, ["*i32", POINTER[stored], *partials])
 
 
 def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleaved: bool):
@@ -127,12 +129,14 @@ def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleav
         yield name, resources(launch, [*types, "i64", "i32", "i64", "fp64", *["i64"] * 12])
 
 
-def optimizer(dtype: torch.dtype, rule: str):
+def optimizer(rule: str, copies: bool):
     """As the training loop has it, and without what may take a step back."""
-    for name, given in (("forward", torch.float32), ("alone", None)):
-        tensors = (dtype, dtype, torch.float32, None, None, None, None, torch.float32, None, given, given)
-        launch = optimizer_op._launch(H200, tensors, rule, False, True)
-        yield name, resources(launch, [POINTER[t] for t in tensors] + ["fp32"] * 9 + ["i64", "i64"])
+    single = torch.float32
+    square, copy = single if rule == "adamw" else None, torch.bfloat16 if copies else None
+    for name, given in (("forward", "*fp32"), ("alone", None)):
+        tensors = (single, single, single, square, None, None, None, single, copy)
+        launch = optimizer_op._launch(H200, tensors, (False, given is not None, given is not None), rule, False, True)
+        yield name, resources(launch, ["*i64", "*i32", None, given, given] + ["fp32"] * 9)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from ops.contract import (
     on_gpu,
     randn,
 )
-from tilewright.ops.embedding import embedding, reference
+from tilewright.ops.embedding import embedding, reference, tied_embedding
 
 OP = sys.modules["tilewright.ops.embedding"]
 
@@ -61,7 +61,7 @@ def test_result_and_gradients_match_float64_and_are_no_worse_than_torch(has_posi
         (300, (3,), 700),
         (1, (16,), 8),  # a class fills a program of backward to its last token
         (1, (32,), 8),
-        (1, (300,), 256),  # and more programs than are joined at a time
+        (1, (600,), 256),  # and more programs than are joined at a time
     ],
 )
 @pytest.mark.parametrize("has_position", [False, True])
@@ -71,6 +71,55 @@ def test_odd_shapes(classes, shape, width, has_position):
     upstream = randn(*shape, width, grad=False)
     actual = run(embedding, tokens, leaves, None, upstream)
     assert_near_truth(actual, run(reference, tokens, doubles(leaves), None, upstream.double()), reduced=1000)
+
+
+def tied(function, tokens, weight, position, upstream):
+    """The gradients of a table that is the output layer's weight too, and of the position's."""
+    x, head = function(tokens, weight, position)
+    return gradients([torch.nn.functional.linear(x, head)], [weight, position], [upstream])
+
+
+@pytest.mark.parametrize(
+    ("classes", "shape", "width"), [(50, (3, 23), 96), (1, (600,), 256), (40, (2, 2, 3), 129), (5, (2, 0), 8)]
+)
+def test_a_table_that_is_the_output_layer_too_gets_both_gradients(classes, shape, width):
+    tokens = draw(classes, *shape)
+    leaves = [randn(classes, width), randn(shape[-1], width)]
+    upstream = randn(*shape, classes, grad=False)
+    actual = tied(tied_embedding, tokens, *leaves, upstream)
+    truth = tied(lambda t, w, p: (reference(t, w, p), w), tokens, *doubles(leaves), upstream.double())
+    assert_near_truth(actual, truth, reduced=1000)
+    assert_equal(actual, tied(lambda t, w, p: (embedding(t, w, p), w), tokens, *leaves, upstream))
+
+
+def test_tied_in_float64():
+    tokens, leaves = draw(6, 2, 5), [randn(6, 8, dtype=torch.float64), randn(7, 8, dtype=torch.float64)]
+
+    def logits(*tables):
+        return torch.nn.functional.linear(*tied_embedding(tokens, *tables))
+
+    assert torch.autograd.gradcheck(logits, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("used", ["only the embedding", "only the head", "the head without gaps between its columns"])
+def test_a_tied_table_of_which_half_is_used(used):
+    tokens, weight = draw(9, 3, 7), randn(9, 16)
+    x, head = tied_embedding(tokens, weight)
+    plain = reference(tokens, weight)
+    if used == "only the embedding":
+        assert_equal(gradients([x], [weight], [torch.ones_like(x)]), gradients([plain], [weight], [torch.ones_like(x)]))
+    elif used == "only the head":
+        assert_equal(gradients([2 * head], [weight], [torch.ones_like(head)]), [torch.full_like(weight, 2.0)])
+    else:  # a gradient that is expanded from one number
+        found = gradients([x.sum() + head.sum()], [weight], [torch.ones((), device=DEVICE)])
+        torch.testing.assert_close(
+            found, gradients([plain.sum() + weight.sum()], [weight], [torch.ones((), device=DEVICE)])
+        )
+
+
+def test_a_tied_table_that_is_frozen_stays_so():
+    x, head = tied_embedding(draw(9, 3, 7), randn(9, 16).detach(), randn(7, 16))
+    assert x.requires_grad and not head.requires_grad
 
 
 def test_gradcheck_in_float64():

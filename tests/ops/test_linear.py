@@ -419,11 +419,11 @@ def test_the_first_candidate_wins_unless_another_is_clearly_quicker(emulator, op
 def test_a_short_timing_decides_nothing_between_two_that_are_close(emulator, operands, clock, monkeypatch):
     """Two launches of an algorithm differ from time to time by more than two algorithms do."""
     measure, short = _cublaslt._milliseconds, iter([1.0, 0.90, 0.96])
-    monkeypatch.setattr(
-        _cublaslt,
-        "_milliseconds",
-        lambda launch, candidate, times=2: next(short) if times == 2 and launch(candidate) else measure(launch, candidate),
-    )
+
+    def sometimes(launch, candidate, times=2):
+        return next(short) if times == 2 and launch(candidate) else measure(launch, candidate)
+
+    monkeypatch.setattr(_cublaslt, "_milliseconds", sometimes)
     clock[1:] = [0.97, 0.1, 0.95]
     assert chosen(emulator, operands) == 3
 

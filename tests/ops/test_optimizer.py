@@ -53,7 +53,8 @@ def problem(rule, dtype, rounding, elements=ELEMENTS, gradient_dtype=None):
 
 def step(parameter, gradient, state, rule, rounding="nearest", **options):
     state["step"] += 1
-    update(parameter, gradient, state, rule=rule, stochastic=rounding == "stochastic", **{**NUMBERS, **options})
+    options = {**NUMBERS, "rule": rule, "stochastic": rounding == "stochastic", **options}
+    update([parameter], [gradient], [state], **options)
 
 
 def meant(state, name):
@@ -121,9 +122,9 @@ def test_the_kernel_is_the_reference_down_to_its_random_bits(rule, dtype, roundi
     scale = torch.tensor(1.5, device=DEVICE)
     for gradient in gradients:
         state["step"] += 1
-        options = dict(**NUMBERS, rule=rule, stochastic=rounding == "stochastic", seed=2**40 + 3, grad_scale=scale)
-        expected = reference(parameter, gradient, state, **options)
-        update(parameter, gradient, state, **options)
+        options = dict(**NUMBERS, rule=rule, stochastic=rounding == "stochastic", grad_scale=scale)
+        expected = reference(parameter, gradient, state, **options, seed=2**40 + 3)
+        update([parameter], [gradient], [state], **options, seeds=[2**40 + 3])
         actual = {**state, "parameter": parameter}
         for name, value in expected.items():
             # The last bit of float32 may differ, and now and then takes a draw to the other side.
@@ -136,6 +137,33 @@ def test_the_kernel_is_the_reference_down_to_its_random_bits(rule, dtype, roundi
             whole(parameter, state), whole(expected["parameter"], expected),
             rtol=2.0**-7 if rounding in ("nearest", "stochastic") else 2.0**-16, atol=1e-7,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "dtype"), [("adamw", torch.int8), ("lion", torch.bfloat16), ("sgd", torch.float32)])
+def test_many_tensors_at_once_are_each_by_itself(rule, dtype, path):
+    """Of all sizes and dtypes, with seeds of their own and some with a copy."""
+    sizes = (5000, 3, 8, 0, 1024, 4999, 2048)
+    kinds = ("float32", "kahan", "float32", "float32", "float32", "kahan", "float32")
+    cases, alone = (
+        [problem(rule, dtype, kind, size) for size, kind in zip(sizes, kinds, strict=True)] for _ in range(2)
+    )
+    copies = [
+        torch.empty_like(parameter, dtype=torch.bfloat16) if kind == "float32" and size != 8 else None
+        for (parameter, _, _), kind, size in zip(cases, kinds, sizes, strict=True)
+    ]
+    numbers = {**NUMBERS, "rule": rule, "stochastic": False}
+    for _, _, state in (*cases, *alone):
+        state["step"] += 1
+    update(
+        [p for p, _, _ in cases], [g[0] for _, g, _ in cases], [s for _, _, s in cases], **numbers,
+        seeds=range(len(sizes)), copies=copies,
+    )  # fmt: skip
+    for seed, (parameter, gradients, state) in enumerate(alone):
+        update([parameter], gradients[:1], [state], **numbers, seeds=[seed])
+    for (parameter, _, state), (own, _, own_state), copy in zip(cases, alone, copies, strict=True):
+        assert_equal([parameter, *state.values()], [own, *own_state.values()])
+        if copy is not None:
+            assert_equal([copy], [parameter.bfloat16()])
 
 
 @pytest.mark.parametrize("elements", [1, 7, 255, 256, 257, 1024, 1025])

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
+from tilewright.ops import _copies, _cublaslt
 from tilewright.train import loop
 from tilewright.train.checkpoint import read
 from tilewright.train.config import OPTIMIZERS, SCHEDULES
@@ -328,6 +330,36 @@ def test_batch_sizes_that_cannot_be_are_refused():
 def test_levers_that_do_not_go_together_are_one_sentence(tmp_path, changes, words):
     with pytest.raises(UserError, match=words):
         train(tiny(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU"))])  # fmt: skip
+def test_16_bit_copies_that_the_optimizer_keeps_change_no_bit(tmp_path, monkeypatch, graphs):
+    """Nor after a checkpoint has been loaded over the weights."""
+    device = torch.device("cuda", 0) if graphs else torch.device("cpu")
+    monkeypatch.setattr(sys.modules["tilewright.ops.linear"], "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
+    config = tiny(tmp_path, precision="bf16", cuda_graphs=graphs, model={"gpt_block": "optimized"})
+    torch.manual_seed(0)
+    batches = [torch.randint(256, (4, 33), device=device) for _ in range(6)]
+
+    def run():
+        engine = Engine(config, device, World(), ["none"] * 2)
+        begun = {name: value.clone() for name, value in engine.model.state_dict().items()}
+        found = []
+        for number, batch in enumerate(batches):
+            if number == 3:
+                engine.model.load_state_dict(begun)
+            loss = engine.accumulate(batch, first=True)
+            engine.update(loss, torch.tensor(math.inf, device=device), 1e-2, 1)
+            found.append(float(loss))
+        return found, [_copies.kept(p) is not None for p in engine.model.parameters() if p.dim() == 2]
+
+    losses, kept = run()
+    assert sum(kept) == 9  # of each layer four, and the table: it is the output layer too
+    monkeypatch.setattr(_copies, "offer", lambda parameters: None)
+    assert (losses, [False] * len(kept)) == run()
+    assert len(set(losses)) == 6
 
 
 def test_the_norm_of_bfloat16_gradients_is_in_float32(tmp_path):

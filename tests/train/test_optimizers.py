@@ -12,10 +12,11 @@ from torch.func import functional_call
 
 from ops.contract import DEVICE, assert_equal
 from tilewright.errors import UserError
-from tilewright.ops import _op
+from tilewright.ops import _copies, _op
+from tilewright.ops import optimizer as op
 from tilewright.train.config import OPTIMIZERS, Optimizer
 from tilewright.train.config import PRECISIONS as CONFIGURED
-from tilewright.train.optimizers import KINDS, PRECISIONS, FusedOptimizer, build
+from tilewright.train.optimizers import KINDS, PRECISIONS, AdamW, FusedOptimizer, build
 
 ALL = [(name, precision) for name in OPTIMIZERS for precision in ("fp32", "bf16_kahan", "bf16_stochastic")]
 
@@ -75,13 +76,78 @@ def test_matrices_decay_and_vectors_do_not(name, precision):
         torch.testing.assert_close(new.data, old * (0.75 if old.dim() > 1 else 1.0), rtol=2.0**-7, atol=1e-7)
 
 
-def test_torchs_own_is_used_where_it_can_be():
+def test_states_and_arguments_are_torchs_where_it_has_the_rule():
     for name, precision in ALL:
-        kind = type(build(model(precision), Optimizer(name=name), precision=precision))
+        built = build(model(precision), Optimizer(name=name), precision=precision)
         expected = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}.get(name) if precision == "fp32" else None
-        assert kind is (expected or FusedOptimizer), (name, precision)
+        assert isinstance(built, expected or FusedOptimizer), (name, precision)
     for precision in ("tf32", "bf16"):
-        assert type(build(model(), Optimizer(), precision=precision)) is torch.optim.AdamW
+        assert isinstance(build(model(), Optimizer(), precision=precision), torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_one_launch_for_all_tensors_is_torchs_adamw(skipped, monkeypatch):
+    """In all that a checkpoint holds, with a scale of the gradients, and a step to be taken back."""
+    ours, theirs = (made("adamw", "fp32", learning_rate=0.01) for _ in range(2))
+    monkeypatch.setattr(AdamW, "_device", DEVICE)
+    launches = []
+    monkeypatch.setattr(op, "update", lambda *a, _update=op.update, **o: (launches.append(len(a[0])), _update(*a, **o)))
+    run(*ours, range(3))
+    given = {name: torch.tensor(x, device=DEVICE) for name, x in (("grad_scale", 3.0), ("found_inf", skipped))}
+    for name, value in given.items():
+        setattr(ours[1], name, value)
+    run(*ours, range(3, 5))
+    assert launches == [2, 4] * 5  # matrices and vectors
+    monkeypatch.setattr(AdamW, "_device", "another")  # than there is: torch's own
+    run(*theirs, range(3))
+    for name, value in given.items():
+        setattr(theirs[1], name, value)
+    run(*theirs, range(3, 5))
+    assert len(launches) == 10
+    for one, other in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        for name, value in theirs[1].state[other].items():
+            torch.testing.assert_close(ours[1].state[one][name], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_copies_that_are_kept_are_those_of_the_parameters(name, monkeypatch):
+    """Whether the optimizer writes them along or not, and whoever else writes to a parameter."""
+    monkeypatch.setattr(AdamW, "_device", DEVICE)
+    network, optimizer = made(name, "fp32", learning_rate=0.01)
+    parameters = list(network.parameters())
+    _copies.offer(parameters[:3])
+
+    def assert_up_to_date():
+        copies = [_copies.of(p, torch.bfloat16) for p in parameters]
+        assert_equal(copies, [p.detach().bfloat16() for p in parameters])
+        return copies
+
+    first = assert_up_to_date()
+    run(network, optimizer, range(2))
+    optimizer.found_inf = torch.ones((), device=DEVICE)
+    run(network, optimizer, range(2, 3))
+    second = assert_up_to_date()
+    assert [a is b for a, b in zip(first, second, strict=True)] == [True] * 3 + [False] * (len(parameters) - 3)
+    network.load_state_dict(model(seed=1).state_dict())
+    assert_up_to_date()
+    with torch.no_grad():
+        parameters[0].add_(1.0)
+    _copies.renew(parameters)
+    assert_equal([_copies.kept(parameters[0])], [parameters[0].detach().bfloat16()])
+
+
+def test_a_backward_behind_a_step_is_refused_where_it_would_read_the_new_copy():
+    weight = nn.Parameter(torch.randn(4, 4, device=DEVICE))
+    optimizer = build([weight], Optimizer(), precision="bf16")
+    _copies.offer([weight])
+    x = torch.randn(2, 4, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    y = x @ _copies.of(weight, torch.bfloat16).t()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    _copies.renew([weight])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.nn.linear import is_unheard
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
-from tilewright.ops import cross_entropy, embedding, linear, linear_cross_entropy
+from tilewright.ops import cross_entropy, linear, linear_cross_entropy, tied_embedding
 from tilewright.ops._op import is_traced, runs_kernel
 from tilewright.ops.dropout_add_norm import HOST_BOUND
 from tilewright.ops.rope import reference as rotate
@@ -297,21 +297,22 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream, and the weight of the output layer."""
         tables = [self.token] if self.position is None else [self.token, self.position]
         stream = torch.bfloat16 if self.config.residual == "bf16" else tables[-1].weight.dtype
         if self.config.gpt_block == "optimized" and all(map(_is_plain, tables)):
-            return embedding(tokens, *(table.weight for table in tables), dtype=stream)
+            return tied_embedding(tokens, *(table.weight for table in tables), dtype=stream)
         x = self.token(tokens)
         if self.position is not None:
             x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        return x.to(stream)
+        return x.to(stream), self.token.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         sequence = tokens.shape[1]
         if sequence > self.config.sequence:
             raise ValueError(f"{sequence} tokens are more than the {self.config.sequence} positions of this model.")
-        x = self._embed(tokens)
+        x, head = self._embed(tokens)
         residual = x_bias = None
         for block, how in zip(self.blocks, self.recompute, strict=True):
             assert isinstance(block, Block)
@@ -323,8 +324,8 @@ class GPT(nn.Module):
             x_bias = late
         x, _ = self.norm(x, residual, x_bias=x_bias)
         if targets is not None and self.config.loss == "linear_fused":
-            return linear_cross_entropy(x, self.token.weight, targets)
-        logits = (linear if self.config.gpt_block == "optimized" else F.linear)(x, self.token.weight)
+            return linear_cross_entropy(x, head, targets)
+        logits = (linear if self.config.gpt_block == "optimized" else F.linear)(x, head)
         if targets is None:
             return logits
         if self.config.loss == "fused":

@@ -8,6 +8,10 @@ PyTorch takes three ops and four passes over the result for the first line, and 
 Here tokens are sorted in backward, and the rows of one token lie side by side: each is read once and added up in
 float32, in an order that is the same on every run.
 
+A table that is the output layer's weight too gets two gradients. `tied_embedding` hands the table on to whoever
+multiplies by it, and adds its own sums to the rows of the gradient that comes back: no second gradient is made, which
+would be zeros but for the rows that have tokens, to be added to the first.
+
 Saved for backward: the tokens.
 
 Floor: forward reads a row of the table and writes one of the result for each token; backward reads dout twice, once for
@@ -20,9 +24,9 @@ from typing import Any
 
 import torch
 
-from tilewright.ops import _op
+from tilewright.ops import _copies, _op
 
-__all__ = ["embedding", "reference"]
+__all__ = ["embedding", "reference", "tied_embedding"]
 
 _NAME = "embedding"
 _ONCE = "embedding has no second derivative: leave out create_graph=True, or use torch.nn.functional.embedding."
@@ -43,26 +47,29 @@ def reference(
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, position: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, position: Tensor | None, dtype: torch.dtype) -> Any:
         from tilewright.ops import embedding_kernels as kernels
 
         flat, table, places = _op.packed((tokens.reshape(-1), weight, position))
         ctx.save_for_backward(flat)
         ctx.tables = [None if t is None else (t.shape, t.dtype) for t in (weight, position)]
-        return kernels.gather(flat, table, places, dtype, tokens.shape)
+        ctx.set_materialize_grads(False)
+        return kernels.gather(flat, table, places, dtype, tokens.shape), weight
 
     @staticmethod
-    def backward(ctx: Any, dout: Any) -> Any:
+    def backward(ctx: Any, dout: Any, dtied: Any) -> Any:
         from tilewright.ops import embedding_kernels as kernels
 
         if torch.is_grad_enabled():
             raise RuntimeError(_ONCE)
+        if dout is None:
+            return None, dtied, None, None
         (tokens,) = ctx.saved_tensors
         dweight = dposition = None
         if ctx.needs_input_grad[1]:
             (classes, width), dtype = ctx.tables[0]
             (rows,) = _op.packed((dout.reshape(-1, width),))
-            dweight = kernels.scatter(tokens, rows, classes, dtype)
+            dweight = kernels.scatter(tokens, rows, classes, dtype, _op.packed((dtied,))[0])
         if ctx.needs_input_grad[2]:
             (length, width), dtype = ctx.tables[1]
             sequence = dout.shape[-2]
@@ -96,11 +103,32 @@ def embedding(
     >>> embedding(torch.tensor([[1, 2, 3]]), weight, position).shape
     torch.Size([1, 3, 4])
     """
+    return tied_embedding(tokens, weight, position, dtype=dtype)[0]
+
+
+def tied_embedding(
+    tokens: Tensor, weight: Tensor, position: Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`embedding`, and the weight, to be used in one product: what backward gives that as a gradient is written to.
+
+    So the product's backward must give a tensor of its own, as those of `torch.nn.functional.linear` and of this
+    package do.
+
+    >>> import torch
+    >>> weight = torch.randn(10, 4)
+    >>> x, head = tied_embedding(torch.tensor([[1, 2, 3]]), weight)
+    >>> torch.nn.functional.linear(x, head).shape
+    torch.Size([1, 3, 10])
+    """
     _check(tokens, weight, position, dtype)
     host_bound = tokens.numel() * weight.shape[1] <= HOST_BOUND
     if host_bound or not _op.runs_kernel(weight) or _op.is_traced(tokens, weight, position):
-        return reference(tokens, weight, position, dtype)
-    return _eager(tokens, weight, position, dtype or weight.dtype)
+        return reference(tokens, weight, position, dtype), weight
+    x, alias = _eager(tokens, weight, position, dtype or weight.dtype)
+    if not weight.requires_grad:  # the alias would have a gradient for the position's sake
+        return x, weight
+    _copies.share(weight, alias)
+    return x, alias
 
 
 def _check(tokens: Any, weight: Any, position: Any, dtype: Any) -> None:

@@ -45,11 +45,12 @@ def forward(
 @triton.jit(do_not_specialize=["tokens", "classes"])
 def backward(
     dout, ordered, order, dweight, heads, tails, tokens: tl.int64, classes: tl.int64,
-    WIDTH: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, DOUBLE: tl.constexpr,
+    WIDTH: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
     """dweight[v] = the sum of dout[order[i]] over the i with ordered[i] == v, where program i // RUN sees all of them.
 
-    Else heads[program] is the part of the sum that ends here, and tails[program] of the one that goes on.
+    Else heads[program] is the part of the sum that ends here, and tails[program] of the one that goes on. ADD: dweight
+    is added to.
     """
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     program = tl.program_id(0).to(tl.int64)
@@ -57,12 +58,16 @@ def backward(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     before = tl.load(ordered + first - 1, first > 0, -1)
-    owners, values = (), ()
+    owners, values, there = (), (), ()
     for i in tl.static_range(RUN + 1):
         owners = owners + (tl.load(ordered + first + i, first + i < tokens, -1),)
     for i in tl.static_range(RUN):  # all loads before the first store, behind which no load may move
         row = tl.load(order + first + i, first + i < tokens, 0)
         values = values + (tl.load(dout + row * WIDTH + column, inside, 0.0),)
+        if ADD:
+            owner = owners[i].to(tl.int64)
+            whole = (owner != owners[i + 1]) & (owner != before) & (owner >= 0) & (owner < classes)
+            there = there + (tl.load(dweight + owner * WIDTH + column, column < tl.where(whole, WIDTH, 0), 0.0),)
     total = tl.zeros([BLOCK], COMPUTE)
     for i in tl.static_range(RUN):
         owner = owners[i].to(tl.int64)
@@ -72,7 +77,8 @@ def backward(
             if owner == before:
                 tl.store(heads + program * WIDTH + column, total, inside)
             else:
-                tl.store(dweight + owner * WIDTH + column, total.to(dweight.dtype.element_ty), inside)
+                gradient = total + there[i].to(COMPUTE) if ADD else total
+                tl.store(dweight + owner * WIDTH + column, gradient.to(dweight.dtype.element_ty), inside)
         total = tl.where(ends, 0.0, total)
     if owners[RUN - 1] == owners[RUN]:
         tl.store(tails + program * WIDTH + column, total, inside)
@@ -81,7 +87,7 @@ def backward(
 @triton.jit(do_not_specialize=["tokens", "classes"])
 def join(
     ordered, dweight, heads, tails, tokens: tl.int64, classes: tl.int64,
-    WIDTH: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """The sum of a class that began in an earlier program of `backward` and ends in this one."""
     program = tl.program_id(0).to(tl.int64) + 1
@@ -103,6 +109,8 @@ def join(
             last -= ROWS
             more = tl.sum(begun.to(tl.int32), 0) == ROWS
         total = tl.sum(total, 0) + tl.load(heads + program * WIDTH + column, column < WIDTH, 0.0)
+        if ADD:
+            total += tl.load(dweight + owner * WIDTH + column, column < WIDTH, 0.0).to(total.dtype)
         tl.store(dweight + owner * WIDTH + column, total.to(dweight.dtype.element_ty), column < WIDTH)
 
 
@@ -124,11 +132,16 @@ def _gather(device: torch.device, width: int, dtypes: tuple[Any, ...]) -> tuple[
 
 
 @functools.cache
-def _scatter(device: torch.device, width: int, dtypes: tuple[Any, ...]) -> tuple[int, _op.Launch, _op.Launch]:
+def _scatter(
+    device: torch.device, width: int, add: bool, dtypes: tuple[Any, ...]
+) -> tuple[int, _op.Launch, _op.Launch]:
     """(tiles side by side, the launches of `backward` and `join`)."""
-    block = _block(width)
-    main = _op.Launch(backward, device, (width, _RUN, block, torch.float64 in dtypes), 1)
-    return -(-width // block), main, _op.Launch(join, device, (width, _RUN, 2048 // block, block), 4)
+    block, changed = _block(width), range(add)
+    constants = (width, _RUN, block, add, torch.float64 in dtypes)
+    main = _op.Launch(backward, device, constants, 1 + add, [3 + i for i in changed])  # what is there takes registers
+    # What `join` waits for is the longest of all sums: of a class that every tenth token is, thousands of programs.
+    joins = _op.Launch(join, device, (width, _RUN, 8192 // block, block, add), 8, [1 + i for i in changed])
+    return -(-width // block), main, joins
 
 
 def gather(
@@ -144,10 +157,15 @@ def gather(
     return out
 
 
-def scatter(tokens: torch.Tensor, dout: torch.Tensor, classes: int, dtype: torch.dtype) -> torch.Tensor:
-    """What each row of the table gets of packed `dout`, a row a token; tokens outside of it get nothing anywhere."""
-    width = dout.shape[1]
-    dweight = dout.new_zeros((classes, width), dtype=dtype)
+def scatter(
+    tokens: torch.Tensor, dout: torch.Tensor, classes: int, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What each row of the table gets of packed `dout`, a row a token; tokens outside of it get nothing anywhere.
+
+    Added to `out`, packed, where that is given.
+    """
+    width, add = dout.shape[1], out is not None
+    dweight = dout.new_zeros((classes, width), dtype=dtype) if out is None else out
     if not dweight.numel() or not len(tokens):
         return dweight
     # Sorting goes by bytes of the key: half of them are none of a table's.
@@ -157,7 +175,7 @@ def scatter(tokens: torch.Tensor, dout: torch.Tensor, classes: int, dtype: torch
     compute = torch.float64 if torch.float64 in (dout.dtype, dtype) else torch.float32
     heads, tails = (dout.new_empty((programs, width), dtype=compute) for _ in range(2))
     tensors = (dout, ordered, order, dweight, heads, tails)
-    columns, main, join_up = _scatter(dout.device, width, _op.dtypes(tensors))
+    columns, main, join_up = _scatter(dout.device, width, add, _op.dtypes(tensors))
     main((programs, columns), tensors, (len(tokens), classes))
     if programs > 1:
         join_up((programs - 1, columns), (ordered, dweight, heads, tails), (len(tokens), classes))

@@ -1,4 +1,4 @@
-"""One optimizer step of one tensor in one pass over memory: AdamW, Lion, SGD or Adafactor, on float32 or bfloat16.
+"""One optimizer step in one pass over memory, of many tensors at once: AdamW, Lion, SGD or Adafactor.
 
     adamw      m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  p = p (1 - lr d) - lr m' / (sqrt(v') + eps)
     lion       p = p (1 - lr d) - lr sign(b1 m + (1 - b1) g);    m = b2 m + (1 - b2) g
@@ -7,7 +7,8 @@
 
 where d is the weight decay, m' = m / (1 - b1^t), v' = v / (1 - b2^t), and all is computed in float32. What is stored:
 
-Parameters. float32 as they are. bfloat16 has eight bits, and an update below 1/512 of its parameter rounds to nothing.
+Parameters. float32 as they are, where a bfloat16 copy may be written along, for products to read: to make it later is
+to read the parameter once more. bfloat16 has eight bits, and an update below 1/512 of its parameter rounds to nothing.
 Either a second bfloat16 keeps what rounding lost, to be added next time ("kahan"), or the rounding goes up or down by
 chance, up the more often the nearer ("stochastic"), which is right in the mean and needs no memory.
 
@@ -24,6 +25,10 @@ model, against 1.3 %. Between two codes stochastic rounding chooses by a probabi
 that the mean of what is stored is what was to be stored; only a v above 0 is never stored as 0, because the m above it
 would then be divided by nothing but eps. Tensors below 4,096 elements keep float32 states.
 
+A launch for each tensor would leave the device idle at the end of each. One launch takes all tensors of the same
+dtypes: their addresses lie in a table on the device, a row a tensor, which is kept for as long as they stay where they
+are.
+
 Random bits are Philox of (seed, element, step): the same run draws the same ones. The step counter is a tensor on the
 device, as are `grad_scale`, by which gradients are divided, and `found_inf`: where that is not 0, nothing changes.
 
@@ -34,12 +39,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tilewright.errors import UserError
+from tilewright.measure import work
 from tilewright.ops import _op
 from tilewright.plan.cost import Cost
 
@@ -52,6 +59,7 @@ MOMENTS = {"adamw": ("mean", "square"), "lion": ("mean",), "sgd": ("mean",), "ad
 ROUNDINGS = ("nearest", "kahan", "stochastic")
 _CODES = {"mean": torch.int8, "square": torch.uint8}
 _STATES = ("mean", "square", "mean_scale", "square_scale", "compensation", "step")
+_TABLES = 64  # of addresses, that are kept
 _STREAMS = {"parameter": 0, "mean": 1, "square": 2}
 _WORD = 0xFFFFFFFF
 
@@ -192,7 +200,8 @@ def reference(
     seed: int = 0,
     grad_scale: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """One step in plain PyTorch: the definition. Returns the new parameter and states; arguments as for `update`."""
+    """One step of one tensor in plain PyTorch: the definition. Returns the new parameter and states; arguments as for
+    `update`."""
     p, g = _in_float32(parameter, gradient, state, grad_scale)
     step = state["step"]
     new: dict[str, torch.Tensor] = {}
@@ -244,19 +253,50 @@ def _correction(step: torch.Tensor, beta: float) -> torch.Tensor:
 
 @functools.cache
 def _launch(
-    device: torch.device, dtypes: tuple[torch.dtype | None, ...], rule: str, stochastic: bool, even: bool
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], given: tuple[bool, ...], rule: str, stochastic: bool,
+    even: bool,
 ) -> _op.Launch:  # fmt: skip
-    """The kernel for tensors of these dtypes, None for those that are absent."""
+    """The kernel for tensors of these dtypes, None for those that are absent, as are those that are not `given`."""
     from tilewright.ops import optimizer_kernels as kernels
 
-    in_place = (0, *range(2, 7))  # the parameter and its states
-    return _op.Launch(kernels.update, device, (rule, stochastic, even), TILE // BLOCK, in_place)
+    types = [kernels.TYPES[dtype] for dtype in dtypes]
+    return _op.Launch(kernels.update, device, (rule, stochastic, even, *types), TILE // BLOCK)
+
+
+_tables: dict[Any, tuple[torch.Tensor, ...]] = {}
+_recorded: list[tuple[torch.Tensor, ...]] = []  # those that a captured graph copies to the device at every replay
+
+
+def _table(device: torch.device, rows: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
+    """On the device: the rows, addresses first and the number of elements last, each behind its first program, and the
+    row of each program. And the host's memory of it."""
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    key = (device, rows)
+    kept = None if captured else _tables.get(key)
+    if kept is not None:
+        return kept
+    programs = torch.tensor([-(-row[-1] // TILE) for row in rows])
+    first = programs.cumsum(0) - programs
+    host = [
+        torch.cat((first[:, None], torch.tensor(rows, dtype=torch.int64)), 1),
+        torch.arange(len(rows), dtype=torch.int32).repeat_interleave(programs),
+    ]
+    if device.type == "cuda":
+        host = [tensor.pin_memory() for tensor in host]
+    made = (*[tensor.to(device, non_blocking=True) for tensor in host], *host)
+    if captured:
+        _recorded.append(made)
+        return made
+    if len(_tables) >= _TABLES:
+        _tables.pop(next(iter(_tables)))
+    _tables[key] = made
+    return made
 
 
 def update(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    state: Mapping[str, torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    states: Sequence[Mapping[str, torch.Tensor]],
     *,
     rule: str,
     lr: float | torch.Tensor,
@@ -265,52 +305,79 @@ def update(
     epsilon: float = 1e-8,
     weight_decay: float = 0.0,
     stochastic: bool = False,
-    seed: int = 0,
+    seeds: Sequence[int] = (),
     grad_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
+    copies: Sequence[torch.Tensor | None] = (),
 ) -> None:
-    """One step of a parameter and its states, in place, without waiting for the device.
+    """One step of parameters and their states, in place, without waiting for the device.
 
     Args:
-        gradient: bfloat16 or float32, of the parameter's shape.
-        state: from `new_state`; its "step" counts this step already.
+        gradients: bfloat16 or float32, each of its parameter's shape.
+        states: from `new_state`; their "step" counts this step already.
         rule: "adamw", "lion", "sgd", or "given", where the gradient is what is to be subtracted.
         lr: a number, or a tensor on the device, which a captured graph reads at every replay.
         stochastic: how a bfloat16 parameter is rounded; else to nearest, with a compensation where the state has one.
-        seed: of the random bits, from 0 to 2**63 - 1.
-        grad_scale: a float32 tensor of one element, by which the gradient is divided.
+        seeds: of the random bits, from 0 to 2**63 - 1, one a parameter; left out, 0.
+        grad_scale: a float32 tensor of one element, by which gradients are divided.
         found_inf: likewise; where it is not 0, nothing changes.
+        copies: bfloat16 tensors, one a parameter or None, packed, which get the new value of a float32 parameter.
 
     >>> parameter = torch.ones(3)
     >>> state = new_state(parameter, "sgd")
-    >>> update(parameter, torch.tensor([0.0, 1.0, 2.0]), state, rule="sgd", lr=0.5)
+    >>> update([parameter], [torch.tensor([0.0, 1.0, 2.0])], [state], rule="sgd", lr=0.5)
     >>> parameter.tolist(), state["mean"].tolist()
     ([1.0, 0.5, 0.0], [0.0, 1.0, 2.0])
     """
-    if not parameter.numel():
+    numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
+    members = zip(
+        parameters, gradients, states, seeds or [0] * len(parameters), copies or [None] * len(parameters), strict=True
+    )
+    alike: dict[Any, list[Any]] = {}
+    for parameter, gradient, state, seed, copy in members:
+        if not parameter.numel():
+            continue
+        if not _op.runs_kernel(parameter):
+            _plainly(parameter, gradient, state, copy, found_inf, rule=rule, **numbers, stochastic=stochastic,
+                     seed=seed, grad_scale=grad_scale)  # fmt: skip
+            continue
+        tensors = (*_op.packed((parameter, gradient)), *[state.get(name) for name in _STATES], copy)
+        key = parameter.device, _op.dtypes(tensors), parameter.numel() % 8 == 0
+        alike.setdefault(key, []).append((tensors, seed, parameter))
+    for (device, dtypes, even), group in alike.items():
+        rate, number = (lr, 0.0) if isinstance(lr, torch.Tensor) and lr.is_cuda else (None, float(lr))
+        given = [None if t is None else t.to(device) for t in (rate, grad_scale, found_inf)]
+        launch = _launch(device, dtypes, tuple(t is not None for t in given), rule, stochastic, even)
+        rows = tuple(
+            (*[0 if t is None else t.data_ptr() for t in tensors], seed, parameter.numel())
+            for tensors, seed, parameter in group
+        )
+        table, owners, *_ = _table(device, rows)
+        scalars = (number, weight_decay, beta1, beta2, 1 - beta1, 1 - beta2, _log(beta1), _log(beta2), epsilon)
+        everything = [t for tensors, *_ in group for t in tensors]
+        width = len(group[0][0])  # the gradient is only read, and so is the count of steps; a copy only written
+        changed = [i for i in range(len(everything)) if i % width not in (1, width - 2, width - 1)]
+        with work.launching(launch.name, everything, changed=changed):
+            launch((len(owners), 1), (table, owners, *given), scalars)
+        for tensors, _, parameter in group:
+            if tensors[0] is not parameter:
+                parameter.copy_(tensors[0])
+        written = [t for tensors, _, parameter in group for t in (parameter, tensors[-1]) if t is not None]
+        torch.autograd.graph.increment_version(written)
+
+
+def _plainly(
+    parameter: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], copy: torch.Tensor | None,
+    found_inf: torch.Tensor | None, **options: Any,
+) -> None:  # fmt: skip
+    if found_inf is not None and found_inf.item():
         return
-    if not _op.runs_kernel(parameter):
-        if found_inf is not None and found_inf.item():
-            return
-        new = reference(
-            parameter, gradient, state, rule=rule, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon,
-            weight_decay=weight_decay, stochastic=stochastic, seed=seed, grad_scale=grad_scale,
-        )  # fmt: skip
-        parameter.copy_(new.pop("parameter"))
-        for name, value in new.items():
-            state[name].copy_(value)
-        return
-    rate, lr = (lr, 0.0) if isinstance(lr, torch.Tensor) and lr.is_cuda else (None, float(lr))
-    flat, gradient = _op.packed((parameter, gradient))
-    tensors = (flat, gradient, *[state.get(name) for name in _STATES], rate, grad_scale, found_inf)
-    elements = flat.numel()
-    launch = _launch(parameter.device, _op.dtypes(tensors), rule, stochastic, elements % 8 == 0)
-    numbers = (lr, weight_decay, beta1, beta2, 1 - beta1, 1 - beta2, _log(beta1), _log(beta2), epsilon)
-    launch((-(-elements // TILE), 1), tensors, (*numbers, seed, elements))
-    if flat is not parameter:
-        parameter.copy_(flat)
-    else:
-        torch.autograd.graph.increment_version(parameter)
+    new = reference(parameter, gradient, state, **options)
+    parameter.copy_(new.pop("parameter"))
+    for name, value in new.items():
+        state[name].copy_(value)
+    if copy is not None:
+        copy.copy_(parameter)
 
 
 def adafactor(
@@ -351,8 +418,8 @@ def adafactor(
     change = g * estimate.clamp(min=tiny * tiny).rsqrt()
     change *= rate / _root_mean_square(change).clamp(min=1.0)
     update(
-        parameter, change, state, rule="given", lr=lr, weight_decay=weight_decay, stochastic=stochastic, seed=seed,
-        found_inf=found_inf,
+        [parameter], [change], [state], rule="given", lr=lr, weight_decay=weight_decay, stochastic=stochastic,
+        seeds=[seed], found_inf=found_inf,
     )  # fmt: skip
 
 

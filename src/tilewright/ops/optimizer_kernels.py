@@ -1,21 +1,27 @@
-"""The kernel of `optimizer`: one pass over a parameter, its gradient and its states.
+"""The kernel of `optimizer`: one pass over parameters, their gradients and their states.
 
 A program takes a tile of four blocks of 256 elements, one block a warp and eight elements a thread: the largest
 magnitude of a block, which scales its 8-bit codes, is found without leaving the warp, and eight draws of 16 bits are
-one call of Philox. How a state is stored is read off its pointer: float32 as it is, bfloat16 stochastically rounded,
-int8 and uint8 as codes with a float32 scale a block. Arithmetic is in float32.
+one call of Philox. Which tensor the tile is of, and where that lies, a table says. How a state is stored is read off
+its pointer: float32 as it is, bfloat16 stochastically rounded, int8 and uint8 as codes with a float32 scale a block.
+Arithmetic is in float32.
 
 Whatever changes from step to step without the host knowing comes by pointer: the step counter, the scale of the
 gradients, and `found_inf`, which masks every load and store.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from tilewright.ops._random_kernels import ROUNDS
 from tilewright.ops.optimizer import BLOCK, TILE
 
+TYPES = {
+    None: None, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.int8: tl.int8, torch.uint8: tl.uint8
+}  # fmt: skip
 _BLOCK, _ROWS = tl.constexpr(BLOCK), tl.constexpr(TILE // BLOCK)
+_SLOTS = tl.constexpr(12)  # of a row: its first program, nine addresses, the seed, the number of elements
 
 
 @triton.jit
@@ -109,15 +115,34 @@ def _correction(step, log_beta):
     return tl.where(y > -0.5, -y * series, 1.0 - tl.exp(y))
 
 
-@triton.jit(do_not_specialize=["seed", "elements"])
+@triton.jit
+def _pointer(row, SLOT: tl.constexpr, TYPE: tl.constexpr):
+    """What lies in a slot of a row of the table."""
+    return tl.multiple_of(tl.load(row + SLOT).to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
 def update(
-    parameter, gradient, mean, square, mean_scale, square_scale, compensation, step, lr_tensor, grad_scale, found_inf,
+    table, owners, lr_tensor, grad_scale, found_inf,
     lr: tl.float32, weight_decay: tl.float32, beta1: tl.float32, beta2: tl.float32, rest1: tl.float32,
-    rest2: tl.float32, log_beta1: tl.float32, log_beta2: tl.float32, epsilon: tl.float32, seed: tl.int64,
-    elements: tl.int64, RULE: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
+    rest2: tl.float32, log_beta1: tl.float32, log_beta2: tl.float32, epsilon: tl.float32,
+    RULE: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
+    PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, MEAN: tl.constexpr, SQUARE: tl.constexpr,
+    MEAN_SCALE: tl.constexpr, SQUARE_SCALE: tl.constexpr, COMPENSATION: tl.constexpr, STEP: tl.constexpr,
+    COPY: tl.constexpr,
 ):  # fmt: skip
-    """`rest` is 1 - beta; `lr_tensor`, where there is one, stands for lr; EVEN says that 8 divides `elements`."""
-    first = tl.program_id(0).to(tl.int64) * (_ROWS * _BLOCK)
+    """`rest` is 1 - beta; `lr_tensor`, where there is one, stands for lr; EVEN says that 8 divides all numbers of
+    elements. The other constants are the dtypes of the tensors whose addresses are in the table."""
+    row = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * _SLOTS
+    first = (tl.program_id(0) - tl.load(row)) * (_ROWS * _BLOCK)
+    parameter, gradient, step = _pointer(row, 1, PARAMETER), _pointer(row, 2, GRADIENT), _pointer(row, 8, STEP)
+    mean = None if MEAN is None else _pointer(row, 3, MEAN)
+    square = None if SQUARE is None else _pointer(row, 4, SQUARE)
+    mean_scale = None if MEAN_SCALE is None else _pointer(row, 5, MEAN_SCALE)
+    square_scale = None if SQUARE_SCALE is None else _pointer(row, 6, SQUARE_SCALE)
+    compensation = None if COMPENSATION is None else _pointer(row, 7, COMPENSATION)
+    copy = None if COPY is None else _pointer(row, 9, COPY)
+    seed, elements = tl.load(row + 10), tl.load(row + 11)
     at = first + tl.arange(0, _ROWS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     block = first // _BLOCK + tl.arange(0, _ROWS)
     if found_inf is not None:
@@ -161,8 +186,10 @@ def update(
             p -= lr * m
         _store_state(mean, mean_scale, m, at, inside, block, blocks, seed, first, drawn, 1)
 
-    if parameter.dtype.element_ty == tl.float32:
+    if PARAMETER == tl.float32:
         tl.store(parameter + at, p, inside)
+        if copy is not None:
+            tl.store(copy + at, _nearest(p), inside)
     elif STOCHASTIC:
         tl.store(parameter + at, _cut(p, _draws(seed, first, drawn, 0)), inside)
     else:

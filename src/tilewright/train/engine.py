@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tilewright.errors import UserError
 from tilewright.models import GPT
+from tilewright.ops import _copies
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train import optimizers
 from tilewright.train.config import RECORDING, Train
@@ -88,6 +89,9 @@ class Engine:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         self.optimizer = optimizers.build(self.model, config.optimizer, precision=self.precision, seed=config.seed)
+        # Of the configuration's own model it is known that nobody writes to it past torch's count of writes.
+        if model is None and self.precision == "bf16" and config.model.gpt_block == "optimized":
+            _copies.offer(self.model.parameters())
         self.forward: Any = self.model
         if config.compile != "none":
             self.forward = torch.compile(self.model, options=_inductor(config.compile))
@@ -142,6 +146,7 @@ class Engine:
                 loss.backward()
             self._graphs[first] = (graph, loss.detach())
         self._static.copy_(tokens)
+        _copies.renew(self.model.parameters())  # which the graph reads as they are
         graph, recorded = self._graphs[first]
         graph.replay()
         return recorded.clone()

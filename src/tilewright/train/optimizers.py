@@ -1,9 +1,9 @@
 """The optimizer of a run, from its configuration.
 
-Where torch has the rule fused and parameters are float32, torch's own is used. Everything else is `FusedOptimizer`,
-over the kernel of `tilewright.ops.optimizer`. Both take two tensors of one element from the loop, as attributes, and
-never wait for the device: `grad_scale` divides the gradients, and a `found_inf` of 1 makes `step` change nothing, not
-even the count of steps.
+SGD of float32 parameters is torch's own, and AdamW of those is torch's in its arguments and its states; everything else
+is `FusedOptimizer`. Their kernel is that of `tilewright.ops.optimizer`, which takes all tensors at once. All of them
+take two tensors of one element from the loop, as attributes, and never wait for the device: `grad_scale` divides the
+gradients, and a `found_inf` of 1 makes `step` change nothing, not even the count of steps.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tilewright.errors import UserError
+from tilewright.ops import _copies
 from tilewright.ops import optimizer as op
 from tilewright.train.config import Optimizer as Config
 
@@ -30,8 +31,41 @@ PRECISIONS = {
 }  # fmt: skip
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW of float32 parameters; on a GPU by a kernel that takes all tensors at once."""
+
+    _device = "cuda"
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        if any(p.device.type != self._device for group in self.param_groups for p in group["params"]):
+            return _told(self, super().step(closure))  # type: ignore[arg-type, func-returns-value]
+        loss, given = _evaluated(closure), _given(self)
+        for group in self.param_groups:
+            due = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in due]
+            _count([state["step"] for state in states], given["found_inf"])
+            moments = [{"mean": s["exp_avg"], "square": s["exp_avg_sq"], "step": s["step"]} for s in states]
+            beta1, beta2 = group["betas"]
+            _update(
+                due, moments, rule="adamw", lr=group["lr"], beta1=beta1, beta2=beta2, epsilon=group["eps"],
+                weight_decay=group["weight_decay"], **given,
+            )  # fmt: skip
+        return loss
+
+
+class SGD(torch.optim.SGD):
+    """torch's fused SGD."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        return _told(self, super().step(closure))  # type: ignore[arg-type]
+
+
 class FusedOptimizer(torch.optim.Optimizer):
-    """AdamW, Lion, SGD or Adafactor, one kernel a tensor, with states and parameters in fewer bits.
+    """AdamW, Lion, SGD or Adafactor, one kernel for all tensors, with states and parameters in fewer bits.
 
     Args:
         parameters: as for every torch optimizer; float32 or bfloat16.
@@ -92,39 +126,28 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        numbered = enumerate((group, parameter) for group in self.param_groups for parameter in group["params"])
-        due = [(i, group, p, self._state_of(p)) for i, (group, p) in numbered if p.grad is not None]
-        # Attributes that the loop, or GradScaler, sets and deletes.
-        given = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-        _count([state["step"] for *_, state in due], given["found_inf"])
-        for index, group, parameter, state in due:
-            self._update(parameter, state, group, index, given)
-        return loss
-
-    def _update(
-        self, parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], index: int,
-        given: dict[str, torch.Tensor | None],
-    ) -> None:  # fmt: skip
-        gradient, device = parameter.grad, parameter.device
-        if gradient is None or gradient.is_sparse:
-            raise UserError("optimizer: a gradient is sparse; make its embedding with sparse=False.")
-        shared: dict[str, Any] = {
-            "lr": group["lr"],
-            "weight_decay": group["weight_decay"],
-            "stochastic": self.rounding == "stochastic",
+        loss, given = _evaluated(closure), _given(self)
+        index = 0
+        for group in self.param_groups:
+            due = [(p, index + i) for i, p in enumerate(group["params"]) if p.grad is not None]
+            index += len(group["params"])
+            states = [self._state_of(p) for p, _ in due]
+            _count([state["step"] for state in states], given["found_inf"])
             # Any two parameters draw other bits; the product keeps the seeds 0, 1, 2 ... far apart.
-            "seed": (group["seed"] * 0x9E3779B97F4A7C15 + index) % 2**63,
-            **{name: None if value is None else value.to(device) for name, value in given.items()},
-        }
-        if self.rule == "adafactor":
-            op.adafactor(parameter, gradient, state, **shared)
-        else:
-            betas = {"beta1": group["beta1"], "beta2": group["beta2"], "epsilon": group["epsilon"]}
-            op.update(parameter, gradient, state, rule=self.rule, **betas, **shared)
+            seeds = [(group["seed"] * 0x9E3779B97F4A7C15 + number) % 2**63 for _, number in due]
+            shared: dict[str, Any] = {
+                **{name: group[name] for name in ("lr", "weight_decay")},
+                "stochastic": self.rounding == "stochastic",
+                **given,
+            }
+            if self.rule == "adafactor":
+                for (p, _), state, seed in zip(due, states, seeds, strict=True):
+                    own = {name: None if value is None else value.to(p.device) for name, value in given.items()}
+                    op.adafactor(p, _gradient(p), state, seed=seed, **{**shared, **own})
+            else:
+                betas = {name: group[name] for name in ("beta1", "beta2", "epsilon")}
+                _update([p for p, _ in due], states, rule=self.rule, seeds=seeds, **betas, **shared)
+        return loss
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -144,12 +167,45 @@ class FusedOptimizer(torch.optim.Optimizer):
                     self.state.pop(parameter, None)
 
 
+def _evaluated(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _told(optimizer: torch.optim.Optimizer, loss: Any) -> Any:
+    """Tell autograd, and who keeps copies, that parameters were written to: torch's fused kernels do not."""
+    torch.autograd.graph.increment_version(p for group in optimizer.param_groups for p in group["params"])
+    return loss
+
+
+def _given(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor | None]:
+    """Attributes that the loop, or GradScaler, sets and deletes."""
+    return {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
+
+
+def _update(parameters: list[torch.Tensor], states: list[dict[str, torch.Tensor]], **options: Any) -> None:
+    """One step, which writes the 16-bit copies along that are kept of parameters."""
+    copies = [_copies.kept(p) for p in parameters]
+    op.update(parameters, [_gradient(p) for p in parameters], states, copies=copies, **options)
+    _copies.written(parameters)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    if gradient is None or gradient.is_sparse:
+        raise UserError("optimizer: a gradient is sparse; make its embedding with sparse=False.")
+    return gradient
+
+
 def _count(steps: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
     """All counters in one launch; a step that `found_inf` takes back is not counted."""
     if steps and found_inf is None:
         torch._foreach_add_(steps, 1.0)
     elif steps and found_inf is not None:
-        torch._foreach_add_(steps, (found_inf.reshape(()) == 0).to(device=steps[0].device, dtype=torch.float32))
+        one = (found_inf.reshape(()) == 0).to(device=steps[0].device, dtype=torch.float32)
+        torch._foreach_add_(steps, [one] * len(steps))  # as a list: of a tensor by itself torch takes the value, and waits
 
 
 def _copy(saved: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
@@ -196,10 +252,10 @@ def build(
     rule, dtype = KINDS[config.name]
     if wanted == torch.float32 and config.name == "adamw":
         betas = (config.beta1, config.beta2)
-        adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+        adamw = AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
         return _with_state(adamw, ("exp_avg", "exp_avg_sq"), counts=True)
     if wanted == torch.float32 and rule == "sgd":
-        sgd = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.beta1, fused=True)
+        sgd = SGD(groups, lr=config.learning_rate, momentum=config.beta1, fused=True)
         return _with_state(sgd, ("momentum_buffer",) if config.beta1 > 0 else ())
     return FusedOptimizer(
         groups, rule=rule, dtype=dtype, rounding=rounding, lr=config.learning_rate, beta1=config.beta1,
