@@ -9,11 +9,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.contract import DEVICE, assert_equal
 from tilewright.errors import UserError
 from tilewright.ops import _copies, _op
 from tilewright.ops import optimizer as op
+from tilewright.train import optimizers
 from tilewright.train.config import OPTIMIZERS, Optimizer
 from tilewright.train.config import PRECISIONS as CONFIGURED
 from tilewright.train.optimizers import KINDS, PRECISIONS, AdamW, FusedOptimizer, build
@@ -135,6 +137,22 @@ def test_copies_that_are_kept_are_those_of_the_parameters(name, monkeypatch):
         parameters[0].add_(1.0)
     _copies.renew(parameters)
     assert_equal([_copies.kept(parameters[0])], [parameters[0].detach().bfloat16()])
+
+
+def test_counting_steps_does_not_wait_for_the_device():
+    """torch takes a tensor that stands for a number by its value, which only the device knows."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            assert function != torch.ops.aten._local_scalar_dense.default
+            return function(*arguments, **(options or {}))
+
+    steps = [torch.zeros((), device=DEVICE) for _ in range(3)]
+    for skipped in (0.0, 1.0, 0.0):
+        found_inf = torch.tensor(skipped, device=DEVICE)
+        with Watch():
+            optimizers._count(steps, found_inf)
+    assert [step.item() for step in steps] == [2.0] * 3
 
 
 def test_a_backward_behind_a_step_is_refused_where_it_would_read_the_new_copy():

@@ -20,7 +20,7 @@ _THREADS, _SHARED_BYTES = 384, 231_520
 MACROS = {"SHARED_BYTES": _SHARED_BYTES, "PAIR_ROWS": PAIR_ROWS, "COLUMNS": COLUMNS}
 _NAMES = (
     "gelu_mlp_value", "gelu_mlp_lean_value", "gelu_mlp_gradient", "gelu_mlp_lean_gradient", "linear_cross_entropy_add",
-    "linear_parts_gradient",
+    "linear_parts_gradient", "linear_biased",
 )  # fmt: skip
 
 Kernels = dict[str, _cuda.Kernel]

@@ -22,15 +22,6 @@ __device__ __forceinline__ void activate(float z, float scale, float& value, flo
   slope = fmaf(fmaf(-value, share, value), fmaf(3.0f * scale * CUBIC, square, scale * TANH), scale * share);
 }
 
-// The bias of a tile's columns, to where the group finds it after the product.
-__device__ __forceinline__ void load_bias(const Place& at, const float* bias, int columns) {
-  int column = 2 * at.thread;
-  if (column >= COLUMNS) return;
-  float2 both = make_float2(0.0f, 0.0f);
-  if (bias != nullptr && at.column + column < columns) both = __ldg((const float2*)(bias + at.column + column));
-  write_shared(at.sums + column * 4, both);
-}
-
 // Values in one buffer and slopes, or sums, in the next, and while copies read those two, more go to two others.
 template <bool LEAN>
 __device__ __forceinline__ void finish_value(float (&sum)[2][96], const Place& at, const Map* kept_map,

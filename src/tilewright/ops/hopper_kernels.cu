@@ -4,6 +4,7 @@
 //   GRADIENT    g = (left right) slope      stores g, and its sum over 128 rows  (in backward of the second one)
 //   SUM         total^T += left^T right     where total has 16 bits              (a classifier's weight, by chunks)
 //   PARTS       x = left right              left is three matrices side by side  (in backward of queries, keys, values)
+//   BIASED      y = left right^T + bias     stores y                             (queries, keys and values)
 //
 // A LEAN_VALUE stores z in place of the slope. Then nobody has to keep gelu(z): LEAN_GRADIENT takes z, has the slope of
 // it, and stores gelu(z) once more. While PARTS multiplies, two warps that have nothing else to do sum `left` over its
@@ -23,7 +24,7 @@
 #include "linear_cross_entropy.cuh"
 #include "linear_parts.cuh"
 
-enum Kind { VALUE, LEAN_VALUE, GRADIENT, LEAN_GRADIENT, SUM, PARTS };
+enum Kind { VALUE, LEAN_VALUE, GRADIENT, LEAN_GRADIENT, SUM, PARTS, BIASED };
 
 // `vector`: the bias, which may be null; of a GRADIENT the sums, one for 128 rows and a column; of a SUM the scales;
 // of PARTS sums, one for a block and a column of `left`, or null. Those have their second and third matrix in `kept` and
@@ -34,7 +35,7 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
                                     int second = 0, int third = 0) {
   constexpr bool LEAN = KIND == LEAN_VALUE || KIND == LEAN_GRADIENT;
   constexpr bool IS_VALUE = KIND == VALUE || KIND == LEAN_VALUE, IS_GRADIENT = KIND == GRADIENT || KIND == LEAN_GRADIENT;
-  constexpr bool LEFT_ACROSS = KIND == SUM, RIGHT_ACROSS = !IS_VALUE;
+  constexpr bool LEFT_ACROSS = KIND == SUM, RIGHT_ACROSS = !IS_VALUE && KIND != BIASED;
   constexpr int ACROSS = 64 * INNER * 2;  // bytes from 64 rows of an operand to the next 64, where they lie across
   extern __shared__ __align__(1024) char memory[];
   const u32 base = shared(memory), barriers = base + AT_BARRIERS;
@@ -143,7 +144,7 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
             load_kept<LEAN ? NARROW : CHUNK>(at, kept, chunk);
         }
       }
-      if (IS_VALUE) load_bias(at, (const float*)vector, columns);
+      if (IS_VALUE || KIND == BIASED) load_bias(at, (const float*)vector, columns);
       synchronise(1 + mine, 256);
       int used = turn * steps, stage = used % STAGES, previous = 0;
       u32 full_parity = used / STAGES & 1;
@@ -171,7 +172,8 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
       if (IS_VALUE) finish_value<LEAN>(sum, at, kept, value);
       if (IS_GRADIENT) finish_gradient<LEAN>(sum, at, kept, value, out, (float*)vector, columns, parity);
       if (KIND == SUM) finish_sum(sum, at, out, (unsigned short*)vector, rows, first, last, parity);
-      if (KIND == PARTS) finish_plain(sum, at, out);
+      if (KIND == PARTS) finish_plain<false>(sum, at, out);
+      if (KIND == BIASED) finish_plain<true>(sum, at, out);
     }
     if (thread == 0) wait_stores();
   }
@@ -202,4 +204,7 @@ KERNEL linear_cross_entropy_add(MAP(left), MAP(right), MAP(total), unsigned shor
 KERNEL linear_parts_gradient(MAP(first), MAP(second), MAP(third), MAP(right), MAP(out), float* sums, int rows, int columns,
                              int inner, int second_at, int third_at) {
   run<PARTS>(&first, &right, &second, &third, &out, sums, rows, columns, inner, true, true, second_at, third_at);
+}
+KERNEL linear_biased(MAP(left), MAP(right), MAP(out), float* bias, int rows, int columns, int inner) {
+  run<BIASED>(&left, &right, nullptr, nullptr, &out, bias, rows, columns, inner);
 }

@@ -121,3 +121,12 @@ __device__ __forceinline__ float2 read_shared(u32 at) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
   return x;
 }
+
+// The bias of a tile's columns, to where the group finds it after the product.
+__device__ __forceinline__ void load_bias(const Place& at, const float* bias, int columns) {
+  int column = 2 * at.thread;
+  if (column >= COLUMNS) return;
+  float2 both = make_float2(0.0f, 0.0f);
+  if (bias != nullptr && at.column + column < columns) both = __ldg((const float2*)(bias + at.column + column));
+  write_shared(at.sums + column * 4, both);
+}

@@ -1,8 +1,9 @@
-// The product of `linear_parts` in backward, on its way to memory, and the sums of what it reads.
+// The products of `linear_parts` on their way to memory, and in backward the sums of what it reads.
 #pragma once
 #include "hopper_tiles.cuh"
 
-// What the product is, some columns at a time.
+// What the product is, with the bias or without, some columns at a time.
+template <bool BIAS>
 __device__ __forceinline__ void finish_plain(float (&sum)[2][96], const Place& at, const Map* out_map) {
   const u32 line = narrow_line(at.thread);
 #pragma unroll
@@ -11,13 +12,21 @@ __device__ __forceinline__ void finish_plain(float (&sum)[2][96], const Place& a
     if (at.thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
     synchronise(3 + at.group, 128);
 #pragma unroll
-    for (int part = 0; part < 4; part++) {
-      const int half = part / 2, pair = part % 2;
-      const float* x = &sum[half][(chunk * 4 + pair * 2) * 4];
-      u32 packed[4];
+    for (int pair = 0; pair < 2; pair++) {
+      float2 bias[2] = {make_float2(0.0f, 0.0f), make_float2(0.0f, 0.0f)};
+      if (BIAS)
 #pragma unroll
-      for (int k = 0; k < 4; k++) packed[k] = pack(x[2 * k], x[2 * k + 1]);
-      put(narrow_where(at, line, buffer, half, pair), packed);
+        for (int k = 0; k < 2; k++)
+          bias[k] = read_shared(at.sums + (chunk * NARROW + (2 * pair + k) * 8 + at.thread % 4 * 2) * 4);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float* x = &sum[half][(chunk * 4 + pair * 2) * 4];
+        u32 packed[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++)  // column block k / 2, rows 8 further down where k is odd
+          packed[k] = BIAS ? pack(x[2 * k] + bias[k / 2].x, x[2 * k + 1] + bias[k / 2].y) : pack(x[2 * k], x[2 * k + 1]);
+        put(narrow_where(at, line, buffer, half, pair), packed);
+      }
     }
     fence_async();
     synchronise(3 + at.group, 128);

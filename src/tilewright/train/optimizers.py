@@ -205,7 +205,7 @@ def _count(steps: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
         torch._foreach_add_(steps, 1.0)
     elif steps and found_inf is not None:
         one = (found_inf.reshape(()) == 0).to(device=steps[0].device, dtype=torch.float32)
-        torch._foreach_add_(steps, [one] * len(steps))  # as a list: of a tensor by itself torch takes the value, and waits
+        torch._foreach_add_(steps, [one] * len(steps))  # a list: of a tensor alone torch takes the value, and waits
 
 
 def _copy(saved: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
