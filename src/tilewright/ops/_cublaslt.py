@@ -42,8 +42,10 @@ WORTH_CHOOSING = 2e10  # FLOPs from which a choice can pay; some 30 microseconds
 
 _CANDIDATES = 32
 _LEADERS = 4  # of the first round of timings, for longer ones
-_ROUNDS = 3  # of those, in turn
-_LONG = 8.0  # milliseconds of one: the two launches of the first round differ from time to time by more than algorithms
+# Milliseconds of those: two launches of an algorithm differ from time to time by more than two algorithms do, and until
+# a GPU is at its limit of power, where it will be while it works, takes a while.
+_ROUNDS = (8.0, 24.0, 24.0, 24.0)
+_CLOSE = 1.04  # times the shortest: who takes longer in a round has lost
 _USES = 3  # of a shape before its algorithms are timed
 _WORTH = 0.99  # of the first candidate's time: what another must beat
 _MOST_CHOICES = 128  # a program that sees new shapes all the time spends its own time on its work
@@ -312,13 +314,16 @@ class Plan:
             return
         first = min(least)
         leaders = {first, *sorted(least, key=least.__getitem__)[:_LEADERS]}
-        times = int(_LONG / least[first]) + 2
         spent = dict.fromkeys(leaders, 0.0)
-        for _ in range(_ROUNDS):  # in turn: a GPU that gets warm, or to its limit of power, gets so for all of them
-            for index in leaders:
-                spent[index] += _milliseconds(launch, self.candidates[index], times)
-        best = min(leaders, key=spent.__getitem__)
-        if spent[best] < _WORTH * spent[first]:
+        for length in _ROUNDS:  # in turn: a GPU that gets warm, or to its limit, gets so for all of them
+            for index in spent:
+                spent[index] += _milliseconds(launch, self.candidates[index], int(length / least[first]) + 2)
+            shortest = min(spent.values())
+            spent = {index: time for index, time in spent.items() if time <= _CLOSE * shortest}
+            if len(spent) == 1:
+                break
+        best = min(spent, key=spent.__getitem__)
+        if first not in spent or spent[best] < _WORTH * spent[first]:
             self.order = [self.candidates[best], *self.candidates]
 
     def __del__(self) -> None:

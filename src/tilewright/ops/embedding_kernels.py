@@ -98,19 +98,20 @@ def join(
         ends = tl.load(ordered + first + RUN) != owner
     if ends & (owner >= 0) & (owner < classes) & (tl.load(ordered + first - 1) == owner):
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        total = tl.zeros([ROWS, BLOCK], tails.dtype.element_ty)
-        last = program - 1
-        more = True
+        inside = column < WIDTH
+        last = program - 1  # most sums begin here; of a class that many tokens are of they may begin far above
+        total = tl.load(heads + program * WIDTH + column, inside, 0.0)
+        total += tl.load(tails + last * WIDTH + column, inside, 0.0)
+        more = tl.load(ordered + last * RUN - 1, last > 0, -1) == owner
         while more:
-            at = last - tl.arange(0, ROWS)
+            at = last - 1 - tl.arange(0, ROWS)
             begun = (at >= 0) & (tl.load(ordered + (at + 1) * RUN - 1, at >= 0, -1) == owner)
-            inside = begun[:, None] & (column < WIDTH)[None, :]
-            total += tl.load(tails + at[:, None] * WIDTH + column[None, :], inside, 0.0)
+            rows = tl.load(tails + at[:, None] * WIDTH + column[None, :], begun[:, None] & inside[None, :], 0.0)
+            total += tl.sum(rows, 0)
             last -= ROWS
             more = tl.sum(begun.to(tl.int32), 0) == ROWS
-        total = tl.sum(total, 0) + tl.load(heads + program * WIDTH + column, column < WIDTH, 0.0)
         if ADD:
-            total += tl.load(dweight + owner * WIDTH + column, column < WIDTH, 0.0).to(total.dtype)
+            total += tl.load(dweight + owner * WIDTH + column, inside, 0.0).to(total.dtype)
         tl.store(dweight + owner * WIDTH + column, total.to(dweight.dtype.element_ty), column < WIDTH)
 
 
@@ -139,8 +140,8 @@ def _scatter(
     block, changed = _block(width), range(add)
     constants = (width, _RUN, block, add, torch.float64 in dtypes)
     main = _op.Launch(backward, device, constants, 1 + add, [3 + i for i in changed])  # what is there takes registers
-    # What `join` waits for is the longest of all sums: of a class that every tenth token is, thousands of programs.
-    joins = _op.Launch(join, device, (width, _RUN, 8192 // block, block, add), 8, [1 + i for i in changed])
+    # The longest of all sums is what `join` takes: of a class that every tenth token is, parts of hundreds of programs.
+    joins = _op.Launch(join, device, (width, _RUN, 4096 // block, block, add), 4, [1 + i for i in changed])
     return -(-width // block), main, joins
 
 
