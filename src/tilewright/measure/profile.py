@@ -60,7 +60,10 @@ _RULES = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
         ("attention", r"^triton_tem_.*attention|^triton_flex_attention"),
-        ("product", r"^triton_tem_|^triton_mm|^gelu_mlp_|^linear_cross_entropy_add|^linear_parts_gradient"),
+        (
+            "product",
+            r"^triton_tem_|^triton_mm|^gelu_mlp_|^linear_cross_entropy_add|^linear_parts_gradient|^linear_biased",
+        ),
         # On a CPU a compiled graph is one piece of work: what it does not spend in ops is in its own loops.
         ("pointwise", r"^triton_[a-z]+_fused|cpp_fused_|^## Call CompiledFxGraph"),
         ("fused", rf"^({'|'.join(FUSED)}|cross_entropy_rows)$|^tilewright::"),

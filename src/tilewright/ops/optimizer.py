@@ -38,8 +38,9 @@ Floor: every tensor once in, all but the gradient once out; `cost` has the bytes
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -267,30 +268,33 @@ _tables: dict[Any, tuple[torch.Tensor, ...]] = {}
 _recorded: list[tuple[torch.Tensor, ...]] = []  # those that a captured graph copies to the device at every replay
 
 
-def _table(device: torch.device, rows: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
-    """On the device: the rows, addresses first and the number of elements last, each behind its first program, and the
-    row of each program. And the host's memory of it."""
+def _kept(device: torch.device, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A table on the device, made on the host where it is not there yet."""
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    key = (device, rows)
-    kept = None if captured else _tables.get(key)
-    if kept is not None:
-        return kept
-    programs = torch.tensor([-(-row[-1] // TILE) for row in rows])
-    first = programs.cumsum(0) - programs
-    host = [
-        torch.cat((first[:, None], torch.tensor(rows, dtype=torch.int64)), 1),
-        torch.arange(len(rows), dtype=torch.int32).repeat_interleave(programs),
-    ]
-    if device.type == "cuda":
-        host = [tensor.pin_memory() for tensor in host]
-    made = (*[tensor.to(device, non_blocking=True) for tensor in host], *host)
+    if not captured and (device, key) in _tables:
+        return _tables[device, key][0]
+    host = make().pin_memory() if device.type == "cuda" else make()
+    made = (host.to(device, non_blocking=True), host)
     if captured:
         _recorded.append(made)
-        return made
-    if len(_tables) >= _TABLES:
-        _tables.pop(next(iter(_tables)))
-    _tables[key] = made
-    return made
+    else:
+        if len(_tables) >= _TABLES:
+            _tables.pop(next(iter(_tables)))
+        _tables[device, key] = made
+    return made[0]
+
+
+def _table(device: torch.device, rows: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows, addresses first and the number of elements last, each behind its first program; and of each program
+    the row. The latter is the larger one, and stays the same where only gradients have other addresses."""
+    programs = [-(-row[-1] // TILE) for row in rows]
+    first = itertools.accumulate(programs, initial=0)
+    return (
+        _kept(device, rows, lambda: torch.tensor([(at, *row) for at, row in zip(first, rows, strict=False)])),
+        _kept(
+            device, tuple(programs), lambda: torch.repeat_interleave(torch.tensor(programs)).to(torch.int32)
+        ),
+    )  # fmt: skip
 
 
 def update(
@@ -352,7 +356,7 @@ def update(
             (*[0 if t is None else t.data_ptr() for t in tensors], seed, parameter.numel())
             for tensors, seed, parameter in group
         )
-        table, owners, *_ = _table(device, rows)
+        table, owners = _table(device, rows)
         scalars = (number, weight_decay, beta1, beta2, 1 - beta1, 1 - beta2, _log(beta1), _log(beta2), epsilon)
         everything = [t for tensors, *_ in group for t in tensors]
         width = len(group[0][0])  # the gradient is only read, and so is the count of steps; a copy only written

@@ -204,8 +204,10 @@ def _count(steps: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
     if steps and found_inf is None:
         torch._foreach_add_(steps, 1.0)
     elif steps and found_inf is not None:
-        one = (found_inf.reshape(()) == 0).to(device=steps[0].device, dtype=torch.float32)
-        torch._foreach_add_(steps, [one] * len(steps))  # a list: of a tensor alone torch takes the value, and waits
+        one = (found_inf.reshape(()) == 0).float()
+        torch._foreach_add_(
+            steps, [one.to(step.device) for step in steps]
+        )  # of one tensor it takes the value, and waits
 
 
 def _copy(saved: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
