@@ -135,7 +135,8 @@ def optimizer(rule: str, copies: bool):
     square, copy = single if rule == "adamw" else None, torch.bfloat16 if copies else None
     for name, given in (("forward", "*fp32"), ("alone", None)):
         tensors = (single, single, single, square, None, None, None, single, copy)
-        launch = optimizer_op._launch(H200, tensors, (False, given is not None, given is not None), rule, False, True)
+        numbers = (None, *[None if given is None else single] * 2)
+        launch = optimizer_op._launch(H200, tensors, numbers, rule, False, True)
         yield name, resources(launch, ["*i64", "*i32", None, given, given] + ["fp32"] * 9)
 
 

@@ -20,6 +20,7 @@ from tilewright.train.config import OPTIMIZERS, SCHEDULES
 from tilewright.train.engine import Engine
 from tilewright.train.figures import read as read_figures
 from tilewright.train.loop import Shown, batch_sizes, train
+from tilewright.train.optimizers import AdamW
 from tilewright.train.world import World
 from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401
 
@@ -339,12 +340,13 @@ def test_16_bit_copies_that_the_optimizer_keeps_change_no_bit(tmp_path, monkeypa
     device = torch.device("cuda", 0) if graphs else torch.device("cpu")
     monkeypatch.setattr(sys.modules["tilewright.ops.linear"], "_DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
+    monkeypatch.setattr(AdamW, "_device", device.type)
     config = tiny(tmp_path, precision="bf16", cuda_graphs=graphs, model={"gpt_block": "optimized"})
     torch.manual_seed(0)
     batches = [torch.randint(256, (4, 33), device=device) for _ in range(6)]
 
-    def run():
-        engine = Engine(config, device, World(), ["none"] * 2)
+    def run(policies=("none", "none")):
+        engine = Engine(config, device, World(), list(policies))
         begun = {name: value.clone() for name, value in engine.model.state_dict().items()}
         found = []
         for number, batch in enumerate(batches):
@@ -357,8 +359,10 @@ def test_16_bit_copies_that_the_optimizer_keeps_change_no_bit(tmp_path, monkeypa
 
     losses, kept = run()
     assert sum(kept) == 9  # of each layer four, and the table: it is the output layer too
+    again = run(["full"] * 2)  # where copies come and go none is kept
+    assert again == (losses, [False] * len(kept))
     monkeypatch.setattr(_copies, "offer", lambda parameters: None)
-    assert (losses, [False] * len(kept)) == run()
+    assert run() == again
     assert len(set(losses)) == 6
 
 

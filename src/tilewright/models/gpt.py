@@ -23,9 +23,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.nn.linear import is_unheard
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
-from tilewright.ops import cross_entropy, linear, linear_cross_entropy, tied_embedding
+from tilewright.ops import cross_entropy, linear, linear_cross_entropy
 from tilewright.ops._op import is_traced, runs_kernel
 from tilewright.ops.dropout_add_norm import HOST_BOUND
+from tilewright.ops.embedding import tied_embedding
 from tilewright.ops.rope import reference as rotate
 from tilewright.plan.gpt import GPTConfig
 

@@ -46,7 +46,9 @@ def of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """A parameter in the dtype of products, without its graph: itself, the copy that is kept, or one made now."""
     if parameter.dtype is dtype:
         return parameter
-    kept = _kept.get(parameter) if dtype is torch.bfloat16 and not torch.compiler.is_compiling() else None
+    # What is made under inference mode could not be saved for a backward later.
+    elsewhere = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    kept = _kept.get(parameter) if dtype is torch.bfloat16 and not elsewhere else None
     if kept is None:
         return parameter.detach().to(dtype)
     if kept.copy is None:

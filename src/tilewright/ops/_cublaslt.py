@@ -45,10 +45,10 @@ _LEADERS = 4  # of the first round of timings, for longer ones
 # Milliseconds of those: two launches of an algorithm differ from time to time by more than two algorithms do, and until
 # a GPU is at its limit of power, where it will be while it works, takes a while.
 _ROUNDS = (8.0, 24.0, 24.0, 24.0)
-_CLOSE = 1.04  # times the shortest: who takes longer in a round has lost
+_CLOSE = 1.04  # times the shortest: who has taken longer up to then has lost
 _USES = 3  # of a shape before its algorithms are timed
 _WORTH = 0.99  # of the first candidate's time: what another must beat
-_MOST_CHOICES = 128  # a program that sees new shapes all the time spends its own time on its work
+_MOST_CHOICES = 64  # a program that sees new shapes all the time spends its own time on its work
 _PLANS = 4096
 _WORKSPACE = 64 * 2**10  # bytes: enough for counters, not for partial sums
 _ROWS = 64  # of an output whose bits are compared, spread over all of it

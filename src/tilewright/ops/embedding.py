@@ -109,10 +109,11 @@ def embedding(
 def tied_embedding(
     tokens: Tensor, weight: Tensor, position: Tensor | None = None, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`embedding`, and the weight, to be used in one product: what backward gives that as a gradient is written to.
+    """`embedding`, and the weight, to be used in one product and nowhere else: the gradient that comes back for it is
+    written to.
 
-    So the product's backward must give a tensor of its own, as those of `torch.nn.functional.linear` and of this
-    package do.
+    So that gradient must be nobody else's, as those of `torch.nn.functional.linear` and of this package are. Of a sum,
+    `weight + low_rank` say, it is the other summand's too; which is why this is not for everybody.
 
     >>> import torch
     >>> weight = torch.randn(10, 4)

@@ -61,6 +61,7 @@ ROUNDINGS = ("nearest", "kahan", "stochastic")
 _CODES = {"mean": torch.int8, "square": torch.uint8}
 _STATES = ("mean", "square", "mean_scale", "square_scale", "compensation", "step")
 _TABLES = 64  # of addresses, that are kept
+_GRADIENTS = (torch.float32, torch.bfloat16)  # as they are; others are widened
 _STREAMS = {"parameter": 0, "mean": 1, "square": 2}
 _WORD = 0xFFFFFFFF
 
@@ -254,10 +255,10 @@ def _correction(step: torch.Tensor, beta: float) -> torch.Tensor:
 
 @functools.cache
 def _launch(
-    device: torch.device, dtypes: tuple[torch.dtype | None, ...], given: tuple[bool, ...], rule: str, stochastic: bool,
-    even: bool,
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], given: tuple[torch.dtype | None, ...], rule: str,
+    stochastic: bool, even: bool,
 ) -> _op.Launch:  # fmt: skip
-    """The kernel for tensors of these dtypes, None for those that are absent, as are those that are not `given`."""
+    """The kernel for tensors of these dtypes, None for those that are absent; `given` are not in the table."""
     from tilewright.ops import optimizer_kernels as kernels
 
     types = [kernels.TYPES[dtype] for dtype in dtypes]
@@ -265,23 +266,26 @@ def _launch(
 
 
 _tables: dict[Any, tuple[torch.Tensor, ...]] = {}
-_recorded: list[tuple[torch.Tensor, ...]] = []  # those that a captured graph copies to the device at every replay
+_recorded: list[torch.Tensor] = []  # those on the host that a captured graph copies to the device at every replay
 
 
 def _kept(device: torch.device, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """A table on the device, made on the host where it is not there yet."""
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if not captured and (device, key) in _tables:
-        return _tables[device, key][0]
-    host = make().pin_memory() if device.type == "cuda" else make()
-    made = (host.to(device, non_blocking=True), host)
+    on_gpu = device.type == "cuda"
+    # Of a stream: on another one it may be asked for before it has been copied.
+    key = (device, torch._C._cuda_getCurrentRawStream(device.index) if on_gpu else 0, *key)
+    captured = on_gpu and torch.cuda.is_current_stream_capturing()
+    if not captured and key in _tables:
+        return _tables[key][0]
+    host = make().pin_memory() if on_gpu else make()
+    table = host.to(device, non_blocking=True)
     if captured:
-        _recorded.append(made)
-    else:
-        if len(_tables) >= _TABLES:
-            _tables.pop(next(iter(_tables)))
-        _tables[device, key] = made
-    return made[0]
+        _recorded.append(host)
+        return table
+    if len(_tables) >= _TABLES:
+        _tables.pop(next(iter(_tables)))
+    _tables[key] = (table, host)
+    return table
 
 
 def _table(device: torch.device, rows: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -345,13 +349,14 @@ def update(
             _plainly(parameter, gradient, state, copy, found_inf, rule=rule, **numbers, stochastic=stochastic,
                      seed=seed, grad_scale=grad_scale)  # fmt: skip
             continue
+        gradient = gradient if gradient.dtype in _GRADIENTS else gradient.float()
         tensors = (*_op.packed((parameter, gradient)), *[state.get(name) for name in _STATES], copy)
         key = parameter.device, _op.dtypes(tensors), parameter.numel() % 8 == 0
         alike.setdefault(key, []).append((tensors, seed, parameter))
     for (device, dtypes, even), group in alike.items():
         rate, number = (lr, 0.0) if isinstance(lr, torch.Tensor) and lr.is_cuda else (None, float(lr))
         given = [None if t is None else t.to(device) for t in (rate, grad_scale, found_inf)]
-        launch = _launch(device, dtypes, tuple(t is not None for t in given), rule, stochastic, even)
+        launch = _launch(device, dtypes, _op.dtypes(given), rule, stochastic, even)
         rows = tuple(
             (*[0 if t is None else t.data_ptr() for t in tensors], seed, parameter.numel())
             for tensors, seed, parameter in group

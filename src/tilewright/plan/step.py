@@ -67,7 +67,9 @@ ASKED = 50
 AHEAD = 1024  # launches that CUDA takes before the device has begun with the first of them
 UPDATE = 40  # norm of the gradients, guard, torch's fused optimizer
 CACHED = 256 * 2**20  # bytes that an op may find in the cache of a GPU or a CPU, whose rates nobody has measured
-TENSOR = {"cuda": 2, "cpu": 20}  # a tensor that Tilewright's own optimizer updates, by a kernel or by torch's ops
+# A tensor that Tilewright's own optimizer updates, by a kernel or by torch's ops. On a GPU one launch takes all of them
+# now, which has not been measured.
+TENSOR = {"cuda": 2, "cpu": 20}
 ADAFACTOR = 33  # a tensor: its ops counted, the mean of a matrix and a vector
 
 

@@ -89,8 +89,10 @@ class Engine:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         self.optimizer = optimizers.build(self.model, config.optimizer, precision=self.precision, seed=config.seed)
-        # Of the configuration's own model it is known that nobody writes to it past torch's count of writes.
-        if model is None and self.precision == "bf16" and config.model.gpt_block == "optimized":
+        # Of the configuration's own model it is known that nobody writes to it past torch's count of writes. Where
+        # blocks run again their copies come and go, and to keep them would take more memory.
+        own = model is None and config.model.gpt_block == "optimized"
+        if own and self.precision == "bf16" and set(policies) <= {"none"}:
             _copies.offer(self.model.parameters())
         self.forward: Any = self.model
         if config.compile != "none":

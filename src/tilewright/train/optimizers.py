@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tilewright.errors import UserError
-from tilewright.ops import _copies
+from tilewright.ops import _copies, _op
 from tilewright.ops import optimizer as op
 from tilewright.train.config import Optimizer as Config
 
@@ -32,15 +32,18 @@ PRECISIONS = {
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW of float32 parameters; on a GPU by a kernel that takes all tensors at once."""
+    """torch's AdamW. On a GPU a kernel of ours takes all tensors at once, where they are float32 and as torch makes
+    them; what it does not know, an argument or a kind of tensor, is torch's to do."""
 
     _device = "cuda"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of every parameter that has a gradient."""
-        if any(p.device.type != self._device for group in self.param_groups for p in group["params"]):
-            return _told(self, super().step(closure))  # type: ignore[arg-type, func-returns-value]
+        if not all(self._takes(group) for group in self.param_groups):
+            plain: Any = torch.optim.AdamW.step
+            plain = plain.__wrapped__ if getattr(plain, "hooked", False) else plain  # hooks are called around this one
+            return _told(self, plain(self, closure))
         loss, given = _evaluated(closure), _given(self)
         for group in self.param_groups:
             due = [p for p in group["params"] if p.grad is not None]
@@ -54,14 +57,26 @@ class AdamW(torch.optim.AdamW):
             )  # fmt: skip
         return loss
 
+    def _takes(self, group: dict[str, Any]) -> bool:
+        """Whether the kernel does what torch would do with a group."""
+        numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+        if group["amsgrad"] or group["maximize"] or any(isinstance(number, torch.Tensor) for number in numbers):
+            return False
+        known: dict[int, Any] = self.__dict__.setdefault("_known", {})  # what was looked at, for that takes its time
+        for parameter in group["params"]:
+            state = self.state[parameter] if parameter.grad is not None else {}
+            tensors = [parameter, *[state.get(name) for name in ("step", "exp_avg", "exp_avg_sq")]]
+            key = (parameter.data_ptr(), *map(id, tensors))
+            if parameter.grad is None or known.get(id(parameter)) == key:
+                continue
+            if not all(map(self._is_plain, tensors)):
+                return False
+            known[id(parameter)] = key
+        return True
 
-class SGD(torch.optim.SGD):
-    """torch's fused SGD."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
-        return _told(self, super().step(closure))  # type: ignore[arg-type]
+    def _is_plain(self, tensor: Any) -> bool:
+        own = type(tensor) in _op.PLAIN and tensor.dtype == torch.float32 and tensor.device.type == self._device
+        return own and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -174,9 +189,10 @@ def _evaluated(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _told(optimizer: torch.optim.Optimizer, loss: Any) -> Any:
+def _told(optimizer: torch.optim.Optimizer, loss: Any = None) -> Any:
     """Tell autograd, and who keeps copies, that parameters were written to: torch's fused kernels do not."""
-    torch.autograd.graph.increment_version(p for group in optimizer.param_groups for p in group["params"])
+    members = (p for group in optimizer.param_groups for p in group["params"])
+    torch.autograd.graph.increment_version([p for p in members if p.grad is not None])
     return loss
 
 
@@ -187,6 +203,7 @@ def _given(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor | None]:
 
 def _update(parameters: list[torch.Tensor], states: list[dict[str, torch.Tensor]], **options: Any) -> None:
     """One step, which writes the 16-bit copies along that are kept of parameters."""
+    _copies.renew(parameters)  # for where the step is taken back
     copies = [_copies.kept(p) for p in parameters]
     op.update(parameters, [_gradient(p) for p in parameters], states, copies=copies, **options)
     _copies.written(parameters)
@@ -257,7 +274,8 @@ def build(
         adamw = AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
         return _with_state(adamw, ("exp_avg", "exp_avg_sq"), counts=True)
     if wanted == torch.float32 and rule == "sgd":
-        sgd = SGD(groups, lr=config.learning_rate, momentum=config.beta1, fused=True)
+        sgd = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.beta1, fused=True)
+        sgd.register_step_post_hook(lambda optimizer, *_: _told(optimizer))
         return _with_state(sgd, ("momentum_buffer",) if config.beta1 > 0 else ())
     return FusedOptimizer(
         groups, rule=rule, dtype=dtype, rounding=rounding, lr=config.learning_rate, beta1=config.beta1,
