@@ -137,11 +137,11 @@ def _scatter(
     device: torch.device, width: int, add: bool, dtypes: tuple[Any, ...]
 ) -> tuple[int, _op.Launch, _op.Launch]:
     """(tiles side by side, the launches of `backward` and `join`)."""
-    block, changed = _block(width), range(add)
+    block = _block(width)
     constants = (width, _RUN, block, add, torch.float64 in dtypes)
-    main = _op.Launch(backward, device, constants, 1 + add, [3 + i for i in changed])  # what is there takes registers
+    main = _op.Launch(backward, device, constants, 1 + add, [3] if add else [])  # what is there takes registers
     # The longest of all sums is what `join` takes: of a class that every tenth token is, parts of hundreds of programs.
-    joins = _op.Launch(join, device, (width, _RUN, 4096 // block, block, add), 4, [1 + i for i in changed])
+    joins = _op.Launch(join, device, (width, _RUN, 4096 // block, block, add), 4, [1] if add else [])
     return -(-width // block), main, joins
 
 

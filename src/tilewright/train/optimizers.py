@@ -40,11 +40,14 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of every parameter that has a gradient."""
+        loss = _evaluated(closure)  # first: it makes the gradients
         if not all(self._takes(group) for group in self.param_groups):
             plain: Any = torch.optim.AdamW.step
             plain = plain.__wrapped__ if getattr(plain, "hooked", False) else plain  # hooks are called around this one
-            return _told(self, plain(self, closure))
-        loss, given = _evaluated(closure), _given(self)
+            plain(self)
+            _told(self)
+            return loss
+        given = _given(self)
         for group in self.param_groups:
             due = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in due]
@@ -189,11 +192,10 @@ def _evaluated(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _told(optimizer: torch.optim.Optimizer, loss: Any = None) -> Any:
+def _told(optimizer: torch.optim.Optimizer) -> None:
     """Tell autograd, and who keeps copies, that parameters were written to: torch's fused kernels do not."""
     members = (p for group in optimizer.param_groups for p in group["params"])
     torch.autograd.graph.increment_version([p for p in members if p.grad is not None])
-    return loss
 
 
 def _given(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor | None]:
