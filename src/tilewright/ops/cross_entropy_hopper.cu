@@ -28,7 +28,7 @@ __device__ __forceinline__ float sum_of_warp(float x) {
   for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(ALL, x, apart);
   return x;
 }
-__device__ __forceinline__ uint4 read_shared(u32 at) {
+__device__ __forceinline__ uint4 read_vector(u32 at) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
@@ -85,11 +85,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       wait(full + 8 * slot, parity);
-      x[i] = read_shared(ring + slot * SLOT + thread * 16);
+      x[i] = read_vector(ring + slot * SLOT + thread * 16);
       if (i == EACH - 1 && i * THREADS + thread >= vectors) x[i] = make_uint4(NOTHING, NOTHING, NOTHING, NOTHING);
       both = larger(larger(both, larger(x[i].x, x[i].y)), larger(x[i].z, x[i].w));
       __syncwarp();
-      if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * slot) : "memory");
+      if (lane == 0) arrive(empty + 8 * slot);
       if (++slot == SLOTS) slot = 0, parity ^= 1;
     }
     float top = largest_of_warp(fmaxf(low(both), high(both))), total = 0.0f;

@@ -20,6 +20,76 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
       "@done bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void synchronise(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Bulk copies, of boxes of a matrix. Rows of 128 bytes are swizzled: 16 bytes c of row r are where c ^ (r % 8) would be, so
+// that neither side meets a bank twice.
+struct alignas(64) Map { char bytes[128]; };  // CUtensorMap
+
+__device__ __forceinline__ void load(u32 to, const Map* map, u32 barrier, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
+}
+__device__ __forceinline__ void store(const Map* map, u32 from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+               "r"(column), "r"(row) : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Products, which run beside the threads that begin them.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_products() {  // until LEFT of those committed are running
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// Where a matrix in shared memory begins, and how its groups of 8 rows of 128 swizzled bytes follow each other. Along the
+// contiguous dimension the next 64 elements are `leading` bytes on, where there are more.
+__device__ __forceinline__ u64 describe(u32 at, u32 leading) {
+  return (u64)((at & 0x3FFFF) >> 4) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+#define R4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define R16(x, i) R4(x, i), R4(x, i + 4), R4(x, i + 8), R4(x, i + 12)
+
+// Four matrices of 8 x 8, to shared memory and from there: by their rows, or by their columns.
+#define MATRICES(put, get, how)                                                                                      \
+  __device__ __forceinline__ void put(u32 at, const u32 (&x)[4]) {                                                   \
+    asm volatile("stmatrix.sync.aligned.m8n8.x4" how ".shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]),      \
+                 "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");                                                        \
+  }                                                                                                                  \
+  __device__ __forceinline__ void get(u32 at, u32 (&x)[4]) {                                                         \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0, %1, %2, %3}, [%4];"                           \
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");                             \
+  }
+MATRICES(put, get, "")
+MATRICES(put_transposed, get_transposed, ".trans")
+
+// Where a thread's part of 16 rows and 16 columns lies: of rows of 128 bytes, 16 a warp.
+__device__ __forceinline__ u32 line(int thread) {
+  int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+  return row * 128 + (lane / 16 ^ row % 8) * 16;
+}
+
+__device__ __forceinline__ void write_shared(u32 at, float2 x) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x.x), "f"(x.y) : "memory");
+}
+__device__ __forceinline__ float2 read_shared(u32 at) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+  return x;
+}
+
 // Two numbers of bfloat16.
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 both;

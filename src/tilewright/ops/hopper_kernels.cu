@@ -150,7 +150,7 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
       u32 full_parity = used / STAGES & 1;
       for (int step = 0; step < steps; step++) {
         wait(barriers + 8 * (FULL + stage), full_parity);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        begin_products();
         const u32 a = base + stage * STAGE;
         u64 left_at = describe(a, LEFT_ACROSS ? ACROSS : 16), right_at = describe(a + LEFT, RIGHT_ACROSS ? ACROSS : 16);
 #pragma unroll
@@ -160,14 +160,14 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
           multiply<LEFT_ACROSS, RIGHT_ACROSS>(sum[0], left_k, right_k, keep);
           multiply<LEFT_ACROSS, RIGHT_ACROSS>(sum[1], left_k + 512, right_k, keep);
         }
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        commit_products();
+        wait_products<1>();
         if (step > 0 && thread < 2) arrive(barriers + 8 * (EMPTY + previous), thread);
         previous = stage;
         if (++stage == STAGES) stage = 0, full_parity ^= 1;
       }
       if (tile + clusters < tiles) announce(1 + (mine ^ 1), 256);
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      wait_products<0>();
       if (thread < 2) arrive(barriers + 8 * (EMPTY + previous), thread);
       if (IS_VALUE) finish_value<LEAN>(sum, at, kept, value);
       if (IS_GRADIENT) finish_gradient<LEAN>(sum, at, kept, value, out, (float*)vector, columns, parity);

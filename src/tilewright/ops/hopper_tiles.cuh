@@ -1,12 +1,9 @@
-// Tiles of a product on Hopper (sm_90a): how they are loaded, multiplied and stored, and where a group's results lie.
+// Tiles of a product on Hopper (sm_90a): how two neighbours load and multiply them, and where a group's results lie.
 //
 // Results go to shared memory in the order that the tensor cores leave them, by stmatrix, some columns at a time, and
-// from there by one bulk copy, as slopes come in. Rows of 128 bytes are swizzled: 16 bytes c of row r are where
-// c ^ (r % 8) would be, so that neither side meets a bank twice.
+// from there by one bulk copy, as slopes come in.
 #pragma once
 #include "hopper.cuh"
-
-struct alignas(64) Map { char bytes[128]; };  // CUtensorMap
 
 // SHARED_BYTES, PAIR_ROWS and COLUMNS are the host's: of a block, and of the tiles of two neighbours.
 constexpr int ROWS = PAIR_ROWS / 2, INNER = 64;  // of a tile, and of what a stage holds of the inner dimension
@@ -25,26 +22,10 @@ __device__ __forceinline__ void arrive(u32 barrier, u32 rank) {
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
       "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank) : "memory");
 }
-__device__ __forceinline__ void load(u32 to, const Map* map, u32 barrier, int column, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
-}
 __device__ __forceinline__ void load_for_both(u32 to, const Map* map, u32 barrier, int column, int row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "h"((short)3) : "memory");
-}
-__device__ __forceinline__ void store(const Map* map, u32 from, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
-               "r"(column), "r"(row) : "memory");
-}
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void synchronise(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void announce(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -52,15 +33,6 @@ __device__ __forceinline__ void announce(int barrier, int threads) {
 __device__ __forceinline__ void synchronise_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-
-// Where a matrix in shared memory begins, and how its groups of 8 rows of 128 swizzled bytes follow each other. Along the
-// contiguous dimension the next 64 elements are `leading` bytes on, where there are more.
-__device__ __forceinline__ u64 describe(u32 at, u32 leading) {
-  return (u64)((at & 0x3FFFF) >> 4) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
-#define R4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
-#define R16(x, i) R4(x, i), R4(x, i + 4), R4(x, i + 8), R4(x, i + 12)
 
 // sum += left right, 64 x 192 x 16. In memory rows of `left` and columns of `right` follow the inner dimension; where
 // LEFT_ACROSS or RIGHT_ACROSS is 1, it is the other way round.
@@ -78,48 +50,22 @@ __device__ __forceinline__ void multiply(float (&sum)[96], u64 left, u64 right, 
       : "l"(left), "l"(right), "r"(keep), "n"(LEFT_ACROSS), "n"(RIGHT_ACROSS));
 }
 
-// Four matrices of 8 x 8, to shared memory and from there: by their rows, or by their columns.
-#define MATRICES(put, get, how)                                                                                      \
-  __device__ __forceinline__ void put(u32 at, const u32 (&x)[4]) {                                                   \
-    asm volatile("stmatrix.sync.aligned.m8n8.x4" how ".shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]),      \
-                 "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");                                                        \
-  }                                                                                                                  \
-  __device__ __forceinline__ void get(u32 at, u32 (&x)[4]) {                                                         \
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0, %1, %2, %3}, [%4];"                           \
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");                             \
-  }
-MATRICES(put, get, "")
-MATRICES(put_transposed, get_transposed, ".trans")
-
 struct Place {
   int row, column, thread, group;  // of the tile; in the group; which group
   u32 buffers, sums, loaded;       // of the group
   u32 line;                        // where a thread's part of 16 rows and 16 columns lies in a buffer
 };
 
-__device__ __forceinline__ u32 line(int thread) {
-  int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
-  return row * 128 + (lane / 16 ^ row % 8) * 16;
-}
 __device__ __forceinline__ u32 where(const Place& at, int buffer, int half, int pair) {
   return at.buffers + buffer * BUFFER + half * (BUFFER / 2) + (at.line ^ pair * 32);
 }
-// The same where rows are of 64 bytes: 16 bytes c of row r are where c ^ (r / 2 % 4) would be, and a buffer is half as long.
+// As `line`, where rows are of 64 bytes: 16 bytes c of row r are where c ^ (r / 2 % 4) would be, and a buffer is half as long.
 __device__ __forceinline__ u32 narrow_line(int thread) {
   int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
   return row * 64 + (lane / 16 ^ row / 2 % 4) * 16;
 }
 __device__ __forceinline__ u32 narrow_where(const Place& at, u32 line, int buffer, int half, int pair) {
   return at.buffers + buffer * (BUFFER / 2) + half * (BUFFER / 4) + (line ^ pair * 32);
-}
-
-__device__ __forceinline__ void write_shared(u32 at, float2 x) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x.x), "f"(x.y) : "memory");
-}
-__device__ __forceinline__ float2 read_shared(u32 at) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
-  return x;
 }
 
 // The bias of a tile's columns, to where the group finds it after the product.
