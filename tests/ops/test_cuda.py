@@ -98,6 +98,7 @@ class Emulator:
 @pytest.fixture
 def emulator(monkeypatch):
     library, real = Emulator(), torch.empty
+    _cuda._tensor_map.cache_clear()
     monkeypatch.setattr(_cuda, "_nvrtc", lambda: library)
     monkeypatch.setattr(_cuda, "_driver", lambda: library)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -164,6 +165,21 @@ def test_a_matrix_is_described_by_columns_first(columns, swizzle, emulator):
     one_row = torch.zeros(8, 770, dtype=torch.bfloat16)[:1, :761]  # whose distance to the next means nothing
     _cuda.tensor_map(one_row, columns, 128)
     assert emulator.maps[2][3:5] == ([761, 1], [768 * 2])  # but must be a multiple of 16 bytes
+
+
+def test_a_matrix_is_described_once_as_long_as_it_is_the_same(emulator):
+    memory = torch.zeros(16, 64, dtype=torch.bfloat16)
+    first = _cuda.tensor_map(memory[:8], 64, 8)
+    assert _cuda.tensor_map(memory[:8], 64, 8) is first and len(emulator.maps) == 1
+    others = [
+        (memory[:8], 32, 8),
+        (memory[:8], 64, 4),
+        (memory[8:], 64, 8),
+        (memory[:9], 64, 8),
+        (memory[:8, :48], 64, 8),
+    ]
+    others.append((memory[:8].as_strided((8, 64), (32, 1)), 64, 8))
+    assert all(_cuda.tensor_map(*other) is not first for other in others) and len(emulator.maps) == 7
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here, and so no cuda.h")

@@ -164,14 +164,19 @@ def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:
 
     A row of a box, of 64 or 128 bytes, is swizzled. What a box has beyond the matrix is read as 0 and not written.
     """
+    height, width = matrix.shape
     # Of a row alone the distance to the next means nothing, but is looked at: it must be a multiple of 16 bytes.
-    stride = matrix.stride(0) if matrix.shape[0] > 1 else -(-matrix.shape[1] // 8) * 8
+    stride = matrix.stride(0) if height > 1 else -(-width // 8) * 8
+    return _tensor_map(matrix.data_ptr(), height, width, stride, columns, rows)
+
+
+@functools.lru_cache(4096)  # a step asks for the same again, and asking takes the driver as long as a launch
+def _tensor_map(address: int, height: int, width: int, stride: int, columns: int, rows: int) -> Any:
     whole = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     encoded = (ctypes.c_char * _MAP_BYTES).from_buffer(whole, -ctypes.addressof(whole) % _MAP_ALIGNMENT)
     arguments = (
-        byref(encoded), _BFLOAT16, 2, matrix.data_ptr(), (c_uint64 * 2)(*reversed(matrix.shape)),
-        (c_uint64 * 1)(stride * matrix.element_size()), (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1),
-        0, _SWIZZLES[columns * matrix.element_size()], _L2_256B, 0,
+        byref(encoded), _BFLOAT16, 2, address, (c_uint64 * 2)(width, height), (c_uint64 * 1)(stride * 2),
+        (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1), 0, _SWIZZLES[columns * 2], _L2_256B, 0,
     )  # fmt: skip
     _must_in_context(lambda: _driver().cuTensorMapEncodeTiled(*arguments), "describe a matrix to bulk copies")
     return encoded
