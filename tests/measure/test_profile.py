@@ -25,7 +25,7 @@ from tilewright.measure.profile import (
     profile_steps,
     read_trace,
 )
-from tilewright.ops import _hopper, cross_entropy_hopper
+from tilewright.ops import _hopper, attention, cross_entropy_hopper
 from tilewright.plan.decoder import load
 from tilewright.plan.memory import Training, train
 
@@ -87,7 +87,9 @@ def test_all_of_tilewrights_kernels_are_known():
                 functions.add(node.name)
                 calls = (inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call))
                 called |= {function.id for function in calls if isinstance(function, ast.Name)}
-    assert sorted(functions - called) == sorted(FUSED + FUSED_OPTIMIZER)
+    around_attention = {name for name in functions - called if name.startswith("attention_")}
+    assert sorted(functions - called - around_attention) == sorted(FUSED + FUSED_OPTIMIZER)
+    assert all(category(name) == "attention" for name in (*around_attention, attention.NAME))
     for name in (*_hopper._NAMES, cross_entropy_hopper.NAME):
         assert category(name) == ("fused" if name == cross_entropy_hopper.NAME else "product")
 

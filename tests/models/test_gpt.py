@@ -11,7 +11,7 @@ from ops.contract import DEVICE, on_gpu
 from ranks import run_ranks
 from tilewright.errors import UserError
 from tilewright.measure.corpus import corpus
-from tilewright.models import GPT
+from tilewright.models import GPT, gpt
 from tilewright.nn import GeluMLP
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.gpt import LLAMA, PRESETS, GPTConfig, preset
@@ -364,6 +364,18 @@ def test_a_block_that_runs_again_does_not_hold_what_its_mlp_would(how):
     loss = model(tokens(), tokens())
     assert seen and all(inner() is None for inner in seen)
     loss.backward()
+
+
+@pytest.mark.parametrize(("block", "attention", "ours"), [
+    ("optimized", "auto", True), ("optimized", "math", False), ("standard", "auto", False),
+])  # fmt: skip
+def test_who_chooses_an_attention_gets_it(block, attention, ours, monkeypatch):
+    calls, real = [], gpt.attention
+    monkeypatch.setattr(gpt, "attention", lambda *tensors: calls.append(1) or real(*tensors))
+    config = dataclasses.replace(SMALL, gpt_block=block, attention=attention)
+    model, tokens = GPT(config).to(DEVICE), torch.randint(config.vocabulary, (1, 8), device=DEVICE)
+    model(tokens, tokens).backward()
+    assert len(calls) == (config.layers if ours else 0)
 
 
 @pytest.mark.parametrize("attention", ["flash", "efficient", "math"])

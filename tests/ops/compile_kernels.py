@@ -15,7 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewright.ops import _op, activation_kernels, cross_entropy_kernels, embedding_kernels, rope_kernels
+from tilewright.ops import (
+    _op,
+    activation_kernels,
+    attention_kernels,
+    cross_entropy_kernels,
+    embedding_kernels,
+    rope_kernels,
+)
 from tilewright.ops import dropout_add_norm_launch as launches
 from tilewright.ops import optimizer as optimizer_op
 
@@ -103,6 +110,14 @@ def activation(dtype: torch.dtype, width: int, kind: str, form: str, bias: torch
     yield "backward", resources(plan.launch, [POINTER[dtype], *types, *outputs, "i64", "i64", "i64"])
 
 
+def attention(head_dim: int):
+    """What goes before the kernel of backward, and behind it."""
+    prepare, finish = attention_kernels._launches(H200, head_dim)
+    sums, scalars = ["*fp32", "*fp32", "*fp32", "*i32"], ["i32", "i64", "i64"]
+    yield "forward", resources(prepare, ["*bf16", "*bf16", *sums, *scalars, "i64", "fp32"])
+    yield "finish", resources(finish, ["*fp32", "*bf16", *scalars, "fp32"])
+
+
 def embedding(stored: torch.dtype, dtype: torch.dtype, width: int):
     """Token and position tables in one dtype, the result and its gradient in another."""
     tensors = (torch.int64, stored, stored, dtype)
@@ -146,7 +161,9 @@ if __name__ == "__main__":
     for line in sys.stdin:
         op, *arguments = json.loads(line)
         arguments = [getattr(torch, a, a) if isinstance(a, str) and "float" in a else a for a in arguments]
-        ops = {f.__name__: f for f in (activation, cross_entropy, dropout_add_norm, embedding, optimizer, rope)}
+        ops = {
+            f.__name__: f for f in (activation, attention, cross_entropy, dropout_add_norm, embedding, optimizer, rope)
+        }
         for name, usage in ops[op](*arguments):
             print(json.dumps({"kernel": name, **usage}))
         print(flush=True)  # all of a case

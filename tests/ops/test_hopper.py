@@ -12,7 +12,7 @@ import torch
 
 from ops.contract import DEVICE, assert_equal, on_hopper
 from tilewright.measure.work import Observation
-from tilewright.ops import _cuda, _hopper, cross_entropy_hopper
+from tilewright.ops import _cuda, _hopper, attention, cross_entropy_hopper
 from tilewright.ops import linear_cross_entropy_kernels as kernels
 
 
@@ -23,8 +23,9 @@ from tilewright.ops import linear_cross_entropy_kernels as kernels
         (_hopper.SOURCE, _hopper.MACROS, _hopper._NAMES, 64),
         (cross_entropy_hopper.SOURCE, cross_entropy_hopper.cut(50304), (cross_entropy_hopper.NAME,), 0),
         (cross_entropy_hopper.SOURCE, cross_entropy_hopper.cut(65536), (cross_entropy_hopper.NAME,), 0),
+        (attention.SOURCE, attention.MACROS, (attention.NAME,), 0),
     ],
-    ids=["products", "rows", "longest rows"],
+    ids=["products", "rows", "longest rows", "attention"],
 )
 def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(source, macros, names, most, tmp_path):
     """Registers that spill by the tile, or products that run one after the other, would be a warning or a number."""

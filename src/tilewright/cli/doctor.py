@@ -106,7 +106,7 @@ def _nvrtc() -> list[Finding]:
     if torch.version.cuda is None:
         return []
     package = f"nvidia-cuda-nvrtc{'-cu12' if torch.version.cuda.startswith('12') else ''}"
-    advice = f"optional: pip install {package}; without it gelu_mlp and linear_cross_entropy are slower on a Hopper"
+    advice = f"optional: pip install {package}; without it attention, gelu_mlp and losses are slower on a Hopper"
     found = _cuda.can_compile()
     return [Finding("nvrtc", "found" if found else "missing", True, "" if found else advice)]
 

@@ -25,6 +25,8 @@ from tilewright.nn.linear import is_unheard
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
 from tilewright.ops import cross_entropy, linear, linear_cross_entropy
 from tilewright.ops._op import is_traced, runs_kernel
+from tilewright.ops.attention import attention
+from tilewright.ops.attention import reference as attend
 from tilewright.ops.dropout_add_norm import HOST_BOUND
 from tilewright.ops.embedding import tied_embedding
 from tilewright.ops.rope import reference as rotate
@@ -120,6 +122,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.key_heads, self.head_dim = config.heads, config.key_heads, config.head_dim
         self.backend = ATTENTION.get(config.attention)
+        self.fused = config.gpt_block == "optimized" and self.backend is None
         linear = LINEARS[config.gpt_block == "optimized"]
         self.qkv = linear(config.width, (self.heads + 2 * self.key_heads) * self.head_dim, config.bias)
         self.out = linear(config.width, config.width, config.bias)
@@ -141,10 +144,8 @@ class Attention(nn.Module):
         q, k, v = qkv
         if rope is not None:
             q, k = rope(q, k)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         with contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend):
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.key_heads)
-        return y.transpose(1, 2).flatten(2)
+            return (attention if self.fused else attend)(q, k, v).flatten(2)
 
 
 def _late_bias(product: nn.Module) -> Tensor | None:

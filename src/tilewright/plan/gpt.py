@@ -57,7 +57,7 @@ class GPTConfig:
     # its inputs alone; "budget": of as few blocks as keep no more than `recompute_budget` GiB.
     recompute: str = "none"
     recompute_budget: float = 0.0
-    attention: str = "auto"  # who computes it; "auto" leaves that to PyTorch
+    attention: str = "auto"  # who computes it; "auto" leaves that to PyTorch, or to a kernel of gpt_block
     residual: str = "auto"  # dtype of the stream between blocks: under autocast float32, as PyTorch leaves it
     mlp: str = "auto"  # as `gpt_block` has it; "recompute": fused, and its activation is computed again in backward
     loss: str = "plain"  # "fused": one pass over the logits; "linear_fused": never all logits at once
