@@ -1,6 +1,6 @@
 """One file an op or workload, run by `tilewright bench NAME` wherever the package is installed."""
 
 NAMES = (
-    "activation", "cross_entropy", "dropout_add_norm", "gelu_mlp", "linear_cross_entropy", "loss_curves", "memory",
-    "rope", "train",
+    "activation", "attention", "cross_entropy", "dropout_add_norm", "gelu_mlp", "linear_cross_entropy", "loss_curves",
+    "memory", "rope", "train",
 )  # fmt: skip
