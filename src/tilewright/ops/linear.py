@@ -67,7 +67,8 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cast: Tensor) -> Te
     tokens, matrix = _matrix(x), _matrix(cast)
     y = tokens.new_empty((*x.shape[:-1], matrix.shape[0]))  # in its own shape: a view would hide whose memory it is
     out = y.view(tokens.shape[0], matrix.shape[0])
-    if bias is not None and x.shape[-1] <= _SHORT and x.dtype == torch.bfloat16 and _hopper.ready(x.device):
+    short = x.shape[-1] <= _SHORT and x.dtype == torch.bfloat16 and x.numel() > 0
+    if bias is not None and short and _hopper.ready(x.device):
         _biased(tokens, matrix, bias, out)
         return y
     vector = None if bias is None else _op.packed((bias.to(x.dtype),))[0]
