@@ -129,6 +129,14 @@ def rope(result: dict[str, Any]) -> str:
     return _op(result, f"bf16, {tokens} tokens", ("tilewright-inplace", "eager", "compile", "liger"), name)
 
 
+def attention(result: dict[str, Any]) -> str:
+    """Every size."""
+    return _op(
+        result, "bf16, heads of 64: batch, sequence, heads", ("cudnn", "flash"),
+        lambda case: f"{case['batch']}, {case['sequence']}, {case['heads']}",
+    )  # fmt: skip
+
+
 def gelu_mlp(result: dict[str, Any]) -> str:
     """Every size."""
     return _op(
@@ -356,6 +364,7 @@ TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
         activation,
+        attention,
         block,
         cross_entropy,
         dropout_add_norm,
