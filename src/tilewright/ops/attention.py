@@ -9,7 +9,7 @@ products of registers beside each other as that does nor adds to memory by bulk 
 the first sums up out dout, the last rounds dq, which is added up in float32. The order of every sum is always the same.
 
 This is for heads of 64 in bfloat16 on a Hopper, as many of keys as of queries, and sequences of a multiple of 128
-tokens; everything else is PyTorch's, and so is what takes the host longer to start than the device to run.
+tokens, where PyTorch would take cuDNN's forward; everything else is PyTorch's, and so is what is too small to pay.
 
 Saved for backward: q, k, v, out, and a float32 for each query and head.
 
@@ -18,12 +18,14 @@ Floor: batch x heads x sequence^2 x head_dim FLOPs for each product, of which fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from tilewright.measure import work
 from tilewright.ops import _cuda, _hopper, _op
@@ -36,7 +38,8 @@ NAME = "attention_backward"
 _THREADS, _SHARED_BYTES = 384, 215_672
 MACROS = {"SHARED_BYTES": _SHARED_BYTES}
 HEAD, BLOCK = 64, 128  # columns of a head; queries, or keys, of a tile
-HOST_BOUND = 2**28  # pairs of a query and a key up to which an eager call is the host's time alone
+HOST_BOUND = 2**28  # pairs of a query and a key up to which an eager host may lose what the device saves
+_DEVICES = ("cuda",)
 _ONCE = "attention has no second derivative: leave out create_graph=True, or use torch's scaled_dot_product_attention."
 
 Tensor = torch.Tensor
@@ -51,9 +54,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        by_head = [t.transpose(1, 2) for t in (q, k, v)]
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*by_head, None, True, 0.0, True, False)
-        out = out.transpose(1, 2)
+        out, lse = _forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -65,26 +66,43 @@ class _Function(torch.autograd.Function):
         return _backward(q, k, v, out, lse, dout)
 
 
+def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The result, and a logarithm for each query: (batch, heads, sequence, 1)."""
+    by_head = [t.transpose(1, 2) for t in (q, k, v)]
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*by_head, None, True, 0.0, True, False)
+    return out.transpose(1, 2), lse
+
+
 def _backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     from tilewright.ops import attention_kernels as kernels
 
-    batch, sequence, heads, width = q.shape
-    scale, flops = width**-0.5, float(cost(batch, sequence, heads, heads, width, backward=True).flops)
+    _, sequence, heads, width = q.shape
+    scale = width**-0.5
     dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
-    queries, keys, values, dkeys, dvalues, dqueries = map(_rows, (q, k, v, dk, dv, dq))
-    out_rows, dout_rows = (_rows(t if _lies_in_rows(t) else t.contiguous()) for t in (out, dout))
-    starts, slope_starts, counts = kernels.prepare(out_rows, dout_rows, lse, heads, sequence, scale)
+    # Whoever saved tensors for us may have put them elsewhere, and a gradient may lie anyhow.
+    inputs = [_rows(t if _lies_in_rows(t) else _op.packed((t,))[0]) for t in (q, k, v, dout, out)]
+    starts, slope_starts, counts = kernels.prepare(inputs[4], inputs[3], lse, heads, sequence, scale)
     sums = torch.empty_like(dq, dtype=torch.float32)
-    kernel = _kernel(q.device)
-    assert kernel is not None
-    with work.launching(f"tilewright::{NAME}", (q, k, v, dout_rows, starts, slope_starts, dk, dv, sums), flops):
-        maps = [_cuda.tensor_map(rows, HEAD, BLOCK) for rows in (queries, keys, values, dout_rows)]
-        maps += [_cuda.tensor_map(rows, HEAD, BLOCK // 2) for rows in (dkeys, dvalues)]
-        addresses = [c_void_p(t.data_ptr()) for t in (starts, slope_starts, sums, counts)]
-        numbers = c_int(sequence), c_int(heads), c_float(scale)
-        kernel(batch * heads * (sequence // BLOCK), (*maps, *addresses, *numbers))
-    kernels.finish(sums, dqueries, heads, sequence, scale)
+    _start(inputs[:4], starts, slope_starts, (_rows(dk), _rows(dv)), sums, counts, q.shape)
+    kernels.finish(sums, _rows(dq), heads, sequence, scale)
     return dq, dk, dv
+
+
+def _start(
+    inputs: Sequence[Tensor], starts: Tensor, slope_starts: Tensor, gradients: Sequence[Tensor], sums: Tensor,
+    counts: Tensor, shape: torch.Size,
+) -> None:  # fmt: skip
+    """Starts the kernel. Inputs, queries, keys, values and dout, and gradients, of keys and values, are rows."""
+    batch, sequence, heads, width = shape
+    flops = float(cost(batch, sequence, heads, heads, width, backward=True).flops)
+    kernel = _kernel(sums.device)
+    assert kernel is not None
+    with work.launching(f"tilewright::{NAME}", (*inputs, starts, slope_starts, *gradients, sums), flops):
+        maps = [_cuda.tensor_map(rows, HEAD, BLOCK) for rows in inputs]
+        maps += [_cuda.tensor_map(rows, HEAD, BLOCK // 2) for rows in gradients]
+        addresses = [c_void_p(t.data_ptr()) for t in (starts, slope_starts, sums, counts)]
+        numbers = c_int(sequence), c_int(heads), c_float(width**-0.5)
+        kernel(batch * heads * (sequence // BLOCK), (*maps, *addresses, *numbers))
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -95,9 +113,10 @@ def _rows(t: Tensor) -> Tensor:
 
 def _lies_in_rows(t: Tensor) -> bool:
     """Whether `_rows` is what it says."""
-    batch, sequence, _, width = t.shape
-    side_by_side = t.stride(3) == 1 and t.stride(2) == width and t.stride(1) % 8 == 0 and t.data_ptr() % 16 == 0
-    return side_by_side and (batch == 1 or t.stride(0) == sequence * t.stride(1))
+    batch, sequence, heads, width = t.shape
+    side_by_side = t.stride(3) == 1 and t.stride(2) == width and t.data_ptr() % 16 == 0 and not t.is_neg()
+    apart = t.stride(1) >= heads * width and t.stride(1) % 8 == 0
+    return side_by_side and apart and (batch == 1 or t.stride(0) == sequence * t.stride(1))
 
 
 def _kernel(device: torch.device) -> _cuda.Kernel | None:
@@ -107,20 +126,24 @@ def _kernel(device: torch.device) -> _cuda.Kernel | None:
 
 def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether there will be a backward, and the kernel takes it."""
-    if not q.is_cuda or _op.is_traced(q, k, v) or not _op.runs_kernel(q) or not torch.is_grad_enabled():
+    parts, kind = (q, k, v), q.device.type
+    if kind not in _DEVICES or _op.is_traced(*parts) or not _op.runs_kernel(q) or not torch.is_grad_enabled():
+        return False
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
         return False
     if q.dtype != torch.bfloat16 or q.ndim != 4 or q.shape[3] != HEAD or q.shape[1] % BLOCK:
         return False
-    if q.numel() // HEAD * q.shape[1] <= HOST_BOUND:
+    if q.numel() // HEAD * q.shape[1] <= HOST_BOUND or not any(t.requires_grad for t in parts):
         return False
-    parts = (q, k, v)
-    if not all(t.shape == q.shape and t.dtype == q.dtype and t.is_cuda and _lies_in_rows(t) for t in parts):
+    if not all(t.shape == q.shape and t.dtype == q.dtype and t.device == q.device for t in parts):
         return False
-    if not any(t.requires_grad for t in parts) or _kernel(q.device) is None:
-        return False
-    by_head: list[Any] = [t.transpose(1, 2) for t in parts]
-    asked = torch.backends.cuda.SDPAParams(*by_head, None, 0.0, True, False)  # type: ignore[call-arg]
-    return torch.backends.cuda.can_use_cudnn_attention(asked)
+    return all(map(_lies_in_rows, parts)) and _kernel(q.device) is not None and _is_cudnns(q, k, v)
+
+
+def _is_cudnns(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether PyTorch itself would take cuDNN's forward: what is preferred or forbidden stays so."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return torch._fused_sdp_choice(q, k, v, None, 0.0, True) == SDPBackend.CUDNN_ATTENTION.value
 
 
 _eager = _op.eager(_Function)
