@@ -1,8 +1,11 @@
 import dataclasses
 import functools
 import itertools
+import os
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +21,9 @@ LEVERS = {name: field.lever for name, field in fields().items() if field.lever i
 
 @functools.cache
 def whole(device="cuda", numerics="rule"):
-    """Everything there is to try."""
-    return open_space(read(None, ["global_batch=16"]), device=device, numerics=numerics)
+    """Everything there is to try, on a machine of several cores."""
+    with mock.patch.object(os, "cpu_count", lambda: 8):
+        return open_space(read(None, ["global_batch=16"]), device=device, numerics=numerics)
 
 
 points = st.builds(dict, st.fixed_dictionaries({name: st.sampled_from(v) for name, v in whole().levers.items()}))
@@ -204,6 +208,18 @@ def test_what_is_set_below_the_floor_is_refused(given):
     name = given.partition("=")[0]
     with pytest.raises(UserError, match=f"{name} is bf16 and the precision floor tf32; leave one of them out."):
         open_space(read(None, [given]), device="cuda", precision_floor="tf32")
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "expected"),
+    [([], 4, (0, 8, 1)), ([], 8, (0, 4, 1)), ([], 3, (0, 8, 4, 1)), (["threads=8"], 8, (8, 4, 1)), ([], 1, (0, 8, 4))],
+)
+def test_no_threads_are_tried_that_a_run_has_anyway(given, own, expected, monkeypatch):
+    """It would be the run as given under another name, and win by chance."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: own)
+    space = open_space(read(None, ["global_batch=16", *given]), device="cpu", search=["threads"])
+    assert space.levers["threads"] == expected
 
 
 def test_devices_have_levers_of_their_own():

@@ -165,8 +165,14 @@ def _micro_batches(run: Train) -> tuple[int, ...]:
 
 
 def _thread_counts(run: Train) -> tuple[int, ...]:
+    """All cores, half of them, and one; but what the run has anyway is not another choice."""
+    import torch
+
     cores = os.cpu_count() or 1
-    return tuple(dict.fromkeys((0, cores, max(1, cores // 2), 1)))
+    found: dict[int, int] = {}
+    for count in (run.threads, 0, cores, max(1, cores // 2), 1):
+        found.setdefault(count or torch.get_num_threads(), count)
+    return tuple(found.values())
 
 
 @dataclass(frozen=True)
