@@ -57,7 +57,7 @@ def attention_finish(
 
 @functools.cache
 def _launches(device: torch.device, width: int) -> tuple[_op.Launch, _op.Launch]:
-    return tuple(_op.Launch(kernel, device, (_QUERIES, width), 4) for kernel in (attention_prepare, attention_finish))  # type: ignore[return-value]
+    return tuple(_op.Launch(kernel, device, (_QUERIES, width), 4) for kernel in (attention_prepare, attention_finish))
 
 
 def prepare(
