@@ -14,6 +14,7 @@ from ops.contract import (
     DTYPES,
     assert_compiles,
     assert_deterministic,
+    assert_equal,
     assert_near_truth,
     assert_no_worse,
     on_gpu,
@@ -105,12 +106,36 @@ def test_the_reference_is_torchs_own_loss():
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocabulary"), [(1, 2), (3, 3), (2, 127), (5, 128), (2, 4097), (3, 40000), (1, 262144), (0, 10)]
+    ("rows", "vocabulary"), [(1, 2), (3, 3), (2, 127), (5, 128), (2, 4097), (3, 40000), (1, 262208), (0, 10)]
 )
 def test_any_shape(rows, vocabulary):
     logits, targets, _ = problem(rows, vocabulary, torch.float32, {})
     options = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "sum"}
     assert_near_truth(run(cross_entropy, logits, targets, options), truth(logits, targets, options), vocabulary)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocabulary", [2, 9, 1003, 33001, 65537])
+def test_rows_that_begin_and_end_anywhere(vocabulary, dtype, name):
+    """Rows of no whole number of vectors: one program's and several', contiguous and apart, the target at either end."""
+    logits, targets, options = problem(6, vocabulary, dtype, {**OPTIONS[name], "reduction": "sum"})
+    for row, target in enumerate((0, 1, vocabulary - 1, vocabulary - 2)):
+        targets[row] = target
+    apart = torch.full((6, vocabulary + 11), float("nan"), device=DEVICE, dtype=dtype)
+    apart[:, :vocabulary] = logits.detach()
+    expected = truth(logits, targets, options)
+    assert_near_truth(run(cross_entropy, logits, targets, options), expected, reduced=vocabulary)
+    view = apart[:, :vocabulary].requires_grad_()
+    assert_near_truth(run(cross_entropy, view, targets, options), expected, reduced=vocabulary)
+
+
+def test_targets_of_four_bytes():
+    logits, targets, _ = problem(5, 33, torch.bfloat16, {})
+    expected = run(cross_entropy, logits, targets, {})
+    assert_equal(run(cross_entropy, logits, targets.int(), {}), expected)
+    loss, _ = reference(logits, targets.int())
+    torch.testing.assert_close(loss, expected[0])
 
 
 @given(
@@ -410,10 +435,15 @@ def in_registers(monkeypatch):
     return taken
 
 
-# Rows of whole vectors for every thread and not; one for a block, several, and fewer than blocks.
+# Rows of whole vectors for every thread and not, or that begin within one; one for a block, several, fewer than blocks.
+ROWS = [
+    (1, 20480), (301, 50304), (700, 32000), (64, 65536), (40, 22008), (301, 50257), (700, 32003), (64, 65529), (9, 20481),
+]  # fmt: skip
+
+
 @on_hopper
 @pytest.mark.parametrize("options", [{}, {"z_loss": 1e-3}, {"reduction": "sum"}], ids=str)
-@pytest.mark.parametrize(("rows", "classes"), [(1, 20480), (301, 50304), (700, 32000), (64, 65536), (40, 22008)])
+@pytest.mark.parametrize(("rows", "classes"), ROWS)
 def test_rows_in_registers(rows, classes, options, in_registers):
     logits, targets, _ = problem(rows, classes, torch.bfloat16, {})
     with torch.no_grad():
@@ -458,7 +488,7 @@ def test_what_is_not_a_number_or_no_class_stays_in_its_row():
 
 @on_hopper
 def test_rows_that_are_apart_and_those_that_another_kernel_takes():
-    """Rows begin at multiples of 16 bytes, as those of a classifier's logits do; others are not for bulk copies."""
+    """The first row begins at a multiple of 16 bytes; what lies between rows stays as it is."""
     targets = torch.randint(50304, (300,), device=DEVICE)
 
     def started(logits):
@@ -471,16 +501,21 @@ def test_rows_that_are_apart_and_those_that_another_kernel_takes():
     expected, gradient = truth(apart, targets, {"reduction": "none"})
     assert_near_truth([started(apart), apart], [expected, gradient], reduced=50304)
     assert torch.equal(whole[:, :8], kept[:, :8]) and torch.equal(whole[:, 50312:], kept[:, 50312:])
+    odd = whole[:, 8:50265]
+    kept = whole.clone()
+    expected, gradient = truth(odd, targets.clamp(max=50256), {"reduction": "none"})
+    targets.clamp_(max=50256)
+    assert_near_truth([started(odd), odd], [expected, gradient], reduced=50257)
+    assert torch.equal(whole[:, :8], kept[:, :8]) and torch.equal(whole[:, 50265:], kept[:, 50265:])
     for others in (
         whole[:, 4:50308],
-        whole[:, :50300],
         whole[:, :20472],
         whole.half()[:, :50304],
         whole[:, :50304].float(),
     ):
         assert started(others) is None
-    assert started(torch.empty(300, 50401, device=DEVICE, dtype=torch.bfloat16)[:, :50304]) is None
     assert started(torch.empty(300, 65544, device=DEVICE, dtype=torch.bfloat16)) is None
+    assert started(torch.empty(300, 65535, device=DEVICE, dtype=torch.bfloat16)) is None
 
 
 @on_hopper
@@ -495,8 +530,17 @@ def test_a_classifiers_rows_stay_in_registers_too(in_registers):
     assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=2e-3)
 
 
-def test_how_rows_are_cut():
-    for classes in range(cross_entropy_hopper._LEAST, cross_entropy_hopper._MOST + 1, 8):
-        found = cross_entropy_hopper.cut(classes)
-        assert (found["EACH"] - 1) * found["THREADS"] < classes // 8 <= found["EACH"] * found["THREADS"]
-        assert found["THREADS"] % 32 == 0 and found["SLOTS"] > found["EACH"]
+def test_launch_configs_hold_a_row_wherever_it_begins():
+    for classes in range(cross_entropy_hopper._LEAST, cross_entropy_hopper._MOST + 1, 7):
+        for stride in (classes, -(-classes // 64) * 64):
+            found = cross_entropy_hopper.launch_config(classes, stride)
+            starts = {row * stride % 8 for row in range(8)}
+            vectors = {-(-(start + classes) // 8) for start in starts}
+            if found is None:
+                assert max(vectors) >= 8192
+                continue
+            # The kernel asks only of the last vector, or of the last two where rows begin anywhere, whether it exists.
+            assert (found["EACH"] - 1 - found["RAGGED"]) * found["THREADS"] < min(vectors)
+            assert max(vectors) <= found["EACH"] * found["THREADS"]
+            assert found["RAGGED"] == (starts != {0} or classes % 8 > 0)
+            assert found["THREADS"] % 32 == 0 and found["SLOTS"] > found["EACH"]

@@ -14,6 +14,7 @@ from ops.contract import DEVICE, assert_equal, on_hopper
 from tilewright.measure.work import Observation
 from tilewright.ops import _cuda, _hopper, attention, cross_entropy_hopper
 from tilewright.ops import linear_cross_entropy_kernels as kernels
+from tilewright.ops.cross_entropy_hopper import launch_config
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile them with")
@@ -21,8 +22,8 @@ from tilewright.ops import linear_cross_entropy_kernels as kernels
     ("source", "macros", "names", "most"),
     [
         (_hopper.SOURCE, _hopper.MACROS, _hopper._NAMES, 64),
-        (cross_entropy_hopper.SOURCE, cross_entropy_hopper.cut(50304), (cross_entropy_hopper.NAME,), 0),
-        (cross_entropy_hopper.SOURCE, cross_entropy_hopper.cut(65536), (cross_entropy_hopper.NAME,), 0),
+        (cross_entropy_hopper.SOURCE, launch_config(50304, 50304), (cross_entropy_hopper.NAME,), 0),
+        (cross_entropy_hopper.SOURCE, launch_config(65536, 65536), (cross_entropy_hopper.NAME,), 0),
         (attention.SOURCE, attention.MACROS, (attention.NAME,), 0),
     ],
     ids=["products", "rows", "longest rows", "attention"],

@@ -28,7 +28,8 @@ from tilewright.plan.cost import cross_entropy as cost
 __all__ = ["cost", "cross_entropy", "reference"]
 
 _NAME = "cross_entropy"
-_LARGEST = 262144
+_LARGEST = 2**24
+_TARGETS = (torch.int64, torch.int32)
 _REDUCTIONS = ("mean", "sum", "none")
 ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 
@@ -49,7 +50,7 @@ def reference(
     if softcap > 0.0:
         x = softcap * torch.tanh(x / softcap)
     lse = torch.logsumexp(x, -1)
-    flat, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    flat, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
     kept = flat_targets != ignore_index
     loss = F.cross_entropy(
         flat, flat_targets, None if weight is None else weight.to(x.dtype), ignore_index=ignore_index,
@@ -203,12 +204,11 @@ def scale(gradient: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
     """gradient *= upstream, a number."""
     from tilewright.ops import cross_entropy_kernels as kernels
 
-    columns = gradient.shape[-1]
-    rows = gradient.numel() // columns
-    if rows:
-        start = kernels.scale_launch(gradient.device, columns, gradient.dtype, upstream.dtype)
-        programs = min(rows, kernels.SCALING * _op.multiprocessors(gradient.device))
-        start((programs, 1), (gradient, upstream), (rows,))
+    count = gradient.numel()
+    if count:
+        start = kernels.scale_launch(gradient.device, gradient.dtype, upstream.dtype)
+        programs = min(-(-count // kernels.SCALED), kernels.SCALING * _op.multiprocessors(gradient.device))
+        start((programs, 1), (gradient, upstream), (count,))
     return gradient
 
 
@@ -310,8 +310,8 @@ def cross_entropy(
     """Cross-entropy of logits with class indices, its gradient computed in the same pass.
 
     Args:
-        logits: ``(..., V)``, any floating dtype, V from 2 to 262,144; sums are in float32.
-        targets: ``(...)``, int64 class indices.
+        logits: ``(..., V)``, any floating dtype, V from 2 to 16,777,216; sums are in float32.
+        targets: ``(...)``, class indices, int64 or int32.
         weight: ``(V,)``, a factor for each class, as in ``torch.nn.functional.cross_entropy``.
         ignore_index: a target that counts for nothing; where all are, the loss is 0 and so is its gradient.
         label_smoothing: share of the target's probability that is spread over all classes, in [0, 1).
@@ -382,9 +382,9 @@ def check_loss(
     """Refuse, with one sentence, targets and options that no loss over `vocabulary` classes can take."""
     if not 2 <= vocabulary <= _LARGEST:
         raise ValueError(f"{op}: the vocabulary, of {vocabulary}, must be of 2 to {_LARGEST} classes.")
-    if not isinstance(targets, torch.Tensor) or targets.dtype != torch.int64:
+    if not isinstance(targets, torch.Tensor) or targets.dtype not in _TARGETS:
         kind = targets.dtype if isinstance(targets, torch.Tensor) else type(targets).__name__
-        raise TypeError(f"{op}: targets are {kind}; give class indices as an int64 tensor.")
+        raise TypeError(f"{op}: targets are {kind}; give class indices as an int64 or int32 tensor.")
     if targets.shape != x.shape[:-1]:
         raise ValueError(f"{op}: targets have shape {tuple(targets.shape)}, but {tuple(x.shape[:-1])} is needed.")
     if targets.device != x.device:

@@ -5,13 +5,18 @@
 // maxima and sums go from warp to warp, and all of its time is that of its bytes.
 //
 // Every warp takes its own maximum, and sums exponentials beside that one; one barrier a row makes them the row's.
+//
+// A row is read in whole vectors of 8 logits, wherever it begins: of the first and the last vector some elements may
+// belong to its neighbours. They count as minus infinity, and their gradient is not stored.
 #include "hopper.cuh"
 
 // THREADS share a row, each has EACH vectors of 8 logits of it. The ring has SLOTS, each of a vector for every thread.
+// RAGGED: rows do not begin, or do not end, at a vector.
 constexpr int SLOT = THREADS * 16, WARPS = THREADS / 32;
 constexpr float LN2 = 0.6931471805599453f;
 constexpr u32 LOWEST = 0xFF7FFF7Fu, NOTHING = 0xFF80FF80u;  // the lowest finite number and minus infinity, twice
 constexpr u32 ALL = 0xFFFFFFFFu;
+constexpr int FULL = EACH - 1 - RAGGED;  // vectors that every thread has; where a row begins decides on the others
 
 __device__ __forceinline__ u32 larger(u32 a, u32 b) {
   u32 both;
@@ -35,16 +40,26 @@ __device__ __forceinline__ uint4 read_vector(u32 at) {
   return x;
 }
 
-// Rows are `stride` vectors apart. `denominator` and `lse` may be null; `gradient` may be `logits`.
+// The elements of a vector from `first` to `end`, minus infinity elsewhere.
+__device__ __forceinline__ uint4 only(uint4 x, int first, int end) {
+  u32 v[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int k = 0; k < 8; k++)
+    if (k < first || k >= end) v[k / 2] = k % 2 ? (v[k / 2] & 0x0000FFFFu) | 0xFF800000u : (v[k / 2] & 0xFFFF0000u) | 0x0000FF80u;
+  return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+// Rows are `stride` logits apart, and both matrices begin at a vector. `denominator` and `lse` may be null; `gradient`
+// may be `logits`. Targets are of 4 bytes where they are `narrow`, else of 8.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
-    cross_entropy_rows(const uint4* logits, const long long* targets, const float* denominator, float* loss, float* lse,
+    cross_entropy_rows(const uint4* logits, const void* targets, const float* denominator, float* loss, float* lse,
                        uint4* gradient, long long ignore_index, long long rows, long long stride, int classes,
-                       float z_loss) {
+                       int narrow, float z_loss) {
   extern __shared__ __align__(128) char memory[];
   __shared__ float2 parts[2][32];  // maximum and sum of each warp; of this row, and of the next
   __shared__ u64 barriers[2 * SLOTS];
   const u32 ring = shared(memory), full = shared(barriers), empty = full + 8 * SLOTS;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, vectors = classes / 8;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   if (thread == 0) {
     for (int i = 0; i < SLOTS; i++) {
       initialise(full + 8 * i, 1);
@@ -57,16 +72,20 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
 
   if (warp == WARPS) {
     u32 parity = 1;  // of a ring that nobody has used
-    for (long long row = blockIdx.x; row < rows && lane == 0; row += gridDim.x)
+    for (long long row = blockIdx.x; row < rows && lane == 0; row += gridDim.x) {
+      const long long begin = row * stride >> 3;
+      const int shift = RAGGED ? (int)(row * stride & 7) : 0, vectors = (shift + classes + 7) / 8;
       for (int i = 0; i < EACH; i++) {
-        const int first = i * THREADS, bytes = min(THREADS, vectors - first) * 16;
+        const int first = i * THREADS, bytes = max(0, min(THREADS, vectors - first)) * 16;
         wait(empty + 8 * slot, parity);
         expect(full + 8 * slot, bytes);
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         ring + slot * SLOT), "l"(logits + row * stride + first), "r"(bytes), "r"(full + 8 * slot)
-                     : "memory");
+        if (bytes > 0)
+          asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                           ring + slot * SLOT), "l"(logits + begin + first), "r"(bytes), "r"(full + 8 * slot)
+                       : "memory");
         if (++slot == SLOTS) slot = 0, parity ^= 1;
       }
+    }
     return;
   }
 
@@ -74,11 +93,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
   u32 parity = 0;
   int turn = 0;
   for (long long row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
-    const long long target = targets[row];
+    const long long begin = row * stride >> 3;
+    const int shift = RAGGED ? (int)(row * stride & 7) : 0, end = shift + classes, last = (end - 1) / 8;
+    const long long target = narrow ? ((const int*)targets)[row] : ((const long long*)targets)[row];
     const bool ignored = target == ignore_index, known = target >= 0 && target < classes;
-    const bool mine = thread == (known ? (int)(target / 8) % THREADS : 0);  // whose vectors have the target's logit
+    const bool mine = thread == (known ? (int)((shift + target) >> 3) % THREADS : 0);  // who has the target's logit
     float x_target = 0.0f;  // read before the barrier: behind it the gradient may take its place
-    if (mine && known) x_target = low(((const volatile unsigned short*)(logits + row * stride))[target]);
+    if (mine && known) x_target = low(((const volatile unsigned short*)logits)[row * stride + target]);
 
     uint4 x[EACH];
     u32 both = LOWEST;  // finite: minus infinity less itself is no number
@@ -86,7 +107,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     for (int i = 0; i < EACH; i++) {
       wait(full + 8 * slot, parity);
       x[i] = read_vector(ring + slot * SLOT + thread * 16);
-      if (i == EACH - 1 && i * THREADS + thread >= vectors) x[i] = make_uint4(NOTHING, NOTHING, NOTHING, NOTHING);
+      const int at = i * THREADS + thread;
+      if (i >= FULL && at > last)
+        x[i] = make_uint4(NOTHING, NOTHING, NOTHING, NOTHING);
+      else if (RAGGED && (at == 0 || at == last))
+        x[i] = only(x[i], at == 0 ? shift : 0, at == last ? end - 8 * at : 8);
       both = larger(larger(both, larger(x[i].x, x[i].y)), larger(x[i].z, x[i].w));
       __syncwarp();
       if (lane == 0) arrive(empty + 8 * slot);
@@ -118,19 +143,26 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int at = i * THREADS + thread;
-      if (i == EACH - 1 && at >= vectors) break;
+      if (i >= FULL && at > last) break;
       u32 v[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         v[k] = pack(power_of_two((low(v[k]) - top) * LOG2E) * pull, power_of_two((high(v[k]) - top) * LOG2E) * pull);
         if (ignored) v[k] = 0u;
       }
-      asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(gradient + row * stride + at), "r"(v[0]),
-                   "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+      if (RAGGED && (at == 0 || at == last)) {
+        unsigned short* to = (unsigned short*)(gradient + begin + at);
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+          if (8 * at + k >= shift && 8 * at + k < end) to[k] = (unsigned short)(v[k / 2] >> k % 2 * 16);
+        continue;
+      }
+      asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(gradient + begin + at), "r"(v[0]), "r"(v[1]),
+                   "r"(v[2]), "r"(v[3]) : "memory");
     }
     if (mine && known && !ignored) {  // over what it has just written there
       const float g = power_of_two((x_target - top) * LOG2E) * pull - scale;
-      ((volatile unsigned short*)(gradient + row * stride))[target] = (unsigned short)pack(g, g);
+      ((volatile unsigned short*)gradient)[row * stride + target] = (unsigned short)pack(g, g);
     }
   }
 }

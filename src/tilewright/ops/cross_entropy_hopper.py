@@ -20,16 +20,21 @@ _RING_BYTES = 230_000
 
 
 @functools.cache
-def cut(classes: int) -> dict[str, int]:
-    """Threads that share a row, the vectors of each, and the ring's slots.
+def launch_config(classes: int, stride: int) -> dict[str, int] | None:
+    """Threads that share a row, the vectors of each, and the ring's slots; None where no block holds such a row.
 
-    >>> cut(50304), cut(65536)
-    ({'THREADS': 640, 'EACH': 10, 'SLOTS': 22}, {'THREADS': 512, 'EACH': 16, 'SLOTS': 28})
+    >>> launch_config(50304, 50304)
+    {'THREADS': 640, 'EACH': 10, 'SLOTS': 22, 'RAGGED': 0}
     """
-    shares = [(threads, -(-classes // (_VECTOR * threads))) for threads in _SHARES]
+    before = 0 if stride % _VECTOR == 0 else _VECTOR - 1  # elements of the row's first vector that are not its own
+    vectors = -(-(before + classes) // _VECTOR)
+    shares = [(threads, -(-vectors // threads)) for threads in _SHARES]
     fitting = [(threads, each) for threads, each in shares if each <= _SHARES[threads]]
+    if not fitting:
+        return None
     threads, each = min(fitting, key=lambda share: share[0] * share[1])  # where the fewest are idle
-    return {"THREADS": threads, "EACH": each, "SLOTS": _RING_BYTES // (threads * 16)}
+    ragged = int(before > 0 or classes % _VECTOR > 0)
+    return {"THREADS": threads, "EACH": each, "SLOTS": _RING_BYTES // (threads * 16), "RAGGED": ragged}
 
 
 def start(
@@ -38,22 +43,25 @@ def start(
 ) -> bool:  # fmt: skip
     """Fills `loss`, `lse` and `gradient`, which may be the logits, where it can, and says whether it did.
 
-    Rows of logits and gradient lie alike; `targets` are packed.
+    Rows of logits and gradient lie alike, anywhere behind an aligned address; `targets` are packed.
     """
     rows, classes = targets.numel(), logits.shape[-1]
-    if logits.dtype != torch.bfloat16 or classes % _VECTOR or not _LEAST <= classes <= _MOST:
+    if logits.dtype != torch.bfloat16 or not _LEAST <= classes <= _MOST:
         return False
     stride = classes if logits.is_contiguous() else logits.stride(-2)
-    if stride % _VECTOR or (logits.data_ptr() | gradient.data_ptr()) % 16 or logits.device.type != "cuda":
+    if (logits.data_ptr() | gradient.data_ptr()) % 16 or logits.device.type != "cuda":
         return False
-    macros = cut(classes)
+    macros = launch_config(classes, stride)
+    if macros is None:
+        return False
     threads, ring = macros["THREADS"] + 32, macros["SLOTS"] * macros["THREADS"] * 16
     kernels = _hopper.kernels(logits.device, SOURCE, (NAME,), threads, ring, macros)
     if kernels is None:
         return False
     tensors = (logits, targets, denominator, loss, lse, gradient)
     with work.launching("tilewright::cross_entropy.rows", tensors):
-        numbers = c_longlong(ignore_index), c_longlong(rows), c_longlong(stride // _VECTOR), c_int(classes)
+        narrow = c_int(targets.dtype == torch.int32)
+        numbers = c_longlong(ignore_index), c_longlong(rows), c_longlong(stride), c_int(classes), narrow
         addresses = [c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
         kernels[NAME](min(rows, _op.multiprocessors(logits.device)), (*addresses, *numbers, c_float(z_loss)))
     return True

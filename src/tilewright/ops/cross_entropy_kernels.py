@@ -12,6 +12,10 @@ one that cannot run. On a Hopper, `cross_entropy_hopper.cu` takes the rows in bf
 The two roles in grids of their own serve logits that are cut by columns: over the ranks of a process group, or over
 time in `linear_cross_entropy`. There `offset` is the class of the first column and CLASSES the size of the whole.
 
+Loads and stores move vectors of 16 bytes. Where a row does not begin at a vector (a contiguous row of 50257 logits), or
+does not end at one, the vectors that lie within the row are its *body*, and the logits before and behind it are its
+*edges*: at most one vector's worth at each end, which the program of the first tile takes one by one.
+
 Sums are in float32, or float64 for float64 input, every lane with its own running maximum, so that nothing is exchanged
 between threads before the end of a tile; exponentials are powers of two.
 """
@@ -132,6 +136,51 @@ def _finish(
 
 
 @triton.jit
+def _body(row, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, EACH: tl.constexpr):
+    """The columns from `first` to `end` of a row are whole vectors; without edges they are all of its columns."""
+    first = 0
+    if STRIDE % EACH != 0:
+        first = tl.minimum((EACH - row * STRIDE % EACH) % EACH, COLUMNS).to(tl.int32)
+    end = first + (COLUMNS - first) // EACH * EACH
+    return first, end
+
+
+@triton.jit
+def _vectors(row, first, at, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr):
+    """LANES vectors of a row's body from its column `at` on: (offsets, columns, which of them exist).
+
+    A vector exists or it does not: the compiler sees that its elements share their mask.
+    """
+    EDGES: tl.constexpr = COLUMNS % EACH != 0 or STRIDE % EACH != 0
+    lane = tl.arange(0, LANES)[:, None] * EACH
+    begin = row * STRIDE
+    if EDGES:
+        begin = tl.multiple_of(begin + first, EACH)
+        inside = tl.broadcast_to(first + at + lane + EACH <= COLUMNS, [LANES, EACH])
+    else:
+        inside = at + lane + tl.arange(0, EACH)[None, :] < COLUMNS
+    column = at + lane + tl.arange(0, EACH)[None, :]
+    return begin + column, first + column, inside
+
+
+@triton.jit
+def _edges(tile, first, end, COLUMNS: tl.constexpr, EACH: tl.constexpr):
+    """The columns before and behind a row's body, and which of them exist: for the first tile only."""
+    lane = tl.arange(0, 2 * EACH)
+    column = tl.where(lane < EACH, lane, end + lane - EACH)
+    exists = (column < first) | ((lane >= EACH) & (column < COLUMNS))
+    return column, exists & (lane * 0 + tile == 0)
+
+
+@triton.jit
+def _is_here(target, tile, first, end, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """Whether a column belongs to a tile: to its part of the body, or, for the first tile, to the edges."""
+    body = (target >= first) & (target < end)
+    edge = (target >= 0) & (target < COLUMNS) & (body == 0)
+    return (body & ((target - first) // TILE == tile)) | (edge & (tile == 0))
+
+
+@triton.jit
 def _statistics(
     row, tile, target, logits, weight, offset, softcap,
     COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
@@ -139,23 +188,23 @@ def _statistics(
 ):  # fmt: skip
     """(whether the target is in the tile, its logit, and what a tile leaves)."""
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    EDGES: tl.constexpr = COLUMNS % EACH != 0 or STRIDE % EACH != 0
     start = row * STRIDE
     begin = tile * TILE
+    body_first, body_end = _body(row, COLUMNS, STRIDE, EACH)
     pivot = tl.zeros([], COMPUTE)
     if SMOOTH:
         pivot, _slope = _load(logits, start + begin, begin < COLUMNS, softcap, SOFTCAP, COMPUTE)
         pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
 
-    lane = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     # A finite start: a row may begin with -inf, and -inf - -inf is no number.
     maximum = tl.full([LANES], -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38, COMPUTE)
     total = tl.zeros([LANES], COMPUTE)
     spread = tl.zeros([LANES], COMPUTE)
     weights = tl.zeros([LANES], COMPUTE)
     for first in tl.range(0, TILE, LANES * EACH, num_stages=1):
-        column = begin + first + lane
-        inside = column < COLUMNS  # a constant, from which the compiler sees whole vectors
-        x, _slopes = _load(logits, start + column, inside, softcap, SOFTCAP, COMPUTE)
+        at, column, inside = _vectors(row, body_first, begin + first, COLUMNS, STRIDE, LANES, EACH)
+        x, _slopes = _load(logits, at, inside, softcap, SOFTCAP, COMPUTE)
         if SMOOTH:
             factor = _factor(weight, offset + column, inside, COMPUTE)
             spread += tl.sum(tl.where(inside, factor * (x - pivot), 0.0), 1)
@@ -165,11 +214,38 @@ def _statistics(
         total += tl.sum(tl.exp2((x - highest[:, None]) * _LOG2E), 1)
         maximum = highest
     # After the loop: nothing waits for the target before the logits are on their way.
-    here = (target >= begin) & (target < begin + TILE) & (target < COLUMNS)
+    here = _is_here(target, tile, body_first, body_end, COLUMNS, TILE)
     x_target, _slope = _load(logits, start + target, here, softcap, SOFTCAP, COMPUTE)
     top = tl.max(maximum, 0)
-    total = tl.sum(total * tl.exp2((maximum - top) * _LOG2E), 0)
-    return here, x_target, top, total, pivot, tl.sum(spread, 0), tl.sum(weights, 0)
+    total_spread = tl.sum(spread, 0)
+    total_weight = tl.sum(weights, 0)
+    if EDGES:
+        column, inside = _edges(tile, body_first, body_end, COLUMNS, EACH)
+        x, _slopes = _load(logits, start + column, inside, softcap, SOFTCAP, COMPUTE)
+        if SMOOTH:
+            factor = _factor(weight, offset + column, inside, COMPUTE)
+            total_spread += tl.sum(tl.where(inside, factor * (x - pivot), 0.0), 0)
+            total_weight += tl.sum(factor, 0)
+        highest = tl.maximum(top, tl.max(x, 0))
+        total = tl.sum(total * tl.exp2((maximum - highest) * _LOG2E), 0)
+        total += tl.sum(tl.exp2((x - highest) * _LOG2E), 0)
+        top = highest
+    else:
+        total = tl.sum(total * tl.exp2((maximum - top) * _LOG2E), 0)
+    return here, x_target, top, total, pivot, total_spread, total_weight
+
+
+@triton.jit
+def _gradient_of(
+    logits, at, column, inside, weight, top, pull, spread, softcap, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The gradients of some logits, as if none of them were the target's."""
+    x, slope = _load(logits, at, inside, softcap, SOFTCAP, COMPUTE)
+    g = tl.exp2((x - top) * _LOG2E) * pull
+    if SMOOTH:
+        g -= _factor(weight, column, inside, COMPUTE) * spread
+    return g * slope
 
 
 @triton.jit
@@ -182,14 +258,20 @@ def _gradient(
     """PAST: what is written makes room in L2 first, for logits that are to be read again."""
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     CACHE: tl.constexpr = ".cs" if PAST else ""
+    EDGES: tl.constexpr = COLUMNS % EACH != 0 or STRIDE % EACH != 0
     start = row * STRIDE
     begin = tile * TILE
-    lane = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    body_first, body_end = _body(row, COLUMNS, STRIDE, EACH)
+    edge_column, edge_inside = _edges(tile, body_first, body_end, COLUMNS, EACH)
     if ignored | (known == 0):
-        nothing = tl.full([LANES, EACH], 0.0, COMPUTE) + tl.where(ignored, 0.0, float("nan"))
+        nothing = tl.where(ignored, 0.0, float("nan"))
         for first in tl.range(0, TILE, LANES * EACH):
-            column = begin + first + lane
-            tl.store(gradient + start + column, nothing.to(gradient.dtype.element_ty), column < COLUMNS)
+            at, column, inside = _vectors(row, body_first, begin + first, COLUMNS, STRIDE, LANES, EACH)
+            filled = tl.full([LANES, EACH], 0.0, COMPUTE) + nothing
+            tl.store(gradient + at, filled.to(gradient.dtype.element_ty), inside)
+        if EDGES:
+            filled = tl.full([2 * EACH], 0.0, COMPUTE) + nothing
+            tl.store(gradient + start + edge_column, filled.to(gradient.dtype.element_ty), edge_inside)
     else:
         row_weight, scale = _factors(target + offset, known, weight, denominator, COMPUTE)
         if upstream is not None:
@@ -202,15 +284,20 @@ def _gradient(
         pull /= total
         # From right to left: what the statistics have read last is the nearest.
         for first in tl.range(0, TILE, LANES * EACH, num_stages=1):
-            column = begin + (TILE - LANES * EACH - first) + lane
-            inside = column < COLUMNS
-            x, slope = _load(logits, start + column, inside, softcap, SOFTCAP, COMPUTE)
-            g = tl.exp2((x - top) * _LOG2E) * pull
-            if SMOOTH:
-                g -= _factor(weight, offset + column, inside, COMPUTE) * spread
-            g = (g * slope).to(gradient.dtype.element_ty)
-            tl.store(gradient + start + column, g, inside, cache_modifier=CACHE)
-        if (target >= begin) & (target < begin + TILE) & (target < COLUMNS):
+            last = begin + (TILE - LANES * EACH - first)
+            at, column, inside = _vectors(row, body_first, last, COLUMNS, STRIDE, LANES, EACH)
+            of_body = _gradient_of(
+                logits, at, offset + column, inside, weight, top, pull, spread, softcap, SMOOTH, SOFTCAP, COMPUTE
+            )
+            tl.store(gradient + at, of_body.to(gradient.dtype.element_ty), inside, cache_modifier=CACHE)
+        if EDGES:
+            edge_at = start + edge_column
+            of_edges = _gradient_of(
+                logits, edge_at, offset + edge_column, edge_inside, weight, top, pull, spread, softcap, SMOOTH, SOFTCAP,
+                COMPUTE,
+            )  # fmt: skip
+            tl.store(gradient + edge_at, of_edges.to(gradient.dtype.element_ty), edge_inside)
+        if _is_here(target, tile, body_first, body_end, COLUMNS, TILE):
             tl.debug_barrier()  # after the store above, which another thread did
             g = tl.exp2((x_target - top) * _LOG2E) * pull - hit
             if SMOOTH:
@@ -252,7 +339,7 @@ def tiles(
         row -= tl.where(follows, lag, 0)
         tile -= tl.where(follows, TILES, 0)
     if (row >= 0) & (row < rows):
-        target = tl.load(targets + row)
+        target = tl.load(targets + row).to(tl.int64)
         ignored = target == ignore_index
         known = (target >= 0) & (target < CLASSES)
         counts = known & (ignored == 0)
@@ -331,7 +418,7 @@ def prepare(
         if arrived is not None:
             tl.store(arrived + row, tl.zeros([BLOCK], tl.int32), inside)
         if denominator is not None:
-            target = tl.load(targets + row, inside, ignore_index)
+            target = tl.load(targets + row, inside, 0).to(tl.int64)
             kept = inside & (target != ignore_index)
             if weight is None:
                 total += tl.where(kept, 1.0, 0.0)
@@ -342,19 +429,24 @@ def prepare(
 
 
 SCALING = 16  # programs a processor that scale a gradient: about as many as run side by side
+SCALED = 2048  # elements that one of them scales at a time
 
 
-@triton.jit(do_not_specialize=["rows"])
-def scale_rows(gradient, factor, rows: tl.int64, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count"])
+def scale_all(gradient, factor, count: tl.int64, BLOCK: tl.constexpr):
     """gradient *= factor, a number; a factor of 1, the usual one, costs a look at it."""
     by = tl.load(factor)
     if by != 1.0:
-        for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-            for first in range(0, COLUMNS, BLOCK):
-                column = first + tl.arange(0, BLOCK)
-                inside = column < COLUMNS
-                g = tl.load(gradient + row * COLUMNS + column, inside, 0.0)
-                tl.store(gradient + row * COLUMNS + column, (g * by).to(g.dtype), inside)
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        whole = count // BLOCK * BLOCK  # unmasked, for vectors
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, whole, step):
+            at = gradient + first + tl.arange(0, BLOCK)
+            g = tl.load(at)
+            tl.store(at, (g * by).to(g.dtype))
+        if tl.program_id(0) == 0:
+            at = whole + tl.arange(0, BLOCK)
+            g = tl.load(gradient + at, at < count, 0.0)
+            tl.store(gradient + at, (g * by).to(g.dtype), at < count)
 
 
 def _block(columns: int, most: int) -> int:
@@ -411,5 +503,5 @@ def prepare_launch(device: torch.device, classes: int, dtypes: tuple[Any, ...], 
 
 
 @functools.cache
-def scale_launch(device: torch.device, columns: int, dtype: torch.dtype, factor: torch.dtype) -> _op.Launch:
-    return _op.Launch(scale_rows, device, (columns, _block(columns, 4096)), 4, (0,))
+def scale_launch(device: torch.device, dtype: torch.dtype, factor: torch.dtype) -> _op.Launch:
+    return _op.Launch(scale_all, device, (SCALED,), 4, (0,))

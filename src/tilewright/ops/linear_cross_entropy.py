@@ -3,7 +3,8 @@
     logits = x @ weight^T + bias
     loss   = cross_entropy(logits, targets)          with all of its options
 
-Tokens go in chunks of as many as `memory` has room for. A chunk's logits are a product by the vendor's library, their
+Tokens go in chunks of as many as `memory` has room for. Ignored tokens are computed like all others: how many there are
+the host would have to ask the device, and wait. A chunk's logits are a product by the vendor's library, their
 gradient takes their place (`cross_entropy`, in place), and the gradients of x, weight and bias are products with that,
 all in forward. Saved for backward: these gradients, nothing else. Where a gradient has to wait for what comes from
 above (float16, whose range needs the loss scale; reduction="none"), all of it is computed in backward. What is needed
@@ -24,7 +25,6 @@ Floor: three products of 2 x tokens x classes x width FLOPs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from tilewright.ops import _cublaslt, _op
 from tilewright.ops.cross_entropy import AHEAD, Options, begin, check_loss, launch, scale
 from tilewright.ops.cross_entropy import reference as loss_of_logits
-from tilewright.ops.linear_cross_entropy_memory import A_TOKEN, Way, way_of, without
+from tilewright.ops.linear_cross_entropy_memory import A_TOKEN, way_of, without
 from tilewright.plan.cost import linear_cross_entropy as cost
 
 __all__ = ["cost", "linear_cross_entropy", "reference"]
@@ -41,8 +41,9 @@ __all__ = ["cost", "linear_cross_entropy", "reference"]
 _NAME = "linear_cross_entropy"
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 _MOST = 512 * 10**6  # bytes of logits at a time, unless told otherwise
+_LEAST = 1024  # tokens at a time, unless told otherwise: the matmuls of fewer do not fill a GPU
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
-_last = {"ignored": False}  # whether the last call had tokens to leave out, which decides what the next one waits for
+_VECTOR = 8  # classes: 16 bytes of them. A matmul over, or into, another number of them is up to 8 times as slow
 
 Tensor = torch.Tensor
 
@@ -72,26 +73,31 @@ def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
         out.add_(product) if add else out.copy_(product)
 
 
+def _aligned(classes: int) -> list[slice]:
+    """All classes in whole vectors, and the few behind them."""
+    whole = classes // _VECTOR * _VECTOR
+    return [part for part in (slice(0, whole), slice(whole, classes)) if part.stop > part.start]
+
+
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        _product(x, weight.t(), out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
+    """out = x @ weight^T + bias."""
+    for part in _aligned(len(weight)):
+        if bias is None:
+            _product(x, weight[part].t(), out[:, part])
+        else:
+            torch.addmm(bias[part], x, weight[part].t(), out=out[:, part])
 
 
-def _asked(wanted: Tensor) -> Callable[[], int]:
-    """How many are true: a question to the device, and a function that waits for the answer."""
-    number = torch.count_nonzero(wanted)
-    if not number.is_cuda:
-        return lambda: int(number)
-    here, arrived = number.to("cpu", non_blocking=True), torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(number.device))
+def _gradient_of_x(z: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out = z @ weight. The few classes behind the whole vectors come first: rounded between, they are small."""
+    for number, part in enumerate(reversed(_aligned(len(weight)))):
+        _product(z[:, part], weight[part], out, add=number > 0)
 
-    def answer() -> int:
-        arrived.synchronize()
-        return int(here)
 
-    return answer
+def _gradient_of_weight(z: Tensor, x: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """out (+)= z^T @ x."""
+    for part in _aligned(len(out)):
+        _product(z[:, part].t(), x, out[part], add=add)
 
 
 def _run(
@@ -123,59 +129,33 @@ def _run(
     (tokens,) = _op.packed((x.reshape(-1, width),))
     targets, rows = targets.reshape(-1), targets.numel()
     wanted = needs_x or needs_weight or needs_bias
-    memory = memory or min(_MOST, rows * classes * dtype.itemsize // 8)
-    # Ignored tokens are left out. Whether there are any the host has to ask, and cannot while a graph is captured.
-    # Until the answer is here, everything is made ready for there being none, and if so it was the last time, the first
-    # product is begun: the device does not wait then for what the host makes of the answer.
-    answer = None
-    if not wants_lse and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        answer = _asked(targets != ignore_index)
+    memory = memory or max(_LEAST * classes * dtype.itemsize, min(_MOST, rows * classes * dtype.itemsize // 8))
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     lse = targets.new_zeros(rows, dtype=compute) if wants_lse else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
     dbias = torch.zeros_like(bias, dtype=compute) if needs_bias and bias is not None else None
     if upstream is not None and upstream.ndim:
         upstream = upstream.reshape(-1)
-
-    def ready(index: Tensor | None) -> tuple[Way, Tensor | None, Tensor, Tensor]:
-        way = way_of(index, tokens, classes, memory, exact, smoothing > 0.0, needs_x, dweight)
-        denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, way.scratch.new)
-        loss = way.scratch.new(rows, compute)
-        return way, denominator, arrived, loss if index is None else loss.zero_()
-
-    index, made, begun = None, ready(None), False
-    if answer is not None:
-        begun = not _last["ignored"]
-        if begun:
-            some = tokens[: made[0].chunk]
-            _logits(some, w, b, made[0].buffer[: len(some), :classes])
-        _last["ignored"] = ignored = answer() < rows
-        if ignored:
-            del made  # before there is another
-            index, begun = torch.nonzero(targets != ignore_index).reshape(-1), False
-            made = ready(index)
-    (count, chunk, again, total, scales, scratch, dx, buffer), denominator, arrived, loss = made
-    del made, answer
+    chunk, again, total, scales, scratch, dx, buffer = way_of(
+        tokens, classes, memory, exact, smoothing > 0.0, needs_x, dweight
+    )
+    denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, scratch.new)
+    loss = scratch.new(rows, compute)
     mark = scratch.next
-    chunks = max(1, -(-count // chunk))  # of nothing, the gradients are zeros
+    chunks = max(1, -(-rows // chunk))  # of nothing, the gradients are zeros
     statistics: list[tuple[Tensor, Tensor]] = []  # of the chunks, for a second pass
     for number in range(chunks):
-        part = slice(number * chunk, min((number + 1) * chunk, count))
-        at = part if index is None else index[part]
-        some, some_targets = tokens[at], targets[at]
-        z = buffer[: len(some_targets), :classes]
-        if number or not begun:
-            _logits(some, w, b, z)
-        some_loss = loss[part] if index is None else torch.empty_like(loss[part])
+        part = slice(number * chunk, min((number + 1) * chunk, rows))
+        some, some_targets = tokens[part], targets[part]
+        z = buffer[: len(some), :classes]
+        _logits(some, w, b, z)
         scratch.next = mark
         found = launch(
             z, some_targets, class_weight, denominator, options, arrived=arrived[part],
-            upstream=upstream if upstream is None or upstream.ndim == 0 else upstream[at],
-            loss=some_loss, lse=None if lse is None else lse[part], gradient=z if wanted else None,
+            upstream=upstream if upstream is None or upstream.ndim == 0 else upstream[part],
+            loss=loss[part], lse=None if lse is None else lse[part], gradient=z if wanted else None,
             keep=again, new=scratch.new,
         )  # fmt: skip
-        if index is not None:
-            loss[at] = some_loss
         if again:
             statistics.append((found[0], _of_rows(found[1])))
         del found
@@ -185,23 +165,16 @@ def _run(
             if scales is not None:
                 kernels.launch(z, some, dweight, scales, number == 0, number == chunks - 1)
             else:
-                _product(z.t(), some, dweight if total is None else total, add=number > 0)
+                _gradient_of_weight(z, some, dweight if total is None else total, add=number > 0)
         if dweight is not None and total is not None and number == chunks - 1:
             dweight.copy_(total)
         if reduced and number == chunks - 1:
             loss = loss.sum()  # which may lie where the gradient of x comes now
         if dx is not None:
-            if index is None:
-                _product(z, w, dx[part])
-            else:
-                dx[at] = torch.mm(z, w, out=some)
+            _gradient_of_x(z, w, dx[part])
     if again and dweight is not None:
-        del buffer, z, some, some_loss
+        del buffer, z, some
         memory = without(memory, A_TOKEN * rows)
-        if index is not None:
-            tokens, targets = tokens[index], targets[index]
-            memory = without(memory, tokens.nbytes)
-            upstream = upstream[index] if upstream is not None and upstream.ndim else upstream
         given = tuple(torch.cat(parts) for parts in zip(*statistics, strict=True))
         _again(tokens, w, b, targets, class_weight, denominator, options, upstream, memory, given, dweight)
     if dx is not None:
@@ -225,8 +198,9 @@ def _again(
     """The weight's gradient by columns of the logits, which are computed once more; every row is written once."""
     classes = len(w)
     x_targets, rows = statistics
-    fits = memory // (len(x) * x.element_size())
-    columns = max(16, fits // 128 * 128 if fits >= 128 else fits // 16 * 16)  # whole tiles of the product
+    fits = memory // max(1, len(x) * x.element_size())
+    columns = 1 << max(4, fits.bit_length() - 1)  # a power of two: few kernels, whatever the number of tokens
+    columns = min(columns, 1 << (classes - 1).bit_length())
     parts = rows
     if options.smoothing > 0.0:
         weights = rows.new_full((), classes) if class_weight is None else class_weight.sum(dtype=rows.dtype)
@@ -241,7 +215,7 @@ def _again(
             z, targets, class_weight, denominator, options, upstream=upstream, gradient=z, offset=first,
             classes=classes, given=(x_targets, parts),
         )  # fmt: skip
-        _product(z.t(), x, dweight[part])
+        _gradient_of_weight(z, x, dweight[part])
 
 
 class _Function(torch.autograd.Function):
@@ -382,17 +356,16 @@ def linear_cross_entropy(
         x: ``(..., H)``, hidden states.
         weight: ``(V, H)``, of x's dtype, or of any under ``torch.autocast``; may be tied to an embedding, and may be a
             parameter that FSDP2 has sharded.
-        targets: ``(...)``, int64 class indices.
+        targets: ``(...)``, class indices, int64 or int32.
         bias: ``(V,)``.
         class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
-            ``tilewright.ops.cross_entropy``. Ignored tokens are not computed, unless their log-sum-exp is asked for.
+            ``tilewright.ops.cross_entropy``. Ignored tokens take as long as others: leave out those you can.
         memory: bytes to take beside the gradients, for the logits of 16 tokens or 16 classes at least. Left out: an
-            eighth of all logits, and 512 MB at most. What else is needed, up to 64 bytes a token, lies in the memory
-            of x's gradient where that has room, all tokens count and one pass is enough, and is part of these bytes
-            where not, but for what is more than half of them. More is faster, up to a point. Of a 16-bit weight, twice
-            4 bytes an element of it make room for the sum of its gradient in float32. (Under autocast the weight
-            in its dtype comes on top; where some tokens are ignored and a second pass is needed, a copy of the others
-            on top of half of it.)
+            eighth of all logits and 512 MB at most, but those of 1,024 tokens at least. What else is needed, up to 64
+            bytes a token, lies in the memory of x's gradient where that has room and one pass is enough, and is part of
+            these bytes where not, but for what is more than half of them. More is faster, up to a point. Of a 16-bit
+            weight, twice 4 bytes an element of it make room for the sum of its gradient in float32. (Under autocast the
+            weight in its dtype comes on top.)
         sum_dtype: ``torch.float32``: what lies in memory of a sum over chunks is float32, also of a 16-bit weight's
             gradient. Where `memory` has no room for that, a fourth product takes the place of the sum. Left out: such
             a sum may lie in 16 bits between chunks, three more than bfloat16 has; additions are in float32 always.

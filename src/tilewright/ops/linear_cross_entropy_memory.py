@@ -50,7 +50,6 @@ class _Scratch:
 class Way(NamedTuple):
     """How the tokens are taken, and the memory for it."""
 
-    taken: int  # tokens, all or those that are not ignored
     chunk: int  # tokens at a time
     again: bool  # the weight's gradient takes a second pass
     total: Tensor | None  # of the weight's gradient in float32, where that is not itself in it
@@ -61,10 +60,9 @@ class Way(NamedTuple):
 
 
 def way_of(
-    index: Tensor | None, tokens: Tensor, classes: int, memory: int, exact: bool, smooth: bool, needs_x: bool,
-    dweight: Tensor | None,
-) -> Way:  # fmt: skip
-    """What `memory` has room for, for the tokens of `index`, or all where there is none.
+    tokens: Tensor, classes: int, memory: int, exact: bool, smooth: bool, needs_x: bool, dweight: Tensor | None
+) -> Way:
+    """What `memory` has room for.
 
     Whatever is not logits lies in the rows of x's gradient that the last chunk will write, if it fits, and takes no
     memory then. `exact`: no sum is in 16 bits.
@@ -72,20 +70,17 @@ def way_of(
     from tilewright.ops import cross_entropy_kernels, linear_cross_entropy_kernels
 
     (rows, width), itemsize = tokens.shape, tokens.itemsize
-    count = rows if index is None else len(index)
     pitch = -(-classes // 64) * 64  # rows of logits begin on 128 bytes, whatever the vocabulary
-    dx, number = None, _op.compute_dtype(tokens).itemsize
-    if needs_x:
-        dx = torch.empty_like(tokens) if index is None else torch.zeros_like(tokens)
+    number = _op.compute_dtype(tokens).itemsize
+    dx = torch.empty_like(tokens) if needs_x else None
     of_rows, each = rows * (number + 4), pitch * itemsize  # losses and counts; a token's logits
     statistics = cross_entropy_kernels.left(classes, itemsize, smooth) * number
-    copy = 0 if index is None else width * itemsize  # of what is not taken as it lies
-    all_of_it = min(2 * each, each + statistics + copy)
+    all_of_it = min(2 * each, each + statistics)
     # Where a sum over chunks would not be in float32 it has memory of its own that is, if half of what there is has
     # room for it; else it is in 16 bits with scales, or there is none.
     rounded, of_total = dweight is not None and dweight.dtype in (torch.bfloat16, torch.float16), 4 * classes * width
     apart = rounded and of_total + of_rows <= memory // 2
-    if apart and _room(without(memory, of_rows), all_of_it, count) < count:
+    if apart and _room(without(memory, of_rows), all_of_it, rows) < rows:
         rounded, memory = False, memory - of_total
     scales, of_scales = None, 0
     if dweight is not None and rounded and not exact and dweight.dtype == torch.bfloat16:
@@ -94,34 +89,31 @@ def way_of(
         of_scales = math.prod(scales[0]) * scales[1].itemsize + _ALIGNED
 
     def sums(chunk: int) -> bool:
-        return chunk >= count or not rounded or (scales is not None and chunk >= _SUMMED_FROM)
+        return chunk >= rows or not rounded or (scales is not None and chunk >= _SUMMED_FROM)
 
     idle, again = None, False
-    chunk = _room(memory, each, count)
-    if dx is not None and index is None and count and sums(chunk):
-        idle = dx[-((count - 1) % chunk + 1) :]
+    chunk = _room(memory, each, rows)
+    if dx is not None and rows and sums(chunk):
+        idle = dx[-((rows - 1) % chunk + 1) :]
         if idle.nbytes < of_rows + chunk * statistics + of_scales + 6 * _ALIGNED:
             idle = None
     if idle is None:
-        chunk = _room(without(memory, of_rows), all_of_it, count)
-        if chunk < count and scales is not None:
-            chunk = _room(without(memory, of_rows + of_scales), all_of_it, count)
+        chunk = _room(without(memory, of_rows), all_of_it, rows)
+        if chunk < rows and scales is not None:
+            chunk = _room(without(memory, of_rows + of_scales), all_of_it, rows)
         again = not sums(chunk)
         if again:
-            chunk = _room(without(memory, A_TOKEN * rows), all_of_it, count)
+            chunk = _room(without(memory, A_TOKEN * rows), all_of_it, rows)
     scratch, home = _Scratch(tokens, idle), None
     if again and dweight is not None:
-        free = dweight.numel() // pitch
-        if index is not None:
-            free = min(free, memory // (2 * width * itemsize))
-        chunk = max(chunk, _room(free, 1, count))
+        chunk = max(chunk, _room(dweight.numel() // pitch, 1, rows))
         home = dweight.view(-1)[: chunk * pitch] if chunk * pitch <= dweight.numel() else None
     buffer = tokens.new_empty(chunk, pitch) if home is None else home.view(chunk, pitch)
     if pitch > classes:
         buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
-    summed = rounded and not again and chunk < count
+    summed = rounded and not again and chunk < rows
     held = scratch.new(*scales) if summed and scales is not None else None
     total = None
-    if apart and not rounded and chunk < count:
+    if apart and not rounded and chunk < rows:
         total = tokens.new_empty((classes, width), dtype=torch.float32)
-    return Way(count, chunk, again, total, held, scratch, dx, buffer)
+    return Way(chunk, again, total, held, scratch, dx, buffer)
