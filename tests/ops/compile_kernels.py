@@ -60,7 +60,7 @@ def dropout_add_norm(x: torch.dtype, residual: torch.dtype, weight: torch.dtype,
     extra, bias = (weight if full else None), (None if rms else weight)
     float32 = torch.float32 if full else None
     tensors = (x, x if full else None, residual, float32, extra, weight, bias, weight, torch.int64, x, residual)
-    _, launch = launches.forward_launch(H200, width, tensors, rms, False, True)
+    *_, launch = launches.forward_launch(H200, width, tensors, rms, False, True)
     types = [{**POINTER, torch.int64: "*i64"}[t] for t in tensors]
     yield "forward", resources(launch, [*types, "*fp32", *SCALARS, "fp64"])
 
@@ -92,8 +92,8 @@ def cross_entropy(dtype: torch.dtype, vocabulary: int, full: bool):
         statistics = "*fp32" if given or tiles > 1 else None
         scratch = [statistics, statistics, arrived and "*i32"]
         yield name, resources(launch, [*types, *scratch, *["i64"] * 5, *["fp64"] * 3])
-    launch = cross_entropy_kernels.scale_launch(H200, vocabulary, dtype, single)
-    yield "scale_rows", resources(launch, [POINTER[dtype], "*fp32", "i64"])
+    launch = cross_entropy_kernels.scale_launch(H200, dtype, single)
+    yield "scale_all", resources(launch, [POINTER[dtype], "*fp32", "i64"])
 
 
 def activation(dtype: torch.dtype, width: int, kind: str, form: str, bias: torch.dtype | None):

@@ -44,7 +44,7 @@ CATEGORIES = ("product", "attention", "fused", "pointwise", "optimizer", "commun
 # Tilewright's own kernels: Triton names a kernel by its function. Another library's of the same name counts with them.
 FUSED = (
     "forward", "wide_forward", "backward", "row_sums", "add_partials", "rotate", "mask", "prepare", "tiles",
-    "scale_rows", "add_product", "column_sums", "pack_columns", "join",
+    "scale_all", "add_product", "column_sums", "pack_columns", "join",
 )  # fmt: skip
 FUSED_OPTIMIZER = ("update",)
 

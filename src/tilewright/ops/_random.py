@@ -67,19 +67,21 @@ def _(x: torch.Tensor, seed: torch.Tensor, p: float, stream: int) -> torch.Tenso
 
 def _launch_mask(x: torch.Tensor, seed: int | torch.Tensor, p: float, stream: int) -> torch.Tensor:
     mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    rows = x.numel() // x.shape[-1]
-    if rows:
+    if x.numel():
         seed_tensor, seed_value = split_seed(seed, x.device)
-        launch = _mask_launch(x.device, x.shape[-1], stream)
-        launch((rows, 1), (mask, seed_tensor), (seed_value, rows, drop_threshold(p)))
+        launch = _mask_launch(x.device, stream)
+        launch((-(-x.numel() // _MASKED), 1), (mask, seed_tensor), (seed_value, x.numel(), drop_threshold(p)))
     return mask
 
 
+_MASKED = 1024  # elements of a program
+
+
 @functools.cache
-def _mask_launch(device: torch.device, width: int, stream: int) -> _op.Launch:
+def _mask_launch(device: torch.device, stream: int) -> _op.Launch:
     from tilewright.ops import _random_kernels as kernels
 
-    return _op.Launch(kernels.mask, device, (width, 1024, stream), 4)
+    return _op.Launch(kernels.mask, device, (_MASKED, stream), 4)
 
 
 def dropout_mask(x: torch.Tensor, seed: int | torch.Tensor | None, p: float, stream: int) -> torch.Tensor:

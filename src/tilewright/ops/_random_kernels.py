@@ -16,30 +16,28 @@ def load_seed(seed_tensor, seed):
 
 
 @triton.jit
-def keep_mask(seed, row, first_column, threshold, STREAM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which of the elements [row, first_column ... first_column + COLUMNS) survive, as a [len(row), COLUMNS] tile.
+def keep_mask(seed, start, threshold, STREAM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which elements survive, as a [len(start), COLUMNS] tile: those of a tensor from each `start` on, in memory order.
 
-    One Philox call gives 128 bits, eight draws of 16. Its counter is (column // 8, row, row >> 32, STREAM): no two
-    elements of any tensor share a draw. `tl.join` puts the eight draws of a call side by side in one thread, which
-    is also where a 16-byte load of eight elements puts them, so nothing moves between threads.
+    One Philox call gives 128 bits, eight draws of 16, for the eight elements of a vector; `start` is a multiple of 8.
+    The counter is (vector, vector >> 32, STREAM, 0): no two elements of any tensor share a draw. `tl.join` puts the
+    eight draws of a call side by side in one thread, which is also where a 16-byte load of eight elements puts them, so
+    nothing moves between threads.
     """
-    group = (first_column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.uint32)[None, :]
-    row_low = row.to(tl.uint32)[:, None] + group * 0
-    row_high = (row >> 32).to(tl.uint32)[:, None] + group * 0
-    a, b, c, d = tl.philox(seed, group + row_low * 0, row_low, row_high, row_low * 0 + STREAM, ROUNDS)
+    vector = (start // 8)[:, None] + tl.arange(0, COLUMNS // 8)[None, :]
+    low = vector.to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, (vector >> 32).to(tl.uint32), low * 0 + STREAM, low * 0, ROUNDS)
     words = tl.join(tl.join(a, c), tl.join(b, d))
     draws = tl.join(words & 0xFFFF, words >> 16)
-    return tl.reshape(draws, [row.shape[0], COLUMNS]) >= threshold
+    return tl.reshape(draws, [start.shape[0], COLUMNS]) >= threshold
 
 
-@triton.jit(do_not_specialize=["seed", "rows", "threshold"])
+@triton.jit(do_not_specialize=["seed", "count", "threshold"])
 def mask(
-    out, seed_tensor, seed: tl.int64, rows: tl.int64, threshold: tl.int32,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.constexpr,
-):  # fmt: skip
+    out, seed_tensor, seed: tl.int64, count: tl.int64, threshold: tl.int32, BLOCK: tl.constexpr, STREAM: tl.constexpr
+):
+    """Which elements of a tensor of `count` survive."""
     seed = load_seed(seed_tensor, seed)
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    for first_column in range(0, WIDTH, BLOCK):
-        column = first_column + tl.arange(0, BLOCK)[None, :]
-        keep = keep_mask(seed, row, first_column, threshold, STREAM, BLOCK)
-        tl.store(out + row[:, None] * WIDTH + column, keep, column < WIDTH)
+    start = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, 1)
+    at = start[:, None] + tl.arange(0, BLOCK)[None, :]
+    tl.store(out + at, keep_mask(seed, start, threshold, STREAM, BLOCK), at < count)

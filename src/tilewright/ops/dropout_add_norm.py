@@ -116,9 +116,10 @@ def _forward(
         tensors = (*inputs, seed_tensor, out, residual_out)
         from tilewright.ops.dropout_add_norm_launch import forward_launch
 
-        tile_rows, launch = forward_launch(x.device, width, _op.dtypes(tensors), rms, zero_centered, p > 0.0)
+        tile_rows, together, launch = forward_launch(x.device, width, _op.dtypes(tensors), rms, zero_centered, p > 0.0)
         scalars = (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p), eps)
-        launch((-(-rows // tile_rows), 1), (*tensors, statistics), scalars)
+        programs = -(-rows // (tile_rows * together)) * together
+        launch((programs, 1), (*tensors, statistics), scalars)
     return out, residual_out, statistics
 
 
@@ -156,6 +157,7 @@ def _backward(
         rms, zero_centered, p > 0.0,
     )  # fmt: skip
     programs = max(1, min(-(-rows // plan.rows), plan.programs))  # with no rows, one writes zeros
+    programs = -(-programs // plan.together) * plan.together
     dx = torch.empty_like(z, dtype=x_dtype) if needs[0] else None
     dsecond = torch.empty_like(z, dtype=x_dtype) if needs[1] else None
     dresidual = torch.empty_like(z) if needs[2] else None

@@ -13,6 +13,11 @@ also reads the other half for the sums over the row, out of L2, where its neighb
 16384 columns an RMSNorm, which has one sum where LayerNorm has two, fits into one program of 32 warps.) Beyond 16384 a
 kernel of its own takes the sums over the row first: 14 bytes an element in place of 10.
 
+Loads and stores move vectors of 8 elements, at addresses that are multiples of them. A row of another width than a
+multiple of 8 begins within such a vector: its tiles begin there too, `shift` elements before the row's first column, and
+what they hold of the row before is masked. Programs take every eighth row then, or fewer, so that all rows of a program
+have the same shift: its columns lie in the same lanes in every row.
+
 All arithmetic is in COMPUTE: float32, or float64 for float64 input.
 """
 
@@ -23,30 +28,82 @@ from tilewright.ops._random_kernels import keep_mask, load_seed
 
 
 @triton.jit
-def _tile(row, first_column, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr = False):
-    """Where a tile's elements are, which of them exist, and which columns they are in. WHOLE: no tile ends beyond the
-    last column."""
-    column = first_column + tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None]
-    if not WHOLE:
-        inside = inside & (column < WIDTH)[None, :]
-    return row[:, None] * WIDTH + column[None, :], inside, column
+def _shift(row, WIDTH: tl.constexpr):
+    """How many elements a row begins behind the start of a vector."""
+    shift = 0
+    if WIDTH % 8 != 0:
+        shift = (row * WIDTH % 8).to(tl.int32)
+    return shift
+
+
+@triton.jit
+def _tile(row, shift, first, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr = False):
+    """A tile of BLOCK lanes from the lane `first` on: (offsets, columns, which elements exist, which vectors have an
+    element that does, which vectors have only such). WHOLE: no tile ends beyond the last column."""
+    lane = first + tl.arange(0, BLOCK)
+    exists = (row < rows)[:, None]
+    if WIDTH % 8 == 0:
+        column = lane
+        at = row[:, None] * WIDTH + lane[None, :]
+        inside = exists
+        if not WHOLE:
+            inside = inside & (lane < WIDTH)[None, :]
+        touched = inside
+        full = inside
+    else:
+        column = lane - shift
+        at = tl.multiple_of(row * WIDTH - shift, 8)[:, None] + lane[None, :]
+        inside = exists & ((column >= 0) & (column < WIDTH))[None, :]
+        vector = lane // 8 * 8 - shift  # the column of its first element: all elements share it, and so their masks
+        touched = exists & ((vector > -8) & (vector < WIDTH))[None, :]
+        full = exists & ((vector >= 0) & (vector + 8 <= WIDTH))[None, :]
+    return at, column, inside, touched, full
+
+
+@triton.jit
+def _load(x, tile, WIDTH: tl.constexpr, COMPUTE: tl.constexpr):
+    """The elements of a tile, 0 where there are none."""
+    at, _column, inside, touched, _full = tile
+    loaded = tl.load(x + at, touched, 0.0).to(COMPUTE)
+    if WIDTH % 8 != 0:
+        loaded = tl.where(inside, loaded, 0.0)
+    return loaded
+
+
+@triton.jit
+def _store(x, tile, value, WIDTH: tl.constexpr):
+    at, _column, inside, _touched, full = tile
+    tl.store(x + at, value.to(x.dtype.element_ty), full)
+    if WIDTH % 8 != 0:
+        tl.store(x + at, value.to(x.dtype.element_ty), inside & (full == 0))
+
+
+@triton.jit
+def _exists(column, WIDTH: tl.constexpr):
+    exists = column < WIDTH
+    if WIDTH % 8 != 0:
+        exists = exists & (column >= 0)
+    return exists
 
 
 @triton.jit
 def _load_columns(vector, column, WIDTH: tl.constexpr, COMPUTE: tl.constexpr):
     """A number for each column, loaded as a tile of one row: so it lies in registers as the tiles of data do, whatever
     its dtype, where a vector of another dtype than theirs would have to move between threads."""
-    return tl.load(vector + column[None, :], (column < WIDTH)[None, :], 0.0).to(COMPUTE)
+    return tl.load(vector + column[None, :], _exists(column, WIDTH)[None, :], 0.0).to(COMPUTE)
 
 
 @triton.jit
 def _residual_sum(
-    x, x_bias, second, residual, rowscale, layerscale, seed, rows, first_column, threshold, scale, row, at, inside,
-    column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr, COMPUTE: tl.constexpr,
+    x, x_bias, second, residual, rowscale, layerscale, seed, rows, start, threshold, scale, row, tile,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """dropout((x + x_bias) * rowscale * layerscale) + dropout(second) + residual for one tile, not yet rounded."""
-    z = tl.load(x + at, inside, 0.0).to(COMPUTE)
+    """dropout((x + x_bias) * rowscale * layerscale) + dropout(second) + residual for one tile, not yet rounded.
+
+    `start` is where the tile's first lane lies, in each row.
+    """
+    _at, column, _inside, _touched, _full = tile
+    z = _load(x, tile, WIDTH, COMPUTE)
     if x_bias is not None:
         z += _load_columns(x_bias, column, WIDTH, COMPUTE)
     if rowscale is not None:
@@ -54,14 +111,14 @@ def _residual_sum(
     if layerscale is not None:
         z *= _load_columns(layerscale, column, WIDTH, COMPUTE)
     if DROPOUT:
-        z = tl.where(keep_mask(seed, row, first_column, threshold, 0, BLOCK), z * scale, 0.0)
+        z = tl.where(keep_mask(seed, start, threshold, 0, BLOCK), z * scale, 0.0)
     if second is not None:
-        branch = tl.load(second + at, inside, 0.0).to(COMPUTE)
+        branch = _load(second, tile, WIDTH, COMPUTE)
         if DROPOUT:
-            branch = tl.where(keep_mask(seed, row, first_column, threshold, 1, BLOCK), branch * scale, 0.0)
+            branch = tl.where(keep_mask(seed, start, threshold, 1, BLOCK), branch * scale, 0.0)
         z += branch
     if residual is not None:
-        z += tl.load(residual + at, inside, 0.0).to(COMPUTE)
+        z += _load(residual, tile, WIDTH, COMPUTE)
     return z
 
 
@@ -98,21 +155,26 @@ def forward(
     WHOLE: tl.constexpr = CHUNKS * BLOCK == WIDTH
     seed = load_seed(seed_tensor, seed)
     scale = tl.full([], scale, COMPUTE)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0).to(tl.int64)
+    if WIDTH % 8 == 0:
+        row = program * ROWS + tl.arange(0, ROWS)
+    else:
+        row = program // 8 * (8 * ROWS) + program % 8 + tl.arange(0, ROWS) * 8
+    shift = _shift(program, WIDTH)
     tiles, affine = (), ()
     for chunk in tl.static_range(CHUNKS):  # all loads before the first store, behind which no load may move
-        at, inside, column = _tile(row, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)
+        tile = _tile(row, shift, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)
+        column = tile[1]
         z = _residual_sum(
-            x, x_bias, second, residual, rowscale, layerscale, seed, rows, chunk * BLOCK, threshold, scale, row, at,
-            inside, column, WIDTH, BLOCK, DROPOUT, COMPUTE,
+            x, x_bias, second, residual, rowscale, layerscale, seed, rows, row * WIDTH - shift + chunk * BLOCK,
+            threshold, scale, row, tile, WIDTH, BLOCK, DROPOUT, COMPUTE,
         ).to(residual_out.dtype.element_ty)  # fmt: skip
         tiles = tiles + (z,)
         if EARLY:
             affine = affine + (_load_affine(weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE),)
     total = tl.zeros([ROWS, BLOCK], COMPUTE)
     for chunk in tl.static_range(CHUNKS):
-        at, inside, column = _tile(row, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)
-        tl.store(residual_out + at, tiles[chunk], inside)
+        _store(residual_out, _tile(row, shift, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE), tiles[chunk], WIDTH)
         total += tiles[chunk].to(COMPUTE)
     mean = tl.zeros([ROWS], COMPUTE)
     if not RMS:
@@ -120,20 +182,19 @@ def forward(
         tl.store(statistics + rows + row, mean, row < rows)
     squares = tl.zeros([ROWS, BLOCK], COMPUTE)
     for chunk in tl.static_range(CHUNKS):
-        at, inside, column = _tile(row, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)
+        inside = _tile(row, shift, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)[2]
         distance = tl.where(inside, tiles[chunk].to(COMPUTE) - mean[:, None], 0.0)
         squares += distance * distance
     rstd = tl.rsqrt(tl.sum(squares, 1) / WIDTH + tl.full([], eps, COMPUTE))
     tl.store(statistics + row, rstd, row < rows)
     if not EARLY:
         for chunk in tl.static_range(CHUNKS):
-            column = chunk * BLOCK + tl.arange(0, BLOCK)
+            column = chunk * BLOCK + tl.arange(0, BLOCK) - shift
             affine = affine + (_load_affine(weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE),)
     for chunk in tl.static_range(CHUNKS):
-        at, inside, column = _tile(row, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)
         factor, offset = affine[chunk]
         y = (tiles[chunk].to(COMPUTE) - mean[:, None]) * rstd[:, None] * factor + offset
-        tl.store(out + at, y.to(out.dtype.element_ty), inside)
+        _store(out, _tile(row, shift, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE), y, WIDTH)
 
 
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
@@ -147,18 +208,21 @@ def wide_forward(
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     seed = load_seed(seed_tensor, seed)
     scale = tl.full([], scale, COMPUTE)
+    SPAN: tl.constexpr = WIDTH if WIDTH % 8 == 0 else WIDTH + 7
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    shift = _shift(tl.program_id(0).to(tl.int64), WIDTH)
     # Welford's running mean and squared distance, one lane a column of the tile.
     count = tl.zeros([1, BLOCK], COMPUTE)
     lane_mean = tl.zeros([1, BLOCK], COMPUTE)
     squares = tl.zeros([1, BLOCK], COMPUTE)
-    for first_column in tl.range(0, WIDTH, BLOCK, num_stages=3):
-        at, inside, column = _tile(row, first_column, rows, WIDTH, BLOCK)
+    for first in tl.range(0, SPAN, BLOCK, num_stages=3):
+        tile = _tile(row, shift, first, rows, WIDTH, BLOCK)
+        inside = tile[2]
         z = _residual_sum(
-            x, x_bias, second, residual, rowscale, layerscale, seed, rows, first_column, threshold, scale, row, at,
-            inside, column, WIDTH, BLOCK, DROPOUT, COMPUTE,
+            x, x_bias, second, residual, rowscale, layerscale, seed, rows, row * WIDTH - shift + first, threshold, scale,
+            row, tile, WIDTH, BLOCK, DROPOUT, COMPUTE,
         ).to(residual_out.dtype.element_ty)  # fmt: skip
-        tl.store(residual_out + at, z, inside)
+        _store(residual_out, tile, z, WIDTH)
         z = z.to(COMPUTE)
         if RMS:
             squares += z * z
@@ -174,31 +238,34 @@ def wide_forward(
     rstd = tl.rsqrt(tl.sum(squares, 1) / WIDTH + tl.full([], eps, COMPUTE))
     tl.store(statistics + row, rstd)
     tl.debug_barrier()  # what the threads stored above, other threads may read below
-    LAST: tl.constexpr = (WIDTH - 1) // BLOCK * BLOCK
-    for step in tl.range(0, WIDTH, BLOCK, num_stages=3):
+    LAST: tl.constexpr = (SPAN - 1) // BLOCK * BLOCK
+    for step in tl.range(0, SPAN, BLOCK, num_stages=3):
         # Backwards: what was stored last is the likeliest to be in L2 still.
-        at, inside, column = _tile(row, LAST - step, rows, WIDTH, BLOCK)
-        z = tl.load(residual_out + at, inside, 0.0).to(COMPUTE)
-        factor, offset = _load_affine(weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE)
+        tile = _tile(row, shift, LAST - step, rows, WIDTH, BLOCK)
+        z = _load(residual_out, tile, WIDTH, COMPUTE)
+        factor, offset = _load_affine(weight, bias, tile[1], WIDTH, ZERO_CENTERED, COMPUTE)
         y = (z - mean[:, None]) * rstd[:, None] * factor + offset
-        tl.store(out + at, y.to(out.dtype.element_ty), inside)
+        _store(out, tile, y, WIDTH)
 
 
 @triton.jit
 def _load_statistics(statistics, row, rows, RMS: tl.constexpr):
-    """1/std of each row, and what to add to a value times that: one fused operation an element normalises it."""
+    """1/std and mean of each row; an RMSNorm has no mean, and takes 0 off."""
     rstd = tl.load(statistics + row, row < rows, 0.0)
-    shift = tl.zeros_like(rstd)
+    mean = tl.zeros_like(rstd)
     if not RMS:
-        shift = -tl.load(statistics + rows + row, row < rows, 0.0) * rstd
-    return rstd, shift
+        mean = tl.load(statistics + rows + row, row < rows, 0.0)
+    return rstd, mean
 
 
 @triton.jit
-def _norm_terms(dout, z, factor, rstd, shift, at, inside, COMPUTE: tl.constexpr):
-    """The incoming gradient, the normalised value and the gradient of the normalised value, for one tile."""
-    normed = tl.load(z + at, inside, 0.0).to(COMPUTE) * rstd[:, None] + shift[:, None]
-    dy = tl.load(dout + at, inside, 0.0).to(COMPUTE)
+def _norm_terms(dout, z, factor, rstd, mean, tile, WIDTH: tl.constexpr, COMPUTE: tl.constexpr):
+    """The incoming gradient, the normalised value and the gradient of the normalised value, for one tile.
+
+    The mean is taken off first: beside a mean much larger than 1/rstd, z * rstd would be rounded to nothing.
+    """
+    normed = (_load(z, tile, WIDTH, COMPUTE) - mean[:, None]) * rstd[:, None]
+    dy = _load(dout, tile, WIDTH, COMPUTE)
     return dy, normed, dy * factor
 
 
@@ -220,14 +287,16 @@ def row_sums(
 ):  # fmt: skip
     """The two sums over each row that the gradient of the norm needs, for rows of more than two slices."""
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    SPAN: tl.constexpr = WIDTH if WIDTH % 8 == 0 else WIDTH + 7
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    rstd, shift = _load_statistics(statistics, row, rows, RMS)
+    shift = _shift(tl.program_id(0).to(tl.int64), WIDTH)
+    rstd, mean = _load_statistics(statistics, row, rows, RMS)
     along = tl.zeros([1, BLOCK], COMPUTE)
     plain = tl.zeros([1, BLOCK], COMPUTE)
-    for first_column in tl.range(0, WIDTH, BLOCK, num_stages=3):
-        at, inside, column = _tile(row, first_column, rows, WIDTH, BLOCK)
-        factor = _load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE)
-        _, normed, dnormed = _norm_terms(dout, z, factor, rstd, shift, at, inside, COMPUTE)
+    for first in tl.range(0, SPAN, BLOCK, num_stages=3):
+        tile = _tile(row, shift, first, rows, WIDTH, BLOCK)
+        factor = _load_weight(weight, tile[1], WIDTH, ZERO_CENTERED, COMPUTE)
+        _, normed, dnormed = _norm_terms(dout, z, factor, rstd, mean, tile, WIDTH, COMPUTE)
         along += normed * dnormed
         plain += dnormed
     along_mean, plain_mean = _row_means(along, plain, WIDTH, RMS)
@@ -244,18 +313,24 @@ def backward(
     STAGES: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr,
     DOUBLE: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) takes every num_programs(0)-th group of rows and the j-th slice of CHUNKS x BLOCK columns.
+    """Program (i, j) takes every num_programs(0)-th group of rows and the j-th slice of CHUNKS x BLOCK lanes.
+
+    A group is ROWS rows that follow each other or, where rows begin anywhere, num_programs(0) rows apart: a multiple
+    of 8.
 
     The sums over whole rows come from `sums` or, with at most two slices, from reading both (PAIRED). The sums over
     its rows go to row i of dlayerscale, dweight, dbias and dx_bias.
     """
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
+    shift = _shift(program, WIDTH)
+    APART: tl.constexpr = WIDTH % 8 != 0
     slice_start = tl.program_id(1) * (CHUNKS * BLOCK)
     other_start = CHUNKS * BLOCK - slice_start
     seed = load_seed(seed_tensor, seed)
     scale = tl.full([], scale, COMPUTE)
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK) - shift
     zeros = tl.zeros([ROWS, BLOCK], COMPUTE)
     HOIST: tl.constexpr = PAIRED and CHUNKS * BLOCK <= 6144  # beyond, no registers for the other half's weights
     factors, other_factors, weight_sums, bias_sums, layerscale_sums, x_bias_sums = (), (), (), (), (), ()
@@ -269,9 +344,11 @@ def backward(
         bias_sums = bias_sums + (zeros,)
         layerscale_sums = layerscale_sums + (zeros,)
         x_bias_sums = x_bias_sums + (zeros,)
-    for first_row in tl.range(program * ROWS, rows, tl.num_programs(0).to(tl.int64) * ROWS, num_stages=STAGES):
+    for first_row in tl.range(program if APART else program * ROWS, rows, programs * ROWS, num_stages=STAGES):
         row = (first_row + tl.arange(0, ROWS)).to(tl.int64)
-        rstd, shift = _load_statistics(statistics, row, rows, RMS)
+        if APART:
+            row = first_row + tl.arange(0, ROWS) * programs
+        rstd, mean = _load_statistics(statistics, row, rows, RMS)
         by_row = tl.full([ROWS], 1.0, COMPUTE)
         if rowscale is not None:
             by_row = tl.load(rowscale + row, row < rows, 0.0).to(COMPUTE)
@@ -279,18 +356,18 @@ def backward(
         plain_tile = zeros
         if PAIRED:
             for chunk in tl.static_range(CHUNKS):
-                at, inside, column = _tile(row, other_start + chunk * BLOCK, rows, WIDTH, BLOCK)
+                tile = _tile(row, shift, other_start + chunk * BLOCK, rows, WIDTH, BLOCK)
                 if HOIST:
                     factor = other_factors[chunk]
                 else:
-                    factor = _load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE)
-                _, normed, dnormed = _norm_terms(dout, z, factor, rstd, shift, at, inside, COMPUTE)
+                    factor = _load_weight(weight, tile[1], WIDTH, ZERO_CENTERED, COMPUTE)
+                _, normed, dnormed = _norm_terms(dout, z, factor, rstd, mean, tile, WIDTH, COMPUTE)
                 along_tile += normed * dnormed
                 plain_tile += dnormed
         tiles, new_weight_sums, new_bias_sums, new_layerscale_sums, new_x_bias_sums = (), (), (), (), ()
         for chunk in tl.static_range(CHUNKS):
-            at, inside, column = _tile(row, slice_start + chunk * BLOCK, rows, WIDTH, BLOCK)
-            dy, normed, dnormed = _norm_terms(dout, z, factors[chunk], rstd, shift, at, inside, COMPUTE)
+            tile = _tile(row, shift, slice_start + chunk * BLOCK, rows, WIDTH, BLOCK)
+            dy, normed, dnormed = _norm_terms(dout, z, factors[chunk], rstd, mean, tile, WIDTH, COMPUTE)
             along_tile += normed * dnormed
             plain_tile += dnormed
             tiles = tiles + ((normed, dnormed),)
@@ -312,25 +389,27 @@ def backward(
         rowscale_tile = zeros
         for chunk in tl.static_range(CHUNKS):
             start = slice_start + chunk * BLOCK
-            at, inside, column = _tile(row, start, rows, WIDTH, BLOCK)
+            tile = _tile(row, shift, start, rows, WIDTH, BLOCK)
+            column = tile[1]
+            at = row * WIDTH - shift + start
             normed, dnormed = tiles[chunk]
             dz = dnormed * rstd[:, None] - (normed * along[:, None] + plain[:, None])
             if dresidual_out is not None:
-                dz += tl.load(dresidual_out + at, inside, 0.0).to(COMPUTE)
+                dz += _load(dresidual_out, tile, WIDTH, COMPUTE)
             if dresidual is not None:
-                tl.store(dresidual + at, dz.to(dresidual.dtype.element_ty), inside)
+                _store(dresidual, tile, dz, WIDTH)
             if dsecond is not None:
                 branch = dz
                 if DROPOUT:
-                    branch = tl.where(keep_mask(seed, row, start, threshold, 1, BLOCK), dz * scale, 0.0)
-                tl.store(dsecond + at, branch.to(dsecond.dtype.element_ty), inside)
+                    branch = tl.where(keep_mask(seed, at, threshold, 1, BLOCK), dz * scale, 0.0)
+                _store(dsecond, tile, branch, WIDTH)
             if DROPOUT:
-                dz = tl.where(keep_mask(seed, row, start, threshold, 0, BLOCK), dz * scale, 0.0)
+                dz = tl.where(keep_mask(seed, at, threshold, 0, BLOCK), dz * scale, 0.0)
             by_column = tl.full([1, BLOCK], 1.0, COMPUTE)
             if layerscale is not None:
                 by_column = _load_columns(layerscale, column, WIDTH, COMPUTE)
             if x is not None:
-                scaled = tl.load(x + at, inside, 0.0).to(COMPUTE)
+                scaled = _load(x, tile, WIDTH, COMPUTE)
                 if x_bias is not None:
                     scaled += _load_columns(x_bias, column, WIDTH, COMPUTE)
                 product = dz * scaled
@@ -341,7 +420,7 @@ def backward(
             if dx_bias is not None:  # nothing beyond the last row, where dresidual_out is not loaded and rstd is 0
                 new_x_bias_sums = new_x_bias_sums + (x_bias_sums[chunk] + dz,)
             if dx is not None:
-                tl.store(dx + at, dz.to(dx.dtype.element_ty), inside)
+                _store(dx, tile, dz, WIDTH)
         if dlayerscale is not None:
             layerscale_sums = new_layerscale_sums
         if dx_bias is not None:
@@ -359,7 +438,8 @@ def backward(
 @triton.jit
 def _store_sum(sums, tile, program, column, WIDTH: tl.constexpr):
     if sums is not None:
-        tl.store(sums + program * WIDTH + column, tl.sum(tile, 0).to(sums.dtype.element_ty), column < WIDTH)
+        total = tl.sum(tile, 0).to(sums.dtype.element_ty)
+        tl.store(sums + program * WIDTH + column, total, _exists(column, WIDTH))
 
 
 @triton.jit(do_not_specialize=["programs"])

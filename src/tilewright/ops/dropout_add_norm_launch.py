@@ -27,11 +27,20 @@ def _chunks(width: int, widest_block: int, narrowest_block: int = 1024) -> tuple
     return block, -(-width // block)
 
 
+def _span(width: int) -> tuple[int, int]:
+    """Lanes that a row takes, and how many programs with its neighbours: rows of whole vectors take as many as columns.
+
+    Others begin anywhere in a vector of 8, and rows of the same shift are 8 apart.
+    """
+    return (width, 1) if width % 8 == 0 else (width + 7, 8)
+
+
 @functools.cache
 def forward_launch(
     device: torch.device, width: int, dtypes: tuple[Any, ...], rms: bool, zero_centered: bool, dropout: bool
-) -> tuple[int, _op.Launch]:
-    """The kernel, and how many rows a program of it takes."""
+) -> tuple[int, int, _op.Launch]:
+    """How many rows a program takes, of how many programs the number is a multiple, and the kernel."""
+    span, together = _span(width)
     flags = (rms, zero_centered, dropout, dtypes[0] == torch.float64)
     element, stored = max(dtypes[0].itemsize, dtypes[-1].itemsize), dtypes[-1].itemsize
     # The order of a sum over a row, that is block and warps, depends on norm, width and the sum's dtype alone: so
@@ -39,11 +48,14 @@ def forward_launch(
     # but the time.
     if width > _WIDEST_ROW or width * element > 4 * _WIDEST_ROW:
         block, warps = (2048, 4) if stored == 2 else (4096, 8)
-        return 1, _op.Launch(kernels.wide_forward, device, (width, block, *flags), warps)
-    block = max(16, _power_of_two(width))
+        return 1, 1, _op.Launch(kernels.wide_forward, device, (width, block, *flags), warps)
+    block = max(16, _power_of_two(span))
     rows, full = max(1, 1024 // block), element > 2
     narrow = stored == 2 and 512 < width <= 1024  # tiles of 256: 768 columns are three of them, with no lane idle
-    if rms and block > 8192:
+    if together > 1 and span > 512:
+        block, _ = _chunks(span, 2048, 256)
+        warps, early = max(2, block // 256), True
+    elif rms and block > 8192:
         block, warps, early = 4096 if stored == 2 else block, 16, stored > 2 or width > 12288
     elif rms and narrow and width < 1024:
         rows, block, warps, early = 4, 256, 4, True
@@ -57,14 +69,15 @@ def forward_launch(
     else:
         warps = 2 if block <= 1024 else max(4, block // 1024)
         early = full or (1024 < block < 8192 and not dropout)
-    chunks = -(-width // block)
-    return rows, _op.Launch(kernels.forward, device, (width, block, chunks, rows, early, *flags), warps)
+    chunks = -(-span // block)
+    return rows, together, _op.Launch(kernels.forward, device, (width, block, chunks, rows, early, *flags), warps)
 
 
 class BackwardPlan(NamedTuple):
     """The kernels of backward for one width, and how many programs, rows and slices they take."""
 
     programs: int  # at the most
+    together: int  # of which their number is a multiple
     band: int  # columns of partial sums that a program adds up
     rows: int
     slices: int
@@ -85,6 +98,7 @@ def backward_plan(
     loaded = sum(dtype.itemsize for dtype in (*dtypes[:3], *of_x, dtypes[5]) if dtype is not None)
     programs = _op.multiprocessors(device)
     rows, chunks, slices, stages = 1, 1, 1, 3
+    given_width, (width, together) = width, _span(width)  # from here on, the lanes that a row takes
     if needs[7] and 512 < width <= 2048:
         # With one more sum a column there are registers for one row, or two: then few warps a program and many
         # programs, so that one computes while others load, and no lane idle.
@@ -115,13 +129,14 @@ def backward_plan(
         stages -= 1
     added = (256, 16) if width <= 2048 else (32, 64)  # partial sums at a time, and columns: few would be few programs
     double = compute == torch.float64
-    constants = (width, rows, block, chunks, slices == 2, stages, rms, zero_centered, dropout, double)
+    constants = (given_width, rows, block, chunks, slices == 2, stages, rms, zero_centered, dropout, double)
     return BackwardPlan(
-        max(1, programs),
+        max(1, programs // together) * together,
+        together,
         added[1],
         rows,
         slices,
-        _op.Launch(kernels.row_sums, device, (width, 4096, rms, zero_centered, double), 8) if slices > 2 else None,
+        _op.Launch(kernels.row_sums, device, (given_width, 4096, rms, zero_centered, double), 8) if slices > 2 else None,
         _op.Launch(kernels.backward, device, constants, warps),
-        _op.Launch(kernels.add_partials, device, (width, *added), 4),
+        _op.Launch(kernels.add_partials, device, (given_width, *added), 4),
     )
