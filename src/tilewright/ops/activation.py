@@ -26,6 +26,7 @@ __all__ = ["bias_gelu", "cost", "geglu", "reference", "swiglu"]
 
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 _FLAT = 1024  # elements of a row that divides evenly into tiles, where rows are nobody's concern
+_LEAST_FLAT = 16  # and as many at least, where rows begin anywhere
 _ONCE = "activation has no second derivative: leave out create_graph=True, or use its `reference`."
 
 
@@ -86,8 +87,10 @@ def _prepare(
     up, up_stride = (None, gate_stride) if up is None else _by_rows(up)
     (bias,) = _op.packed((bias,))
     alone = bias is None and (up is not None or not gated)  # a packed gate has up in its rows
-    if alone and gate_stride == up_stride == width and not gate.numel() % _FLAT:
-        rows, width, gate_stride, up_stride = gate.numel() // _FLAT, _FLAT, _FLAT, _FLAT
+    if alone and gate_stride == up_stride == width:
+        flat = min(gate.numel() & -gate.numel(), _FLAT)  # a power of two that divides all of it
+        if flat == _FLAT or (flat >= _LEAST_FLAT and width % (16 // item)):
+            rows, width, gate_stride, up_stride = gate.numel() // flat, flat, flat, flat
     aligned = 16 | gate.data_ptr() | gate_stride * item | width * item
     if up is not None:
         aligned |= up.data_ptr() | up_stride * item
