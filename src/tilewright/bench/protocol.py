@@ -29,6 +29,11 @@ class Ask:
     quick: bool = False  # a few cases only
     only: str = ""  # those with this in their label
     jobs: int = 1  # processes that compile ahead
+    seed: int = 0  # what cases are drawn from, in `shapes`, as all that follows
+    cases: int = 200  # of each op
+    ops: str = ""  # their names, with commas; all if empty
+    budget: float = 0.0  # seconds after which it stops; 0: none
+    previous: dict[str, Any] | None = None  # a result to resume
 
     def chosen(self, cases: Iterable[Any], label: Callable[[Any], str]) -> list[Any]:
         """The cases to measure, out of those there are."""

@@ -20,7 +20,16 @@ def bench(
     name: str = typer.Argument(help=f"What to measure: {', '.join(NAMES)}."),
     quick: bool = typer.Option(False, help="A few cases only."),
     only: str = typer.Option("", help="Those cases whose label, as it is printed, has this in it."),
-    jobs: int = typer.Option(min(8, os.cpu_count() or 1), help="Processes that compile ahead; 1: none."),
+    jobs: int = typer.Option(
+        None, help="Processes that compile ahead; 1: none. [default: 8, for shapes all cores but 2]"
+    ),
+    seed: int = typer.Option(0, help="Of the cases that shapes draws."),
+    cases: int = typer.Option(200, help="How many cases shapes draws for each op."),
+    ops: str = typer.Option("", help="The ops that shapes measures, with commas; all if left out."),
+    budget: float = typer.Option(
+        0.0, help="Seconds after which shapes stops and names what it has not reached; 0: none."
+    ),
+    resume: bool = typer.Option(False, help="Let shapes go on with the cases that are not in --out yet."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     out: Path = typer.Option(None, help="Also write the JSON to this file, after every case."),
 ) -> None:
@@ -33,21 +42,38 @@ def bench(
         tilewright bench dropout_add_norm --out results/h200/dropout_add_norm.json
 
         tilewright bench train --only 125m
+
+        tilewright bench shapes --seed 1 --ops rope,swiglu --budget 420 --out shapes.json
     """
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(NAMES)}."
         raise UserError(f"There is no benchmark {name!r}; {hint}")
+    if name != "shapes" and (resume or (seed, cases, ops, budget) != (0, 200, "", 0.0)):
+        raise UserError("--seed, --cases, --ops, --budget and --resume are of `tilewright bench shapes` alone.")
     module = importlib.import_module(f"tilewright.bench.{name}")
 
     def save(result: dict[str, Any]) -> None:
         if out is not None:
             write_json(out, result)
 
+    previous = _read_previous(out) if resume else None
+    cores = os.cpu_count() or 1
+    jobs = jobs or (max(1, cores - 2) if name == "shapes" else min(8, cores))
     from tilewright.bench.protocol import Ask
     from tilewright.cli.progress import Stages
 
     with Stages() as stages:
-        result = module.run(Ask(stages.line, save, quick, only, jobs))
+        result = module.run(Ask(stages.line, save, quick, only, jobs, seed, cases, ops, budget, previous))
     if as_json:
         print(json.dumps(result))
+
+
+def _read_previous(out: Path | None) -> dict[str, Any]:
+    if out is None:
+        raise UserError("--resume goes on with the file of --out; give --out too.")
+    try:
+        result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot resume {out}: {error}; leave out --resume to start anew.") from error
+    return result

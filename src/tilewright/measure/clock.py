@@ -66,7 +66,7 @@ def turns(things: Iterable[T], rounds: int) -> Iterator[list[T]]:
         yield list(order)
 
 
-def interleaved_event_time(functions: Functions, *, seconds: float = 0.1) -> Times:
+def interleaved_event_time(functions: Functions, *, seconds: float = 0.1, least_rounds: int = 10) -> Times:
     """Device time of each function, from events around single calls, the cache flushed before each.
 
     The calls take `turns`, so that a change of clock or temperature meets all of them alike. The device is kept busy
@@ -82,7 +82,7 @@ def interleaved_event_time(functions: Functions, *, seconds: float = 0.1) -> Tim
         flush.zero_()
         function()
     torch.cuda.synchronize()
-    rounds = min(100, max(10, round(seconds * len(sound) / (time.perf_counter() - began) / SEATS)))
+    rounds = min(100, max(least_rounds, round(seconds * len(sound) / (time.perf_counter() - began) / SEATS)))
     seats = [(name, seat) for name in sound for seat in range(SEATS)]
     events: dict[tuple[str, int], list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {seat: [] for seat in seats}
     for order in turns(seats, rounds):
