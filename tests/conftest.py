@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import secrets
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# What shapes are drawn from, others in every run; the workers of pytest-xdist inherit that of their parent.
+os.environ.setdefault("TILEWRIGHT_SEED", str(secrets.randbelow(10**6)))
 torch.set_num_threads(1)
 # The same tree, the same examples: --hypothesis-profile=default looks for others.
 settings.register_profile("repeatable", derandomize=True)
@@ -33,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in config.args:  # of which pytest-xdist says no more than that no tests ran
         if not config.option.pyargs and not os.path.exists(config.invocation_params.dir / name.split("::")[0]):
             pytest.exit(f"There is no {name.split('::')[0]}; give a file or a folder of tests.", 4)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line(f"TILEWRIGHT_SEED={os.environ['TILEWRIGHT_SEED']}")  # a header is not shown with -q
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

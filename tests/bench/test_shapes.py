@@ -130,7 +130,8 @@ def test_torch_compile_runs_beside_ours_with_its_rows_dynamic():
         assert set(each["device"]) == {"tilewright", "eager", "compile"}, each
 
 
-def test_every_op_is_measured_at_tiny_sizes():
+def test_every_op_is_measured_at_tiny_sizes(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # its kernels take seconds a call; plain PyTorch does not
     groups = shapes.draw(shapes.OPS, list(shapes.OPS), 5, 1, shapes.TINY)
     result, _ = run(groups, table="tilewright.bench.shapes:OPS")
     assert {each["case"]["op"] for each in result["cases"]} == set(shapes.OPS)

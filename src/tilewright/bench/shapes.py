@@ -44,10 +44,11 @@ class Scale:
     most: int  # of any dimension of a shape
     bytes: tuple[float, float]  # that a call moves, at least and at most
     flops: float  # of a call at most
+    rows: int = 2**30  # at most
 
 
 BENCH = Scale(2**20, (1e6, 1e9), 3e12)
-TINY = Scale(300, (0.0, 2e5), 3e7)  # for Triton's interpreter
+TINY = Scale(300, (0.0, 2e5), 3e7, 80)  # for Triton's interpreter
 
 
 @dataclass(frozen=True)
@@ -424,7 +425,7 @@ def draw_row_counts(rng: random.Random, op: Op, shape: Case, scale: Scale, count
         each = cost_of(rows)
         return each.bytes <= op.size * scale.bytes[1] and precision * each.flops <= op.size * scale.flops
 
-    most = _last(fits)
+    most = min(_last(fits), scale.rows)
     if not most:
         return []
     least = min(most, 1 + _last(lambda rows: cost_of(rows).bytes < scale.bytes[0]))
