@@ -453,8 +453,8 @@ def _last(holds: Callable[[int], bool]) -> int:
 def draw(table: dict[str, Op], names: Sequence[str], seed: int, count: int, scale: Scale) -> list[list[Case]]:
     """`count` cases of each op, in lists of one shape; the ops take turns, so that an early end leaves some of each.
 
-    >>> [[case["op"], case["rows"]] for case in draw(OPS, ["swiglu"], 0, 2, TINY)[0]]
-    [['swiglu', 26], ['swiglu', 8]]
+    >>> [[len(group), group[0]["op"]] for group in draw(OPS, ["swiglu", "rope"], 0, 12, BENCH)]
+    [[10, 'swiglu'], [10, 'rope'], [2, 'swiglu'], [2, 'rope']]
     """
     turns: list[list[list[Case]]] = []
     for name in names:
