@@ -1,6 +1,7 @@
 import json
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_a_neighbour_is_the_next_round_shape_and_a_round_shape_has_none():
 def test_an_error_a_crash_and_a_hang_are_errors_of_their_cases_and_the_others_are_measured(monkeypatch):
     run_groups = workers.run_groups
     monkeypatch.setattr(
-        workers, "run_groups", lambda *args, **options: run_groups(*args, **options, limit_seconds=30.0)
+        workers, "run_groups", lambda *args, **options: run_groups(*args, **options, limit_seconds=15.0)
     )
     groups = [drawn_ops.cases("faulty", 8, (6, 5, 4, 3, 2, 1)), drawn_ops.cases("plain", 5, (4, 2))]
     result, said = run(groups)
@@ -91,7 +92,7 @@ def test_an_error_a_crash_and_a_hang_are_errors_of_their_cases_and_the_others_ar
     assert set(by_rows) == {1, 2, 3, 4, 5, 6} and not result["not_reached"]
     assert by_rows[2]["errors"] == {"tilewright": "ValueError: no such kernel"} and "eager" in by_rows[2]["device"]
     assert by_rows[3]["errors"] == {"tilewright": "the process ended with exit code 7 at tilewright"}
-    assert by_rows[5]["errors"] == {"tilewright": "took more than 30 s at tilewright"}
+    assert by_rows[5]["errors"] == {"tilewright": "took more than 15 s at tilewright"}
     for rows in (1, 4, 6):
         assert set(by_rows[rows]["device"]) == {"tilewright", "eager"} and "errors" not in by_rows[rows]
     assert sum("neighbour" in each["device"] for each in result["cases"] if each["case"]["op"] == "plain") == 2
@@ -109,19 +110,32 @@ def test_a_slower_op_is_behind_and_is_below_its_round_neighbour():
     assert next(each for each in result["cases"] if each["case"]["op"] == "slow")["long"]
 
 
-def test_a_budget_ends_it_names_what_is_missing_and_resume_does_the_rest():
-    groups = [drawn_ops.cases("plain", 8, (2,)), *(drawn_ops.cases("slow", 7, (rows,)) for rows in range(4, 400))]
-    began = time.monotonic()
-    result, said = run(groups, budget=12.0)
-    assert time.monotonic() - began < 30
-    reached = len(result["cases"])
-    assert 0 < reached < 397 and reached + len(result["not_reached"]) == 397
-    assert any("cases were not reached within the budget; the first: slow" in line for line in said)
-    few = groups[: reached + 2]
-    again, _ = run(few, previous=json.loads(json.dumps(result)))
-    assert len(again["cases"]) == reached + 2 and again["cases"][:reached] == result["cases"]
+def test_a_budget_ends_it_names_what_is_missing_and_resume_does_the_rest(monkeypatch):
+    run_groups, clock, ahead = workers.run_groups, time.monotonic, [0.0]
+
+    def run_three(*arguments, report, **options):
+        """The time is over with the third case."""
+        seen = []
+
+        def note(case, figures):
+            report(case, figures)
+            seen.append(case)
+            ahead[0] = 1e6 if len(seen) == 3 else ahead[0]
+
+        return run_groups(*arguments, report=note, **options)
+
+    groups = [drawn_ops.cases("plain", width, (2,)) for width in range(1, 9)]
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: clock() + ahead[0]))
+        patch.setattr(workers, "run_groups", run_three)
+        result, said = run(groups, budget=1e5)
+    assert [each["case"]["width"] for each in result["cases"]] == [1, 2, 3]
+    assert result["not_reached"] == [f"plain fp32 width={width} rows=2" for width in range(4, 9)]
+    assert "5 cases were not reached within the budget; the first: plain fp32 width=4 rows=2" in said
+    again, _ = run(groups, previous=json.loads(json.dumps(result)))
+    assert len(again["cases"]) == 8 and again["cases"][:3] == result["cases"] and not again["not_reached"]
     with pytest.raises(UserError, match="has seed 0, and this run 1"):
-        run(few, previous=result, seed=1)
+        run(groups, previous=result, seed=1)
 
 
 def test_torch_compile_runs_beside_ours_with_its_rows_dynamic():

@@ -34,6 +34,8 @@ def test_help_names_every_command_and_does_not_load_torch():
     [
         (("bench", "dropout_norm"), "did you mean 'dropout_add_norm'"),
         (("bench", "dropout_add_norm"), "needs a CUDA GPU"),
+        (("bench", "shapes"), "needs a CUDA GPU"),
+        (("bench", "rope", "--seed", "1"), "are of `tilewright bench shapes` alone"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, sentence):
