@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import shutil
 import subprocess
+import threading
 from ctypes import POINTER, c_int, cast
 
 import pytest
@@ -20,8 +21,13 @@ CONTEXT, MODULE, FUNCTION, STREAM = 11, 12, 13, 14
 class Emulator:
     def __init__(self):
         self.log, self.context, self.launched, self.maps = b"", CONTEXT, [], []
+        self.version, self.compiled, self.code = (13, 0), 0, b"cube"
 
     # NVRTC
+
+    def nvrtcVersion(self, major, minor):
+        major._obj.value, minor._obj.value = self.version
+        return 0
 
     def nvrtcCreateProgram(self, program, text, name, headers, *_):
         self.text, self.name = text, name
@@ -30,6 +36,7 @@ class Emulator:
 
     def nvrtcCompileProgram(self, program, count, options):
         self.options = [options[i].decode() for i in range(count)]
+        self.compiled += 1
         return 6 if self.log else 0
 
     def nvrtcGetProgramLogSize(self, program, size):
@@ -96,8 +103,10 @@ class Emulator:
 
 
 @pytest.fixture
-def emulator(monkeypatch):
+def emulator(monkeypatch, tmp_path):
     library, real = Emulator(), torch.empty
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(_cuda, "_jobs", {})
     _cuda._tensor_map.cache_clear()
     monkeypatch.setattr(_cuda, "_nvrtc", lambda: library)
     monkeypatch.setattr(_cuda, "_driver", lambda: library)
@@ -120,7 +129,7 @@ def test_a_kernel_is_compiled_for_its_device_and_started_with_its_arguments(emul
     module = _cuda.Module(source, 0, {"ROWS": 7})
     assert (emulator.text, emulator.name) == (b"a kernel", b"some.cu")
     assert emulator.options == [
-        "--gpu-architecture=sm_90a", "--std=c++17", f"--include-path={source.parent}", "-DROWS=7",
+        "--gpu-architecture=sm_90a", "--std=c++17", "-DROWS=7", f"--include-path={source.parent}",
     ]  # fmt: skip
     kernel = module.kernel("known", threads=384, shared_bytes=1000)
     assert emulator.shared == 1000
@@ -151,6 +160,80 @@ def test_what_is_compiled_is_so_once_for_all_devices_of_a_kind(emulator, source)
     emulator.text = None
     module = _cuda.Module(source, 1, {})
     assert module.handle.value == MODULE and emulator.text is None
+
+
+@pytest.fixture
+def forget(monkeypatch):
+    """A function after which a process knows no more than what is on disk."""
+    return lambda: monkeypatch.setattr(_cuda, "_jobs", {})
+
+
+def test_what_another_process_compiled_is_loaded_from_disk(emulator, source, forget, caplog):
+    caplog.set_level("DEBUG", "tilewright")
+    _cuda.Module(source, 0, {"ROWS": 7})
+    forget()
+    assert _cuda.Module(source, 0, {"ROWS": 7}).handle.value == MODULE and emulator.compiled == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert "compiled some.cu" in said[0] and "loaded from disk some.cu" in said[1] and "-DROWS=7" in said[1], said
+
+
+def test_what_depends_on_something_else_is_compiled_again(emulator, source, forget, monkeypatch):
+    def compiles():
+        forget()
+        before = emulator.compiled
+        _cuda.Module(source, 0, {"ROWS": 7})
+        return emulator.compiled - before
+
+    assert compiles() and not compiles()
+    (source.parent / "some.cuh").write_text("a header")
+    assert compiles() and not compiles()
+    (source.parent / "some.cuh").write_text("another header")
+    assert compiles() and not compiles()
+    source.write_text("another kernel")
+    assert compiles() and not compiles()
+    emulator.version = (13, 1)
+    assert compiles() and not compiles()
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert compiles() and not compiles()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert compiles() and not compiles()
+
+
+def test_a_damaged_entry_is_compiled_again(emulator, source, forget, tmp_path):
+    _cuda.Module(source, 0, {})
+    (entry,) = (tmp_path / "cache" / "kernels").iterdir()
+    entry.write_bytes(entry.read_bytes()[:-1])
+    forget()
+    _cuda.Module(source, 0, {})
+    assert emulator.compiled == 2
+    forget()
+    _cuda.Module(source, 0, {})
+    assert emulator.compiled == 2
+
+
+def test_what_does_not_compile_is_not_cached(emulator, source, forget, tmp_path):
+    emulator.log = b"no"
+    with pytest.raises(_cuda.CompileError):
+        _cuda.Module(source, 0, {})
+    emulator.log = b""
+    forget()
+    assert _cuda.Module(source, 0, {}).handle.value == MODULE
+
+
+def test_ahead_of_time_a_source_is_compiled_once_and_side_by_side(emulator, source):
+    """Each compilation waits for the other: one after the other they would never end."""
+    together, real = threading.Barrier(2, timeout=30), emulator.nvrtcCompileProgram
+
+    def both(*arguments):
+        together.wait()
+        return real(*arguments)
+
+    emulator.nvrtcCompileProgram = both
+    for rows in (1, 2, 1):
+        _cuda.compile_ahead(source, 0, {"ROWS": rows})
+    for rows in (1, 2):
+        assert _cuda.Module(source, 0, {"ROWS": rows}).handle.value == MODULE
+    assert emulator.compiled == 2
 
 
 @pytest.mark.parametrize(("columns", "swizzle"), [(64, 3), (32, 2)])

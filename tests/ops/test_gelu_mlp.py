@@ -79,7 +79,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
     if not HOPPER:
         monkeypatch.setattr(linear, "_DEVICES", (DEVICE,))
-        monkeypatch.setattr(_hopper, "ready", lambda device: True)
+        monkeypatch.setattr(_hopper, "ready", lambda device, *names: True)
         monkeypatch.setattr(op, "_value", value)
         monkeypatch.setattr(op, "_gradient", gradient)
         monkeypatch.setattr(linear, "_biased", biased)

@@ -45,20 +45,67 @@ def test_where_the_kernels_do_not_compile_it_is_said_once_and_done_without_them(
     def fails(*_):
         raise _cuda.CompileError("hopper_kernels.cu does not compile: no such instruction")
 
+    began = []
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(_cuda, "can_compile", lambda: True)
     monkeypatch.setattr(_cuda, "Module", fails)
+    monkeypatch.setattr(_cuda, "compile_ahead", lambda source, device, macros: began.append(list(macros)[-1]))
     monkeypatch.setattr(_hopper, "_loaded", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     capturing = True
     device = torch.device("cuda", 0)
-    assert _hopper._kernels(device) is None and not _hopper._loaded  # nothing is loaded, and nothing decided
+    assert not _hopper.ready(device, "linear_biased") and not _hopper._loaded  # nothing is loaded, and nothing decided
     capturing = False
     with pytest.warns(UserWarning, match="slower ones do their work.*no such instruction"):
-        assert _hopper._kernels(device) is None
+        assert not _hopper.ready(device, "linear_biased")
+    began.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _hopper._kernels(device) is None
+        assert not _hopper.ready(device, "linear_biased")
+    assert not began
+
+
+def test_who_wants_one_kernel_starts_the_others_and_waits_for_one(monkeypatch):
+    began, loaded = [], []
+
+    class Module:
+        def __init__(self, source, device, macros):
+            loaded.append(list(macros)[-1])
+
+        def kernel(self, name, threads, shared_bytes):
+            return name
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(_cuda, "can_compile", lambda: True)
+    monkeypatch.setattr(_cuda, "Module", Module)
+    monkeypatch.setattr(_cuda, "compile_ahead", lambda source, device, macros: began.append(list(macros)[-1]))
+    monkeypatch.setattr(_hopper, "_loaded", {})
+    device = torch.device("cuda", 0)
+    assert _hopper.ready(device, "linear_parts_gradient")
+    assert began[0] == "ONLY_LINEAR_PARTS_GRADIENT" and set(began) == {f"ONLY_{name.upper()}" for name in _hopper._COMMON}
+    assert loaded == ["ONLY_LINEAR_PARTS_GRADIENT"]
+    began.clear()
+    assert _hopper.ready(device, "linear_parts_gradient") and not began and len(loaded) == 1
+    assert _hopper.ready(device) and len(loaded) == len(_hopper._NAMES)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_is_compiled_ahead_for_another_device(device, monkeypatch):
+    monkeypatch.setattr(_cuda, "compile_ahead", lambda *_: pytest.fail("there is no Hopper"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    _hopper.compile_ahead(torch.device("cpu") if device == "cpu" else torch.device("cuda", 0))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile them with")
+@pytest.mark.parametrize("name", _hopper._NAMES)
+def test_a_macro_leaves_one_kernel(name):
+    defined = [f"-D{macro}={value}" for macro, value in _hopper._MACROS[name].items()]
+    command = ["nvcc", "-arch=sm_90a", *defined, "-E", str(_hopper.SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"cluster_dims\(2, 1, 1\)\)\) (\w+)\(", done.stdout) == [name]
 
 
 # Classes by width are tiles of 192 x 256, tokens come in stages of 64: whole, cut short, less than one, several turns.
@@ -135,7 +182,7 @@ def test_an_observer_sees_the_sum():
 
 
 def test_elsewhere_a_sum_is_of_whole_tiles_or_not_at_all(monkeypatch):
-    monkeypatch.setattr(_hopper, "ready", lambda device: False)
+    monkeypatch.setattr(_hopper, "ready", lambda device, *names: False)
     rows, columns, *_ = kernels._shape(torch.device(DEVICE))
     assert kernels.scales(torch.empty(2 * rows, 3 * columns, device=DEVICE)) == ((3, 2 * rows), torch.float32)
     assert kernels.scales(torch.empty(2 * rows + 1, columns, device=DEVICE)) is None

@@ -808,7 +808,7 @@ def test_a_weights_gradient_in_two_products_is_that_of_one(full, monkeypatch):
 )
 def test_which_biases_a_kernel_adds(dtype, inner, has_bias, takes, emulator, monkeypatch):
     taken = []
-    monkeypatch.setattr(op._hopper, "ready", lambda device: True)
+    monkeypatch.setattr(op._hopper, "ready", lambda device, *names: True)
     monkeypatch.setattr(op, "_biased", lambda tokens, matrix, bias, out: taken.append(tuple(out.shape)))
     weight, bias = numbers(16, inner, dtype=dtype), numbers(16, dtype=FP32) if has_bias else None
     with torch.autocast("cpu", dtype):
@@ -880,11 +880,11 @@ def test_an_observer_sees_the_product_of_parts():
 
 
 def test_which_gradients_of_parts_a_kernel_takes_as_they_are(monkeypatch):
-    monkeypatch.setattr(_hopper, "ready", lambda device: True)
+    monkeypatch.setattr(_hopper, "ready", lambda device, *names: True)
     part, cast = torch.empty(2, 64, dtype=BF16), torch.empty(192, 8, dtype=BF16)
     assert op._fits_hopper([part] * 3, cast)
     for parts in ([part] * 2, [part, None, part], [part, part, part[:, :32]], [part, part, torch.empty(2, 8192)]):
         assert not op._fits_hopper(parts, cast)
     assert not op._fits_hopper([part] * 3, cast.to(FP16))
-    monkeypatch.setattr(_hopper, "ready", lambda device: False)
+    monkeypatch.setattr(_hopper, "ready", lambda device, *names: False)
     assert not op._fits_hopper([part] * 3, cast)

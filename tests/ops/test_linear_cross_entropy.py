@@ -91,7 +91,7 @@ def test_loss_and_gradients_match_float64_and_are_no_worse_than_torch(dtype, nam
 
 @pytest.mark.parametrize("hopper", [True, False] if HOPPER else [False])
 def test_a_sum_over_many_chunks_stays_as_exact_as_one_product(hopper, monkeypatch):
-    monkeypatch.setattr(_hopper, "ready", lambda device: hopper)
+    monkeypatch.setattr(_hopper, "ready", lambda device, *names: hopper)
     large = int(hopper)  # a scale is a class's over columns or, on a Hopper, a column's over classes
     torch.manual_seed(0)
     left, right = (torch.randn(320, n, device=DEVICE).bfloat16() for n in (CLASSES, WIDTH))

@@ -1,17 +1,27 @@
-"""Kernels in CUDA C++, where Triton does not reach the limit: compiled by NVRTC when first asked for, started by the
-driver, both reached by ctypes. What torch brings is all it takes: no toolkit, no headers, no build."""
+"""Kernels in CUDA C++, where Triton does not reach the limit: compiled by NVRTC, started by the driver, both reached by
+ctypes. What torch brings is all it takes: no toolkit, no headers, no build.
+
+Compiling a kernel takes seconds. `compile_ahead` lets threads do it before the kernel is wanted, and what was compiled is
+cached on disk (`_disk`) under a key of the source, its headers, the options and the compiler's version.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tilewright.ops import _disk
+from tilewright.ops._background import Job
+from tilewright.ops._log import log
 
 _BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
 _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_*B
@@ -21,6 +31,7 @@ _INVALID_CONTEXT = 201  # CUDA_ERROR_*
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 128
 
 _NVRTC = {
+    "nvrtcVersion": (c_void_p, c_void_p),
     "nvrtcCreateProgram": (c_void_p, c_char_p, c_char_p, c_int, c_void_p, c_void_p),
     "nvrtcCompileProgram": (c_void_p, c_int, c_void_p),
     "nvrtcGetProgramLogSize": (c_void_p, c_void_p),
@@ -95,18 +106,63 @@ def can_compile() -> bool:
     return _nvrtc() is not None
 
 
-@functools.cache  # for other devices of its kind, and for when it could not be loaded
+_jobs: dict[tuple[Path, tuple[str, ...]], Job[bytes]] = {}
+_jobs_lock = threading.Lock()
+
+
+def _job(source: Path, options: tuple[str, ...]) -> Job[bytes]:
+    """The one job that makes this code, for all devices of a kind and for when it could not be loaded."""
+    with _jobs_lock:
+        if (source, options) not in _jobs:
+            _jobs[source, options] = Job(functools.partial(_load_or_compile, source, options))
+        return _jobs[source, options]
+
+
+def _options(device: int, macros: dict[str, int]) -> tuple[str, ...]:
+    major, minor = torch.cuda.get_device_capability(device)
+    defined = (f"-D{name}={value}" for name, value in macros.items())
+    return (f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", *defined)
+
+
+def compile_ahead(source: Path, device: int, macros: dict[str, int]) -> None:
+    """Begins to compile a source in the background, for a `Module` of the same arguments."""
+    _job(source, _options(device, macros)).start()
+
+
+def _load_or_compile(source: Path, options: tuple[str, ...]) -> bytes:
+    start, key = time.perf_counter(), _cache_key(source, options)
+    code = _disk.get(key)
+    found = code is not None
+    if code is None:
+        code = _compile(source, options)
+        _disk.put(key, code)
+    verb, seconds = "loaded from disk" if found else "compiled", time.perf_counter() - start
+    log.debug("nvrtc: %s %s %s in %.3f s", verb, source.name, " ".join(options), seconds)
+    return code
+
+
+def _cache_key(source: Path, options: tuple[str, ...]) -> str:
+    """Of all that the code depends on: the source with every header beside it, the options and the compiler."""
+    major, minor = c_int(), c_int()
+    _must(_nvrtc().nvrtcVersion(byref(major), byref(minor)), "tell the compiler's version")
+    headers = {path.name: path.read_text() for path in sorted(source.parent.glob("*.cuh"))}
+    # nvrtcVersion leaves out the patch level, which the release of torch fixes.
+    version = [major.value, minor.value, torch.__version__]
+    return _disk.make_key("cubin", source.name, source.read_text(), headers, options, version)
+
+
 def _compile(source: Path, options: tuple[str, ...]) -> bytes:
     nvrtc, program, size = _nvrtc(), c_void_p(), c_size_t()
     text = source.read_bytes()
+    options = (*options, f"--include-path={source.parent}")
     _must(nvrtc.nvrtcCreateProgram(byref(program), text, source.name.encode(), 0, None, None), "take a kernel's source")
     try:
         given = (c_char_p * len(options))(*(option.encode() for option in options))
         if nvrtc.nvrtcCompileProgram(program, len(options), given):
             nvrtc.nvrtcGetProgramLogSize(program, byref(size))
-            log = ctypes.create_string_buffer(size.value)
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise CompileError(f"{source.name} does not compile: {log.value.decode(errors='replace')}")
+            said = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, said)
+            raise CompileError(f"{source.name} does not compile: {said.value.decode(errors='replace')}")
         _must(nvrtc.nvrtcGetCUBINSize(program, byref(size)), "tell the size of a kernel")
         code = ctypes.create_string_buffer(size.value)
         _must(nvrtc.nvrtcGetCUBIN(program, code), "give a kernel")
@@ -120,9 +176,7 @@ class Module:
 
     def __init__(self, source: Path, device: int, macros: dict[str, int]) -> None:
         self.name, self.device, self.handle, context = source.name, device, c_void_p(), c_void_p()
-        major, minor = torch.cuda.get_device_capability(device)
-        options = (f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", f"--include-path={source.parent}")
-        code = _compile(source, (*options, *(f"-D{name}={value}" for name, value in macros.items())))
+        code = _job(source, _options(device, macros)).result()
         with torch.cuda.device(device):
             torch.empty(1, device="cuda")  # what the runtime does first makes the context that the driver wants
             _must(_driver().cuCtxGetCurrent(byref(context)), "tell its context")

@@ -1,4 +1,8 @@
-"""When kernels in CUDA C++ for Hopper are to be had, and how those of `hopper_kernels.cu` are started."""
+"""When kernels in CUDA C++ for Hopper are available, and how those of `hopper_kernels.cu` are started.
+
+Each kernel of `hopper_kernels.cu` is compiled by itself, some two seconds each. The first one that is wanted starts the
+others in the background: a model that needs one soon needs them all. `compile_ahead` starts them earlier.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,9 @@ _NAMES = (
     "linear_parts_gradient", "linear_biased",
 )  # fmt: skip
 
+_MACROS = {name: {**MACROS, "ONLY": 1, f"ONLY_{name.upper()}": 1} for name in _NAMES}
+_COMMON = [name for name in _NAMES if "lean" not in name]  # the lean ones are for recompute alone
+
 Kernels = dict[str, _cuda.Kernel]
 _loaded: dict[tuple[Any, ...], Kernels | None] = {}  # None where there are none, and never will be
 
@@ -34,12 +41,12 @@ def kernels(
 
     None where the device is no Hopper, where NVRTC is not to be found or does not take them, or not now.
     """
-    key = device, source.name, *macros.values()
+    key = device, source.name, *macros.items()
     if key in _loaded:
         return _loaded[key]
     if device.type != "cuda" or device.index is None:
         return None
-    if torch.cuda.get_device_capability(device) != (9, 0) or not _cuda.can_compile():
+    if not _can_compile(device):
         _loaded[key] = None
     elif not torch.cuda.is_current_stream_capturing():  # for what is captured must not load anything
         try:
@@ -52,13 +59,30 @@ def kernels(
     return _loaded.get(key)
 
 
-def _kernels(device: torch.device) -> Kernels | None:
-    return kernels(device, SOURCE, _NAMES, _THREADS, _SHARED_BYTES, MACROS)
+def _can_compile(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0) and _cuda.can_compile()
 
 
-def ready(device: torch.device) -> bool:
-    """Whether there are those of `hopper_kernels.cu` for it."""
-    return _kernels(device) is not None
+def compile_ahead(device: torch.device, source: Path = SOURCE, macros: dict[str, int] | None = None) -> None:
+    """Begins to compile in the background: a source with its macros, or the kernels of `hopper_kernels.cu`."""
+    if device.type != "cuda" or device.index is None or not _can_compile(device):
+        return
+    for each in [_MACROS[name] for name in _COMMON] if macros is None else [macros]:
+        _cuda.compile_ahead(source, device.index, each)
+
+
+def _kernel(device: torch.device, name: str) -> _cuda.Kernel | None:
+    macros = _MACROS[name]
+    if (device, SOURCE.name, *macros.items()) not in _loaded:
+        compile_ahead(device, SOURCE, macros)
+        compile_ahead(device)
+    loaded = kernels(device, SOURCE, (name,), _THREADS, _SHARED_BYTES, macros)
+    return None if loaded is None else loaded[name]
+
+
+def ready(device: torch.device, *names: str) -> bool:
+    """Whether these kernels of `hopper_kernels.cu` can run there, or all of them."""
+    return all([_kernel(device, name) is not None for name in names or _NAMES])
 
 
 def start(
@@ -66,10 +90,10 @@ def start(
     device: torch.device, *more: int,
 ) -> None:  # fmt: skip
     """`maps` are the kernel's, in its order; sizes are rows, columns and the inner dimension."""
-    loaded = _kernels(device)
+    loaded = _kernel(device, kernel)
     assert loaded is not None
     address = ctypes.c_void_p(None if vector is None else vector.data_ptr())
-    loaded[kernel](blocks(sizes, device), (*maps, address, *map(ctypes.c_int, (*sizes, *more))))
+    loaded(blocks(sizes, device), (*maps, address, *map(ctypes.c_int, (*sizes, *more))))
 
 
 def blocks(sizes: tuple[int, int, int], device: torch.device) -> int:

@@ -176,7 +176,7 @@ def fused_gelu_mlp(
 ) -> Tensor | None:  # fmt: skip
     """`gelu_mlp` where it is fused, else None. Lean, half as much is kept for backward."""
     _check(x, up, up_bias, down, down_bias, approximate)
-    if not _fits(x, up, down, down_bias, approximate):
+    if not _fits(x, up, down, down_bias, approximate, lean):
         return None
     prepared = _linear._prepared(x, up, up_bias)  # which knows whether the first product fits
     if prepared is None:
@@ -185,7 +185,7 @@ def fused_gelu_mlp(
     return y
 
 
-def _fits(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approximate: str) -> bool:
+def _fits(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approximate: str, lean: bool) -> bool:
     """Whether all but the first product does."""
     trained = torch.is_grad_enabled() and up.requires_grad and down.requires_grad
     if approximate != "tanh" or not trained or torch.compiler.is_compiling() or down.shape[0] % 8 or not x.numel():
@@ -196,7 +196,8 @@ def _fits(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approxi
     if type(down) not in _op.PLAIN or (down_bias is not None and type(down_bias) not in _op.PLAIN):
         return False
     large = 2 * (x.numel() // x.shape[-1]) * down.numel() >= _cublaslt.WORTH_CHOOSING
-    return large and _hopper.ready(x.device)
+    kind = f"{_NAME}_{'lean_' * lean}"
+    return large and _hopper.ready(x.device, f"{kind}value", f"{kind}gradient")
 
 
 def _check(x: Any, up: Any, up_bias: Any, down: Any, down_bias: Any, approximate: str) -> None:

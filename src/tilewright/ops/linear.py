@@ -68,7 +68,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cast: Tensor) -> Te
     y = tokens.new_empty((*x.shape[:-1], matrix.shape[0]))  # in its own shape: a view would hide whose memory it is
     out = y.view(tokens.shape[0], matrix.shape[0])
     short = x.shape[-1] <= _SHORT and x.dtype == torch.bfloat16 and x.numel() > 0
-    if bias is not None and short and _hopper.ready(x.device):
+    if bias is not None and short and _hopper.ready(x.device, "linear_biased"):
         _biased(tokens, matrix, bias, out)
         return y
     vector = None if bias is None else _op.packed((bias.to(x.dtype),))[0]
@@ -152,7 +152,7 @@ def _fits_hopper(parts: Sequence[Tensor | None], cast: Tensor) -> bool:
     sizes = [part.shape[-1] for part in parts if part is not None and part.shape[-1] % _hopper.STEP == 0]
     if not len(sizes) == len(parts) == 3 or sum(sizes) > _hopper.MOST_SUMS:
         return False
-    return cast.dtype == torch.bfloat16 and _hopper.ready(cast.device)
+    return cast.dtype == torch.bfloat16 and _hopper.ready(cast.device, "linear_parts_gradient")
 
 
 def _of_parts(parts: Sequence[Tensor], matrix: Tensor, sums: bool) -> tuple[Any, Tensor | None]:

@@ -107,7 +107,7 @@ def _shape(device: torch.device) -> tuple[int, int, int, int, int]:
 def scales(total: torch.Tensor) -> tuple[tuple[int, int], torch.dtype] | None:
     """Shape and dtype of the scales of such a sum; None where there is no kernel for it."""
     rows, columns = total.shape
-    if columns % 8 == 0 and _hopper.ready(total.device):
+    if columns % 8 == 0 and _hopper.ready(total.device, "linear_cross_entropy_add"):
         return (-(-rows // _hopper.COLUMNS), columns), torch.bfloat16
     block_rows, block_columns, *_ = _shape(total.device)
     if rows % block_rows or columns % block_columns:

@@ -1,0 +1,163 @@
+"""A cache on disk for what takes long to make: compiled kernels, and algorithms that were chosen by the clock.
+
+The folder is `kernels` in `$TILEWRIGHT_CACHE`, else in `tilewright` in `$XDG_CACHE_HOME` or `~/.cache`. It can be deleted
+at any time; `TILEWRIGHT_CACHE=off` switches the cache off. An entry is one file, named by the SHA-256 of all that it
+depends on, so a stale entry is never found:
+
+    tilewright 1
+    <key>
+    <SHA-256 of the payload>
+    <payload>
+
+A kernel from the cache runs with the rights of the user. So the folders must belong to the user, nobody else may be able
+to write to them, and they must not be symbolic links; where that is not so, a warning is logged once and nothing is read
+or written. A damaged entry counts as missing. Entries are written to a temporary file and renamed, so any number of
+processes can read and write at once. No error of the file system is an error of the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+from tilewright.ops._log import log
+
+OFF = ("off", "0")  # values of TILEWRIGHT_CACHE
+_MAGIC = b"tilewright 1"
+_HAS_FOLDER_DESCRIPTORS = hasattr(os, "O_NOFOLLOW") and {os.open, os.mkdir, os.rename, os.unlink} <= os.supports_dir_fd
+_refused: set[str] = set()  # paths that were warned about
+
+
+class _RefusedError(OSError):
+    """A folder or file that somebody else could have written."""
+
+
+def make_key(*parts: Any) -> str:
+    """Returns the name of an entry that depends on `parts`, which JSON can express.
+
+    >>> make_key("cubin", "source", ["-DROWS=1"]) == make_key("cubin", "source", ["-DROWS=2"])
+    False
+    """
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def get(key: str) -> bytes | None:
+    """Returns what was stored under `key`, or None."""
+    try:
+        with _folder(create=False) as folder, open(_open_file(key, folder), "rb") as file:
+            _check_owner(os.fstat(file.fileno()), key)
+            content = file.read()
+    except (OSError, RuntimeError) as error:
+        _explain("read", error)
+        return None
+    magic, found_key, digest, payload = (content.split(b"\n", 3) + [b""] * 4)[:4]
+    if (magic, found_key, digest) != (_MAGIC, key.encode(), hashlib.sha256(payload).hexdigest().encode()):
+        log.debug("cache: %s is damaged and is made again", key)
+        return None
+    return payload
+
+
+def put(key: str, payload: bytes) -> None:
+    """Stores `payload` under `key`, if it can."""
+    content = b"\n".join((_MAGIC, key.encode(), hashlib.sha256(payload).hexdigest().encode(), payload))
+    temporary = f".{key}.{os.getpid()}.{secrets.token_hex(8)}"
+    try:
+        with _folder(create=True) as folder:
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                with open(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as file:
+                    file.write(content)
+                os.rename(temporary, key, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+    except (OSError, RuntimeError) as error:
+        _explain("write", error)
+
+
+def root() -> Path | None:
+    """Returns the user's cache folder, which need not exist, or None where the cache is off."""
+    named = os.environ.get("TILEWRIGHT_CACHE")
+    if named in OFF:
+        return None
+    if named:
+        return Path(named)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    return (base if base.is_absolute() else Path.home() / ".cache") / "tilewright"
+
+
+@contextlib.contextmanager
+def _folder(create: bool) -> Any:
+    """Opens the folder of entries. All later calls go through its descriptor, so nobody can swap it in between."""
+    path = root() if _HAS_FOLDER_DESCRIPTORS else None
+    if path is None:
+        raise FileNotFoundError("the cache is off")
+    if create:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    outer = _open_folder(str(path), None, str(path), create)
+    try:
+        inner = _open_folder("kernels", outer, f"{path}/kernels", create)
+    finally:
+        os.close(outer)
+    try:
+        yield inner
+    finally:
+        os.close(inner)
+
+
+def _open_folder(name: str, parent: int | None, path: str, create: bool) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    if stat.S_ISLNK(_lstat_mode(name, parent)):
+        raise _RefusedError(f"{path} is a symbolic link")
+    try:
+        folder = os.open(name, flags, dir_fd=parent)
+    except FileNotFoundError:
+        if not create:
+            raise
+        with contextlib.suppress(FileExistsError):  # another process was first
+            os.mkdir(name, 0o700, dir_fd=parent)
+        folder = os.open(name, flags, dir_fd=parent)
+    try:
+        _check_owner(os.fstat(folder), path)
+    except OSError:
+        os.close(folder)
+        raise
+    return folder
+
+
+def _lstat_mode(name: str, parent: int | None) -> int:
+    try:
+        return os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return 0
+
+
+def _open_file(name: str, folder: int) -> int:
+    return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+
+
+def _check_owner(status: os.stat_result, path: str) -> None:
+    if status.st_uid != os.geteuid():
+        raise _RefusedError(f"{path} belongs to another user")
+    if status.st_mode & 0o022:
+        raise _RefusedError(f"other users can write to {path}")
+
+
+def _explain(verb: str, error: Exception) -> None:
+    if not isinstance(error, _RefusedError):
+        if not isinstance(error, FileNotFoundError):
+            log.debug("cache: could not %s: %s", verb, error)
+    elif str(error) not in _refused:
+        _refused.add(str(error))
+        log.warning(
+            "Compiled kernels are not cached: %s. Make it yours alone (chown, chmod go-w), or set TILEWRIGHT_CACHE to "
+            "another folder.",
+            error,
+        )

@@ -1,0 +1,98 @@
+"""Jobs in the background: each runs once, nobody waits in a queue, and the end of the program drops what has not begun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tilewright.ops import _background
+from tilewright.ops._background import Job
+
+
+def test_a_job_runs_once_whoever_asks():
+    ran = []
+    job = Job(lambda: ran.append(threading.current_thread().name) or len(ran)).start()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(job.result())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1] * 8 and len(ran) == 1
+
+
+def test_who_wants_a_result_that_nobody_has_begun_makes_it(monkeypatch):
+    monkeypatch.setattr(_background, "_enqueue", lambda function: pytest.fail("no thread is needed"))
+    assert Job(threading.current_thread).result() is threading.current_thread()
+
+
+def test_a_queue_of_long_jobs_holds_nobody_up():
+    held = threading.Event()
+    blocked = [Job(held.wait).start() for _ in range(_background._MOST_THREADS + 2)]
+    try:
+        assert Job(threading.current_thread).start().result() is threading.current_thread()
+    finally:
+        held.set()
+    assert all(job.result() for job in blocked)
+
+
+def test_an_error_is_raised_where_the_result_is_wanted():
+    job = Job(lambda: 1 / 0).start()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            job.result()
+
+
+PROGRAM = """
+import importlib.util, os, sys, threading, time
+specification = importlib.util.spec_from_file_location("_background", sys.argv[1])
+_background = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(_background)
+Job = _background.Job
+"""
+
+
+def run(body):
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM + body, _background.__file__]  # without torch
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_end_of_a_program_waits_for_what_has_begun_and_drops_the_rest():
+    done = run(
+        """
+began = threading.Event()
+def work():
+    began.set()
+    time.sleep(0.3)
+    os.write(1, b"x")
+for _ in range(100 * _background._MOST_THREADS):
+    Job(work).start()
+began.wait()
+"""
+    )
+    assert done.returncode == 0 and 1 <= len(done.stdout) <= _background._MOST_THREADS, done
+
+
+def test_a_forked_process_makes_what_a_thread_of_its_parent_was_at():
+    done = run(
+        """
+began, held = threading.Event(), threading.Event()
+def work():
+    began.set()
+    held.wait()
+    return os.getpid()
+job, waiting = Job(work).start(), Job(os.getpid)
+began.wait()
+if (child := os.fork()) == 0:
+    held.set()
+    ok = job.result() == os.getpid() == waiting.result() == Job(os.getpid).start().result()
+    os._exit(not ok)
+held.set()
+assert job.result() == os.getpid()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    )
+    assert done.returncode == 0, done
