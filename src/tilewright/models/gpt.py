@@ -23,9 +23,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.nn.linear import is_unheard
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
-from tilewright.ops import cross_entropy, linear, linear_cross_entropy
-from tilewright.ops._op import is_traced, runs_kernel
+from tilewright.ops import _hopper, cross_entropy, cross_entropy_hopper, linear, linear_cross_entropy
+from tilewright.ops._op import is_traced, runs_kernel, triton_ready
 from tilewright.ops.attention import attention
+from tilewright.ops.attention import compile_ahead as compile_attention_ahead
 from tilewright.ops.attention import reference as attend
 from tilewright.ops.dropout_add_norm import HOST_BOUND
 from tilewright.ops.embedding import tied_embedding
@@ -256,6 +257,15 @@ def _is_plain(table: nn.Module) -> bool:
     return own and is_unheard(table)
 
 
+@functools.cache
+def _compile_ahead(device: torch.device, loss: str, vocabulary: int) -> None:
+    """Begins to compile what a first step on a Hopper would wait for, one kernel after the other."""
+    _hopper.compile_ahead(device)
+    compile_attention_ahead(device)
+    if loss != "plain":
+        cross_entropy_hopper.compile_ahead(device, vocabulary)
+
+
 class GPT(nn.Module):
     """Returns the logits, or the mean cross-entropy where targets are given.
 
@@ -271,6 +281,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        if config.gpt_block == "optimized" and torch.version.cuda is not None:
+            triton_ready.start()
         self.token = nn.Embedding(config.vocabulary, config.width)
         learned = config.position == "learned"
         self.position = nn.Embedding(config.sequence, config.width) if learned else None
@@ -314,6 +326,8 @@ class GPT(nn.Module):
         sequence = tokens.shape[1]
         if sequence > self.config.sequence:
             raise ValueError(f"{sequence} tokens are more than the {self.config.sequence} positions of this model.")
+        if self.config.gpt_block == "optimized" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _compile_ahead(tokens.device, self.config.loss, self.config.vocabulary)
         x, head = self._embed(tokens)
         residual = x_bias = None
         for block, how in zip(self.blocks, self.recompute, strict=True):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tilewright.measure import work
+from tilewright.ops._background import Job
+from tilewright.ops._log import log
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # and no subclass of them
@@ -152,6 +158,35 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
+def _load_triton() -> None:
+    """Does once what Triton's first compilation does: imports its code generator and hashes its own installation."""
+    with contextlib.suppress(Exception):  # the names are Triton's own; it does the same when they are others
+        importlib.import_module("triton.compiler.code_generator")
+        importlib.import_module("triton.runtime.cache").triton_key()
+
+
+triton_ready = Job(_load_triton)
+_rehearsing: set[int] = set()  # threads whose launches are only compiled
+
+
+def rehearse(function: Callable[..., Any], *arguments: Any) -> None:
+    """Calls `function` with every `Launch` in it replaced by the start of its compilation in the background.
+
+    A forward calls its backward so, on tensors of one row, and the kernels are there when backward comes. Nothing
+    depends on it: what was not foreseen, or fails here, is compiled when it is launched.
+    """
+    thread = threading.get_ident()
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    _rehearsing.add(thread)
+    try:
+        function(*arguments)
+    except Exception as error:
+        log.debug("triton: could not foresee a launch: %r", error)
+    finally:
+        _rehearsing.discard(thread)
+
+
 class Launch:
     """A kernel with its constants, ready to start on one device at a fraction of Triton's own host cost.
 
@@ -161,16 +196,22 @@ class Launch:
     to inspect. The first call goes through Triton and keeps the binary; later ones start it directly.
     """
 
+    firsts = 0  # launches that were called at least once: an op that sees it change can foresee others
+
     def __init__(
         self, kernel: Any, device: torch.device, constants: tuple[Any, ...], warps: int, changed: Sequence[int] = ()
     ) -> None:
         self.kernel, self.device, self.constants, self.warps = kernel, device, constants, warps
         self.changed = changed  # which of its tensors it reads and writes
         self.binary: Any = None
+        self.is_new = True
+        self.job: Job[None] | None = None  # that compiles it ahead of its first call
         op = kernel.fn.__module__.rpartition(".")[2].removesuffix("_kernels")
         self.name = f"tilewright::{op}.{kernel.fn.__name__}"
 
     def __call__(self, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]) -> None:
+        if _rehearsing and threading.get_ident() in _rehearsing:
+            return self.compile_ahead(dtypes(tensors), scalars)
         if self.device.type == "cuda" and self.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
                 return self(grid, tensors, scalars)
@@ -182,9 +223,7 @@ class Launch:
     def _start(self, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]) -> None:
         binary = self.binary
         if binary is None:
-            binary = self.kernel[grid](*tensors, *scalars, *self.constants, num_warps=self.warps)
-            self.binary = None if INTERPRETED else binary
-            return
+            return self._start_first(grid, tensors, scalars)
         # Addresses instead of tensors spare the launcher a driver query for each.
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
@@ -192,3 +231,38 @@ class Launch:
             grid[0], grid[1], 1, stream, binary.function, binary.packed_metadata, None, None, None,
             *addresses, *scalars, *self.constants,
         )  # fmt: skip
+
+    def _start_first(
+        self, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]
+    ) -> None:
+        start = time.perf_counter()
+        if not INTERPRETED:
+            triton_ready.result()
+        if self.job is not None:
+            try:
+                self.job.result()
+            except Exception as error:  # if it is one of the kernel, it comes again below
+                log.debug("triton: %s failed ahead of its launch: %r", self.name, error)
+        binary = self.kernel[grid](*tensors, *scalars, *self.constants, num_warps=self.warps)
+        self.binary = None if INTERPRETED else binary
+        if self.is_new:
+            self.is_new = False
+            Launch.firsts += 1
+        log.debug("triton: first launch of %s after %.3f s", self.name, time.perf_counter() - start)
+
+    def compile_ahead(self, types: Sequence[torch.dtype | None], scalars: Sequence[Any]) -> None:
+        """Begins to compile in the background, for tensors of these dtypes."""
+        if self.binary is None and self.job is None and not INTERPRETED:
+            self.job = Job(functools.partial(self._compile, (*types, *scalars, *self.constants))).start()
+
+    def _compile(self, arguments: tuple[Any, ...]) -> None:
+        from triton.runtime import driver
+
+        start = time.perf_counter()
+        triton_ready.result()
+        with torch.cuda.device(self.device):
+            binary = self.kernel.warmup(*arguments, grid=(1, 1), num_warps=self.warps)
+            # Before 3.7 Triton makes a C compiler build a launcher for each signature, and finds it in its own cache
+            # later. The binary itself is loaded by its first call: a graph that is captured meanwhile forbids that.
+            driver.active.launcher_cls(binary.src, binary.metadata)
+        log.debug("triton: compiled %s ahead in %.3f s", self.name, time.perf_counter() - start)

@@ -18,6 +18,7 @@ Floor: batch x heads x sequence^2 x head_dim FLOPs for each product, of which fo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
@@ -55,6 +56,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, lse = _forward(q, k, v)
+        _foresee_backward(q.device, *q.shape[2:])
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -71,6 +73,25 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     by_head = [t.transpose(1, 2) for t in (q, k, v)]
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*by_head, None, True, 0.0, True, False)
     return out.transpose(1, 2), lse
+
+
+@functools.cache
+def _foresee_backward(device: torch.device, heads: int, width: int) -> None:
+    """Begins to compile the small kernels of backward."""
+    from tilewright.ops import attention_kernels as kernels
+
+    def rehearse() -> None:
+        rows = torch.empty((BLOCK, heads * width), dtype=torch.bfloat16, device=device)
+        sums = torch.empty(BLOCK * heads * width, dtype=torch.float32, device=device)
+        kernels.prepare(rows, rows, sums[: BLOCK * heads], heads, BLOCK, 1.0)
+        kernels.finish(sums, rows, heads, BLOCK, 1.0)
+
+    _op.rehearse(rehearse)
+
+
+def compile_ahead(device: torch.device) -> None:
+    """Begins to compile the kernel of backward, where there is one."""
+    _hopper.compile_ahead(device, SOURCE, MACROS)
 
 
 def _backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:

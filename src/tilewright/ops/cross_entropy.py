@@ -224,7 +224,10 @@ class _Function(torch.autograd.Function):
         ctx.options, ctx.inplace = rest[:5], inplace
         ctx.ahead = reduced and logits.dtype in AHEAD
         if ctx.ahead:
+            launches = _op.Launch.firsts
             loss, lse, gradient = _forward(*(*inputs, inplace))
+            if _op.Launch.firsts != launches and gradient is not None:
+                _op.rehearse(scale, gradient, loss)
             ctx.gradient = _op.taken(gradient, logits)
         else:
             loss, lse, _ = _forward(*(*inputs[:-1], False))

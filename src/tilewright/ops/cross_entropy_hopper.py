@@ -37,6 +37,12 @@ def launch_config(classes: int, stride: int) -> dict[str, int] | None:
     return {"THREADS": threads, "EACH": each, "SLOTS": _RING_BYTES // (threads * 16), "RAGGED": ragged}
 
 
+def compile_ahead(device: torch.device, classes: int) -> None:
+    """Begins to compile the kernel for so many classes, if it takes them."""
+    if classes % _VECTOR == 0 and _LEAST <= classes <= _MOST:
+        _hopper.compile_ahead(device, SOURCE, cut(classes))
+
+
 def start(
     logits: torch.Tensor, targets: torch.Tensor, denominator: torch.Tensor | None, loss: torch.Tensor,
     lse: torch.Tensor | None, gradient: torch.Tensor, ignore_index: int, z_loss: float,

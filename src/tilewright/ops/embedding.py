@@ -54,7 +54,12 @@ class _Function(torch.autograd.Function):
         ctx.save_for_backward(flat)
         ctx.tables = [None if t is None else (t.shape, t.dtype) for t in (weight, position)]
         ctx.set_materialize_grads(False)
-        return kernels.gather(flat, table, places, dtype, tokens.shape), weight
+        launches = _op.Launch.firsts
+        out = kernels.gather(flat, table, places, dtype, tokens.shape)
+        if _op.Launch.firsts != launches and ctx.needs_input_grad[1]:  # as of a table that is tied
+            some = out.reshape(-1, out.shape[-1])[:32]
+            _op.rehearse(kernels.scatter, flat[:32], some, len(weight), weight.dtype, table)
+        return out, weight
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dtied: Any) -> Any:

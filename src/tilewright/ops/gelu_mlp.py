@@ -111,6 +111,9 @@ class _Function(torch.autograd.Function):
         bias = None if up_bias is None else _op.packed((up_bias.detach().float(),))[0]
         up_cast = _linear._matrix(up_cast)
         activated, kept = _value(tokens, up_cast, bias, lean)
+        from tilewright.ops.linear_kernels import foresee_add_up
+
+        foresee_add_up(x.device, activated.shape[1])
         y: Tensor = _linear._forward(activated.view(*x.shape[:-1], -1), down, down_bias, down_cast)
         ctx.save_for_backward(x, None if lean else activated, kept, up_cast, down_cast)
         layers = (up, up_bias), (down, down_bias)

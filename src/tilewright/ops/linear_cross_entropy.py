@@ -224,7 +224,11 @@ class _Function(torch.autograd.Function):
         x, _, _, targets, *_ = inputs
         ctx.later, ctx.gradients = None, None
         if reduced and x.dtype in AHEAD:
+            launches = _op.Launch.firsts
             loss, lse, *ctx.gradients = _run(*(True, None, *inputs))
+            if _op.Launch.firsts != launches:
+                for gradient in filter(lambda g: g is not None, ctx.gradients):
+                    _op.rehearse(scale, gradient, loss)
         else:
             loss, lse, *_ = _run(*(reduced, None, *inputs[:-3], False, False, False))
             ctx.save_for_backward(*inputs[:5])

@@ -74,6 +74,13 @@ def _add_up(device: torch.device, columns: int) -> _op.Launch:
     return _op.Launch(column_sums, device, (columns, 64, _NARROW), 4)
 
 
+def foresee_add_up(device: torch.device, columns: int) -> None:
+    """Begins to compile `add_up` of so many columns."""
+    launch = _add_up(device, columns)
+    if launch.is_new:
+        launch.compile_ahead((torch.float32, torch.float32), (1,))
+
+
 def add_up(partials: torch.Tensor) -> torch.Tensor:
     """The sum of some hundreds of rows of float32."""
     total = partials.new_empty(partials.shape[1])
