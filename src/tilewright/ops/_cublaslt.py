@@ -22,6 +22,12 @@ share. That leaves how many terms one instruction adds at once, which differs be
 candidate must also repeat the first one's bits on the numbers that it is timed with.
 
 Outputs are written and never read (beta is 0), so a product may run twice with the same result.
+
+A choice is made once for a range of row counts (`_bucket`), so that batches of ever other lengths are not timed again and
+again, and it is cached on disk (`_disk`), under a key of the GPU, the versions and the problem. A matmul that takes a
+choice over does so only if the library confirms that the algorithm can do it (`cublasLtMatmulAlgoCheck`), it sums in one
+piece, and the library's own first candidate is of the family (algorithm and instruction shape) whose bits the choice was
+compared with. Else it takes the library's first candidate.
 """
 
 from __future__ import annotations
@@ -29,24 +35,27 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
+import json
 import threading
+import time
 from collections.abc import Callable
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from typing import Any
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewright.measure import work
+from tilewright.ops import _disk
+from tilewright.ops._log import log
 
 WORTH_CHOOSING = 2e10  # FLOPs from which a choice can pay; some 30 microseconds of an H200
 
-_CANDIDATES = 32
-_LEADERS = 4  # of the first round of timings, for longer ones
-# Milliseconds of those: two launches of an algorithm differ from time to time by more than two algorithms do, and until
-# a GPU is at its limit of power, where it will be while it works, takes a while.
-_ROUNDS = (8.0, 24.0, 24.0, 24.0)
+_CANDIDATES = 12
+_LEADERS = 3  # of the first round of timings, for longer ones
+# Milliseconds of those: two launches of an algorithm differ from time to time by more than two algorithms do.
+_ROUNDS = (4.0, 12.0, 12.0)
 _CLOSE = 1.04  # times the shortest: who has taken longer up to then has lost
-_USES = 3  # of a shape before its algorithms are timed
+_USES = 3  # of a bucket of shapes before its algorithms are timed
 _WORTH = 0.99  # of the first candidate's time: what another must beat
 _MOST_CHOICES = 64  # a program that sees new shapes all the time spends its own time on its work
 _PLANS = 4096
@@ -89,7 +98,20 @@ R_32F = 0  # CUDA_R_32F
 TYPES = {torch.bfloat16: 14, torch.float16: 2, torch.float32: R_32F}  # CUDA_R_16BF, CUDA_R_16F
 HALVES = (torch.bfloat16, torch.float16)  # operands; whether float32 may be less is torch's to say
 REDUCTION_SCHEME_NONE = 0  # CUBLASLT_REDUCTION_SCHEME_NONE
-ALGO_CONFIG_SPLITK_NUM = 2  # CUBLASLT_ALGO_CONFIG_SPLITK_NUM
+
+
+class Config(enum.IntEnum):
+    """CUBLASLT_ALGO_CONFIG_*, attributes of an algorithm."""
+
+    ID = 0
+    SPLITK_NUM = 2
+    REDUCTION_SCHEME = 3
+    INNER_SHAPE_ID = 7
+
+
+_CONFIG_TYPES = {
+    Config.ID: c_int32, Config.SPLITK_NUM: c_int32, Config.REDUCTION_SCHEME: c_uint32, Config.INNER_SHAPE_ID: c_uint16,
+}  # fmt: skip
 
 
 class Heuristic(ctypes.Structure):
@@ -115,6 +137,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cublasLtMatmulPreferenceDestroy": (c_void_p,),
     "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     "cublasLtMatmulAlgoGetHeuristic": (*(c_void_p,) * 7, c_int, c_void_p, c_void_p),
+    "cublasLtMatmulAlgoCheck": (c_void_p,) * 8,
     "cublasLtMatmulAlgoConfigGetAttribute": (c_void_p, c_int, c_void_p, c_size_t, c_void_p),
     "cublasLtMatmul": (*(c_void_p,) * 14, c_size_t, c_void_p),
 }
@@ -136,6 +159,7 @@ def declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, c_int
+    loaded.cublasLtGetVersion.argtypes, loaded.cublasLtGetVersion.restype = (), c_size_t
     return loaded
 
 
@@ -198,6 +222,59 @@ def _side(matrix: torch.Tensor) -> tuple[bool, int] | None:
     return None
 
 
+class Choice(NamedTuple):
+    """What a search found: an algorithm, None for the library's first; and the family of that first one."""
+
+    algorithm: bytes | None
+    family: tuple[int, int]
+
+    def to_json(self) -> bytes:
+        algorithm = None if self.algorithm is None else self.algorithm.hex()
+        return json.dumps({"algorithm": algorithm, "family": self.family}).encode()
+
+    @staticmethod
+    def from_json(text: bytes) -> Choice | None:
+        """The choice, or None where the text is not one."""
+        try:
+            found = json.loads(text)
+            algorithm, family = found["algorithm"], found["family"]
+            algorithm = None if algorithm is None else bytes.fromhex(algorithm)
+            first, second = (int(number) for number in family)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        if algorithm is not None and len(algorithm) != Heuristic.algorithm.size:
+            return None
+        return Choice(algorithm, (first, second))
+
+
+_choices: dict[tuple[Any, ...], Choice | None] = {}  # by bucket; None: looked for on disk, not found
+_uses: dict[tuple[Any, ...], int] = {}  # of a bucket that has no choice
+
+
+def _bucket(rows: int) -> int:
+    """The row count that stands for `rows` in a search: a multiple of a power of two, four to an octave.
+
+    >>> [_bucket(rows) for rows in (1, 7, 9, 100, 1000, 1024, 1025, 1280, 1281)]
+    [1, 7, 10, 112, 1024, 1024, 1280, 1280, 1536]
+    """
+    step = 1 << max(0, (rows - 1).bit_length() - 3)
+    return -(-rows // step) * step
+
+
+@functools.cache
+def _machine(device: torch.device, loaded: Any) -> tuple[Any, ...]:
+    """What a choice depends on beside the problem: the GPU, its driver and the library."""
+    gpu: tuple[Any, ...] = ()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        power = properties.multi_processor_count, properties.total_memory
+        gpu = (properties.name, *power, torch._C._cuda_getDriverVersion() if _HAS_DRIVER_VERSION else None)
+    return *gpu, loaded.cublasLtGetVersion(), torch.__version__
+
+
+_HAS_DRIVER_VERSION = hasattr(torch._C, "_cuda_getDriverVersion")
+
+
 class Plan:
     """A product described to the library, and the algorithms that can do it. From call to call only addresses change.
 
@@ -230,7 +307,11 @@ class Plan:
         self._lay_out(self.out, out, columns, rows, columns)
         self.candidates = self.order = self._search(alignment)
         self.undecided = len(self.candidates) > 1 and 2 * rows * columns * inner >= WORTH_CHOOSING
-        self.uses = 0
+        contiguous = [side[1] == matrix.shape[not side[0]] for side, matrix in ((left_side, left), (right_side, right))]
+        problem = (_bucket(rows), columns, inner, left_transposed, right_transposed, *contiguous)
+        types = str(left.dtype), str(out.dtype), has_bias, alignment
+        self.bucket = (*_machine(out.device, loaded), *problem, *types)
+        self.what = f"{rows} x {inner} x {columns}"
 
     def _describe(self, attribute: Description, value: Any) -> None:
         _set(self.loaded.cublasLtMatmulDescSetAttribute, self.description, attribute, value)
@@ -254,15 +335,56 @@ class Plan:
             _CANDIDATES, byref(found), byref(count),
         )  # fmt: skip
         self.loaded.cublasLtMatmulPreferenceDestroy(preference)
-        return [one for one in found[: count.value] if status == 0 == one.state and self._splits(one) == 1]
+        return [one for one in found[: count.value] if status == 0 == one.state and self._sums_in_one_piece(one)]
 
-    def _splits(self, candidate: Heuristic) -> int:
-        splits, written = c_int32(), c_size_t()
+    def _config(self, candidate: Heuristic, attribute: Config) -> int:
+        value, written = _CONFIG_TYPES[attribute](), c_size_t()
         status = self.loaded.cublasLtMatmulAlgoConfigGetAttribute(
-            byref(candidate), ALGO_CONFIG_SPLITK_NUM, byref(splits), ctypes.sizeof(splits), byref(written)
+            byref(candidate), attribute, byref(value), ctypes.sizeof(value), byref(written)
         )
-        _must(status, "tell how an algorithm splits its sums")
-        return splits.value
+        _must(status, f"tell {attribute.name} of an algorithm")
+        return int(value.value)
+
+    def _sums_in_one_piece(self, candidate: Heuristic) -> bool:
+        scheme = self._config(candidate, Config.REDUCTION_SCHEME)
+        return self._config(candidate, Config.SPLITK_NUM) == 1 and scheme == REDUCTION_SCHEME_NONE
+
+    def _family(self) -> tuple[int, int]:
+        first = self.candidates[0]
+        return self._config(first, Config.ID), self._config(first, Config.INNER_SHAPE_ID)
+
+    def _decide(self, launch: Callable[[Heuristic], bool], out: torch.Tensor) -> None:
+        """Takes over the choice of this bucket, or makes it when the bucket has been used often enough."""
+        if self.bucket not in _choices:
+            text = _disk.get(_disk.make_key("cublaslt", *self.bucket))
+            _choices[self.bucket] = None if text is None else Choice.from_json(text)
+            if _choices[self.bucket] is not None:
+                log.debug("cublaslt: choice for %s loaded from disk", self.what)
+        choice = _choices[self.bucket]
+        if choice is not None:
+            self._adopt(choice)
+            return
+        # A shape that comes once, as the rest of a batch may, is not worth the time.
+        _uses[self.bucket] = uses = _uses.get(self.bucket, 0) + 1
+        if uses >= _USES and Plan.choices < _MOST_CHOICES and _may_time():
+            self._choose(launch, out)
+
+    def _adopt(self, choice: Choice) -> None:
+        """Puts an algorithm in front that was chosen for a matmul like this, if it can do this one."""
+        self.undecided = False
+        if choice.algorithm is None:
+            return
+        candidate, result = Heuristic(), Heuristic()
+        ctypes.memmove(byref(candidate), choice.algorithm, len(choice.algorithm))
+        status = self.loaded.cublasLtMatmulAlgoCheck(
+            self.handle, self.description, self.right, self.left, self.out, self.out, byref(candidate), byref(result)
+        )
+        candidate.workspace_bytes = result.workspace_bytes
+        fits = status == 0 == result.state and result.workspace_bytes <= _WORKSPACE
+        if fits and self._sums_in_one_piece(candidate) and self._family() == choice.family:
+            self.order = [candidate, *self.candidates]
+        else:
+            log.debug("cublaslt: the choice for shapes like %s does not fit it, the first candidate does", self.what)
 
     def run(self, right: int, left: int, address: int, bias: int, out: torch.Tensor) -> bool:
         if not bias:
@@ -273,10 +395,8 @@ class Plan:
 
     def _run(self, right: int, left: int, address: int, out: torch.Tensor) -> bool:
         deterministic = torch.are_deterministic_algorithms_enabled()
-        self.uses += 1
-        again = self.uses >= _USES  # a shape that comes once, as the rest of a batch may, is not worth the time
-        if self.undecided and again and not deterministic and Plan.choices < _MOST_CHOICES and _may_time():
-            self._choose(lambda candidate: self._launch(candidate, right, left, address), out)
+        if self.undecided and not deterministic:
+            self._decide(lambda candidate: self._launch(candidate, right, left, address), out)
         for candidate in self.candidates if deterministic else self.order:
             if self._launch(candidate, right, left, address):
                 return True
@@ -295,6 +415,7 @@ class Plan:
 
     def _choose(self, launch: Callable[[Heuristic], bool], out: torch.Tensor) -> None:
         """Puts the quickest candidate in front, of those with the bits of the first."""
+        began = time.perf_counter()
         Plan.choices += 1
         self.undecided = False
         bits = out.view(torch.int16)[:: 1 + out.shape[0] // _ROWS]  # of NaN too, which equals nothing as a number
@@ -323,8 +444,14 @@ class Plan:
             if len(spent) == 1:
                 break
         best = min(spent, key=spent.__getitem__)
+        algorithm = None
         if first not in spent or spent[best] < _WORTH * spent[first]:
             self.order = [self.candidates[best], *self.candidates]
+            algorithm = bytes(self.candidates[best].algorithm)
+        _choices[self.bucket] = choice = Choice(algorithm, self._family())
+        _disk.put(_disk.make_key("cublaslt", *self.bucket), choice.to_json())
+        seconds, count = time.perf_counter() - began, len(self.candidates)
+        log.debug("cublaslt: chose #%d of %d for %s in %.3f s", best, count, self.what, seconds)
 
     def __del__(self) -> None:
         self.loaded.cublasLtMatmulDescDestroy(self.description)
