@@ -1,4 +1,4 @@
-"""Jobs in the background: each runs once, nobody waits in a queue, and the end of the program drops what has not begun."""
+"""Jobs in the background: each runs once, nobody waits in a queue, and the end of the program drops the rest."""
 
 from __future__ import annotations
 

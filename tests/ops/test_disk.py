@@ -26,19 +26,33 @@ def only_file(folder):
     return path
 
 
-@pytest.mark.parametrize("payload", [b"", b"a cubin\n\0\n with lines", os.urandom(100_000)], ids=["empty", "lines", "long"])
+@pytest.mark.parametrize(
+    "payload", [b"", b"a cubin\n\0\n with lines", os.urandom(100_000)], ids=["empty", "lines", "long"]
+)
 def test_what_is_stored_is_found_under_its_key_alone(payload, folder):
     assert _disk.get(KEY) is None
     _disk.put(KEY, payload)
     assert _disk.get(KEY) == payload and _disk.get(OTHER) is None
     _disk.put(KEY, b"later")
     assert _disk.get(KEY) == b"later"
-    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "kernels", only_file(folder))] == [0o700, 0o700, 0o600]
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "kernels", only_file(folder))] == [
+        0o700,
+        0o700,
+        0o600,
+    ]
 
 
 def test_a_key_depends_on_every_part():
-    parts = [["cubin", {"a.cuh": "x"}, ["-DA=1"]], ["cubin", {"a.cuh": "y"}, ["-DA=1"]], ["cubin", {"a.cuh": "x"}, ["-DA=2"]]]
-    parts += [["cubin", {"b.cuh": "x"}, ["-DA=1"]], ["cubin", {"a.cuh": "x"}, ["-DA=1", ""]], ["other", {"a.cuh": "x"}, ["-DA=1"]]]
+    parts = [
+        ["cubin", {"a.cuh": "x"}, ["-DA=1"]],
+        ["cubin", {"a.cuh": "y"}, ["-DA=1"]],
+        ["cubin", {"a.cuh": "x"}, ["-DA=2"]],
+    ]
+    parts += [
+        ["cubin", {"b.cuh": "x"}, ["-DA=1"]],
+        ["cubin", {"a.cuh": "x"}, ["-DA=1", ""]],
+        ["other", {"a.cuh": "x"}, ["-DA=1"]],
+    ]
     assert len({_disk.make_key(*each) for each in parts}) == len(parts)
 
 

@@ -84,7 +84,9 @@ def test_who_wants_one_kernel_starts_the_others_and_waits_for_one(monkeypatch):
     monkeypatch.setattr(_hopper, "_loaded", {})
     device = torch.device("cuda", 0)
     assert _hopper.ready(device, "linear_parts_gradient")
-    assert began[0] == "ONLY_LINEAR_PARTS_GRADIENT" and set(began) == {f"ONLY_{name.upper()}" for name in _hopper._COMMON}
+    assert began[0] == "ONLY_LINEAR_PARTS_GRADIENT" and set(began) == {
+        f"ONLY_{name.upper()}" for name in _hopper._COMMON
+    }
     assert loaded == ["ONLY_LINEAR_PARTS_GRADIENT"]
     began.clear()
     assert _hopper.ready(device, "linear_parts_gradient") and not began and len(loaded) == 1

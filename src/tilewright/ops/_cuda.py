@@ -1,8 +1,8 @@
 """Kernels in CUDA C++, where Triton does not reach the limit: compiled by NVRTC, started by the driver, both reached by
 ctypes. What torch brings is all it takes: no toolkit, no headers, no build.
 
-Compiling a kernel takes seconds. `compile_ahead` lets threads do it before the kernel is wanted, and what was compiled is
-cached on disk (`_disk`) under a key of the source, its headers, the options and the compiler's version.
+Compiling a kernel takes seconds. `compile_ahead` lets threads do it before the kernel is wanted, and the code is cached
+on disk (`_disk`) under a key of the source, its headers, the options and the compiler's version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A cache on disk for what takes long to make: compiled kernels, and algorithms that were chosen by the clock.
 
-The folder is `kernels` in `$TILEWRIGHT_CACHE`, else in `tilewright` in `$XDG_CACHE_HOME` or `~/.cache`. It can be deleted
-at any time; `TILEWRIGHT_CACHE=off` switches the cache off. An entry is one file, named by the SHA-256 of all that it
+The folder is `kernels` in `$TILEWRIGHT_CACHE`, else in `tilewright` in `$XDG_CACHE_HOME` or `~/.cache`. It can be
+deleted at any time; `TILEWRIGHT_CACHE=off` switches the cache off. An entry is one file, named by the SHA-256 of all that it
 depends on, so a stale entry is never found:
 
     tilewright 1
@@ -9,9 +9,9 @@ depends on, so a stale entry is never found:
     <SHA-256 of the payload>
     <payload>
 
-A kernel from the cache runs with the rights of the user. So the folders must belong to the user, nobody else may be able
-to write to them, and they must not be symbolic links; where that is not so, a warning is logged once and nothing is read
-or written. A damaged entry counts as missing. Entries are written to a temporary file and renamed, so any number of
+A kernel from the cache runs with the rights of the user. So the folders must belong to the user, nobody else may be
+able to write to them, and they must not be symbolic links. Where that is not so, a warning is logged once, and nothing
+is read or written. A damaged entry counts as missing. Entries are written to a temporary file and renamed, so any number of
 processes can read and write at once. No error of the file system is an error of the caller.
 """
 

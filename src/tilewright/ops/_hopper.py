@@ -71,18 +71,26 @@ def compile_ahead(device: torch.device, source: Path = SOURCE, macros: dict[str,
         _cuda.compile_ahead(source, device.index, each)
 
 
+def _start_missing(device: torch.device, name: str) -> bool:
+    missing = (device, SOURCE.name, *_MACROS[name].items()) not in _loaded
+    if missing:
+        compile_ahead(device, SOURCE, _MACROS[name])
+    return missing
+
+
 def _kernel(device: torch.device, name: str) -> _cuda.Kernel | None:
-    macros = _MACROS[name]
-    if (device, SOURCE.name, *macros.items()) not in _loaded:
-        compile_ahead(device, SOURCE, macros)
+    if _start_missing(device, name):
         compile_ahead(device)
-    loaded = kernels(device, SOURCE, (name,), _THREADS, _SHARED_BYTES, macros)
+    loaded = kernels(device, SOURCE, (name,), _THREADS, _SHARED_BYTES, _MACROS[name])
     return None if loaded is None else loaded[name]
 
 
 def ready(device: torch.device, *names: str) -> bool:
     """Whether these kernels of `hopper_kernels.cu` can run there, or all of them."""
-    return all([_kernel(device, name) is not None for name in names or _NAMES])
+    names = names or _NAMES
+    for name in names[1:]:  # while the first is waited for
+        _start_missing(device, name)
+    return all(_kernel(device, name) is not None for name in names)
 
 
 def start(

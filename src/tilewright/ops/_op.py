@@ -187,6 +187,11 @@ def rehearse(function: Callable[..., Any], *arguments: Any) -> None:
         _rehearsing.discard(thread)
 
 
+def one_row(x: torch.Tensor | None) -> Any:
+    """The first row of a tensor as a matrix, for `rehearse`."""
+    return None if x is None else x[(0,) * (x.ndim - 1)].unsqueeze(0)
+
+
 class Launch:
     """A kernel with its constants, ready to start on one device at a fraction of Triton's own host cost.
 

@@ -156,8 +156,13 @@ def _differentiate(ctx: Any, backward: Any, dout: Any) -> tuple[torch.Tensor | N
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        launches = _op.Launch.firsts
         output = _forward(*inputs)
         _save(ctx, inputs, output)
+        if _op.Launch.firsts != launches and any(ctx.needs_input_grad):
+            gate, up, *rest = inputs
+            rows = [_op.one_row(tensor) for tensor in (output, gate, up)]
+            _op.rehearse(_backward, *rows, *rest, list(ctx.needs_input_grad[:3]))
         return output
 
     @staticmethod

@@ -225,11 +225,10 @@ def _foresee_backward(ctx: Any, out: torch.Tensor) -> None:
     """Backward of one row, with a gradient of the sum and without, for `_op.rehearse`."""
     z, x, rowscale, layerscale, weight, x_bias, statistics, seed = ctx.to_save
     seed_value, p, rms, zero_centered, x_dtype, wanted, _ = ctx.options
-    out, z, x = (None if t is None else t.reshape(-1, t.shape[-1])[:1] for t in (out, z, x))
-    rowscale = None if rowscale is None else rowscale.reshape(-1)[:1]
-    for dresidual_out in (z, None):
+    row, rowscale = _op.one_row(z), None if rowscale is None else rowscale.reshape(-1)[:1]
+    for dresidual_out in (row, None):
         _backward(
-            out, dresidual_out, z, x, rowscale, layerscale, weight, x_bias, statistics[:, :1],
+            _op.one_row(out), dresidual_out, row, _op.one_row(x), rowscale, layerscale, weight, x_bias, statistics[:, :1],
             seed_value if seed is None else seed, p, rms, zero_centered, x_dtype, wanted,
         )  # fmt: skip
 
