@@ -7,13 +7,14 @@ import contextlib
 import ctypes
 import shutil
 import subprocess
+import sys
 import threading
 from ctypes import POINTER, c_int, cast
 
 import pytest
 import torch
 
-from tilewright.ops import _cuda
+from tilewright.ops import _cuda, attention  # noqa: F401
 
 CONTEXT, MODULE, FUNCTION, STREAM = 11, 12, 13, 14
 
@@ -197,6 +198,18 @@ def test_what_depends_on_something_else_is_compiled_again(emulator, source, forg
     assert compiles() and not compiles()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert compiles() and not compiles()
+
+
+def test_attention_is_not_for_a_compiler_that_crashes_on_it(emulator, monkeypatch):
+    module = sys.modules["tilewright.ops.attention"]
+    taken = []
+    for version in ((12, 8), (12, 9), (13, 0), (13, 4)):
+        emulator.version = version
+        module._compiler_takes_it.cache_clear()
+        monkeypatch.setattr(module._hopper, "kernels", lambda *_: taken.append(version))  # noqa: B023
+        module._kernel(torch.device("cuda", 0))
+    module._compiler_takes_it.cache_clear()
+    assert taken == [(13, 0), (13, 4)]
 
 
 def test_a_damaged_entry_is_compiled_again(emulator, source, forget, tmp_path):

@@ -145,10 +145,10 @@ def test_it_can_be_switched_off(value, monkeypatch, tmp_path):
 def test_the_folder_is_the_users_own_by_default(monkeypatch, tmp_path):
     monkeypatch.delenv("TILEWRIGHT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert _disk.root() == tmp_path / "xdg" / "tilewright"
+    assert _disk.cache_root() == tmp_path / "xdg" / "tilewright"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert _disk.root() == tmp_path / ".cache" / "tilewright"
+    assert _disk.cache_root() == tmp_path / ".cache" / "tilewright"
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])

@@ -62,7 +62,7 @@ def test_a_rehearsal_compiles_once_and_launches_nothing(kernel):
     for _ in range(3):
         _op.rehearse(launch, (5, 1), TENSORS, (3,))
     launch.job.result()
-    ((arguments, warps, thread),) = kernel.compiled
+    ((arguments, warps, _),) = kernel.compiled
     assert arguments == (torch.bfloat16, None, 3, 7) and warps == 4
     assert kernel.launchers == [("source", "metadata")] and not kernel.launched
     launch((5, 1), TENSORS, (3,))

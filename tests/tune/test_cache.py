@@ -202,3 +202,9 @@ def test_where_the_folder_is(tmp_path, monkeypatch):
             warnings.simplefilter("error")
             cache.put("a" * 64, RECORD)
         assert len(list((expected / "tilewright" / "trials").glob("*.json"))) == 1
+
+
+def test_it_can_be_switched_off(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TILEWRIGHT_CACHE", "off")
+    assert cache._folder() is None and not list(tmp_path.iterdir())

@@ -23,11 +23,11 @@ candidate must also repeat the first one's bits on the numbers that it is timed 
 
 Outputs are written and never read (beta is 0), so a product may run twice with the same result.
 
-A choice is made once for a range of row counts (`_bucket`), so that batches of varying length do not start a search each.
-It is cached on disk (`_disk`) under a key of the GPU, the versions and the problem. A matmul takes over a cached choice
-only if the library confirms that the algorithm can do it (`cublasLtMatmulAlgoCheck`), the algorithm sums in one piece, and
-the library's own first candidate is of the family (algorithm and instruction shape) with whose bits the choice was
-compared. Otherwise it takes the library's first candidate.
+A choice is made once for a range of row counts (`_bucket`), so that batches of varying length do not start a search
+each. It is cached on disk (`_disk`) under a key of the GPU, the versions and the problem. A matmul takes over a cached
+choice only if the library confirms that the algorithm can do it (`cublasLtMatmulAlgoCheck`), the algorithm sums in one
+piece, and the library's own first candidate is of the family (algorithm and instruction shape) with whose bits the
+choice was compared. Otherwise it takes the library's first candidate.
 """
 
 from __future__ import annotations

@@ -106,6 +106,15 @@ def can_compile() -> bool:
     return _nvrtc() is not None
 
 
+def compiler_version() -> tuple[int, int]:
+    """NVRTC's release; (0, 0) where there is none."""
+    if not can_compile():
+        return 0, 0
+    major, minor = c_int(), c_int()
+    _must(_nvrtc().nvrtcVersion(byref(major), byref(minor)), "tell the compiler's version")
+    return major.value, minor.value
+
+
 _jobs: dict[tuple[Path, tuple[str, ...]], Job[bytes]] = {}
 _jobs_lock = threading.Lock()
 
@@ -143,11 +152,9 @@ def _load_or_compile(source: Path, options: tuple[str, ...]) -> bytes:
 
 def _cache_key(source: Path, options: tuple[str, ...]) -> str:
     """Of all that the code depends on: the source with every header beside it, the options and the compiler."""
-    major, minor = c_int(), c_int()
-    _must(_nvrtc().nvrtcVersion(byref(major), byref(minor)), "tell the compiler's version")
     headers = {path.name: path.read_text() for path in sorted(source.parent.glob("*.cuh"))}
     # nvrtcVersion leaves out the patch level, which the release of torch fixes.
-    version = [major.value, minor.value, torch.__version__]
+    version = [*compiler_version(), torch.__version__]
     return _disk.make_key("cubin", source.name, source.read_text(), headers, options, version)
 
 

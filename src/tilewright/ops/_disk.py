@@ -1,8 +1,8 @@
 """A cache on disk for what takes long to make: compiled kernels, and algorithms that were chosen by the clock.
 
 The folder is `kernels` in `$TILEWRIGHT_CACHE`, else in `tilewright` in `$XDG_CACHE_HOME` or `~/.cache`. It can be
-deleted at any time; `TILEWRIGHT_CACHE=off` switches the cache off. An entry is one file, named by the SHA-256 of all that it
-depends on, so a stale entry is never found:
+deleted at any time; `TILEWRIGHT_CACHE=off` switches the cache off. An entry is one file. It is named by the SHA-256 of
+all that it depends on, so a stale entry is never found:
 
     tilewright 1
     <key>
@@ -11,8 +11,8 @@ depends on, so a stale entry is never found:
 
 A kernel from the cache runs with the rights of the user. So the folders must belong to the user, nobody else may be
 able to write to them, and they must not be symbolic links. Where that is not so, a warning is logged once, and nothing
-is read or written. A damaged entry counts as missing. Entries are written to a temporary file and renamed, so any number of
-processes can read and write at once. No error of the file system is an error of the caller.
+is read or written. A damaged entry counts as missing. Entries are written to a temporary file and renamed, so any
+number of processes can read and write at once. No error of the file system is an error of the caller.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ import json
 import os
 import secrets
 import stat
-from pathlib import Path
 from typing import Any
 
+from tilewright.measure.folder import cache_root
 from tilewright.ops._log import log
 
-OFF = ("off", "0")  # values of TILEWRIGHT_CACHE
 _MAGIC = b"tilewright 1"
 _HAS_FOLDER_DESCRIPTORS = hasattr(os, "O_NOFOLLOW") and {os.open, os.mkdir, os.rename, os.unlink} <= os.supports_dir_fd
 _refused: set[str] = set()  # paths that were warned about
@@ -82,21 +81,10 @@ def put(key: str, payload: bytes) -> None:
         _explain("write", error)
 
 
-def root() -> Path | None:
-    """Returns the user's cache folder, which need not exist, or None where the cache is off."""
-    named = os.environ.get("TILEWRIGHT_CACHE")
-    if named in OFF:
-        return None
-    if named:
-        return Path(named)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    return (base if base.is_absolute() else Path.home() / ".cache") / "tilewright"
-
-
 @contextlib.contextmanager
 def _folder(create: bool) -> Any:
     """Opens the folder of entries. All later calls go through its descriptor, so nobody can swap it in between."""
-    path = root() if _HAS_FOLDER_DESCRIPTORS else None
+    path = cache_root() if _HAS_FOLDER_DESCRIPTORS else None
     if path is None:
         raise FileNotFoundError("the cache is off")
     if create:

@@ -89,9 +89,16 @@ def _foresee_backward(device: torch.device, heads: int, width: int) -> None:
     _op.rehearse(rehearse)
 
 
+@functools.cache
+def _compiler_takes_it() -> bool:
+    """NVRTC 12.8 and 12.9 crash the process on this source; 13.0 and 13.4 compile it."""
+    return _cuda.compiler_version() >= (13, 0)
+
+
 def compile_ahead(device: torch.device) -> None:
     """Begins to compile the kernel of backward, where there is one."""
-    _hopper.compile_ahead(device, SOURCE, MACROS)
+    if _compiler_takes_it():
+        _hopper.compile_ahead(device, SOURCE, MACROS)
 
 
 def _backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,6 +148,8 @@ def _lies_in_rows(t: Tensor) -> bool:
 
 
 def _kernel(device: torch.device) -> _cuda.Kernel | None:
+    if not _compiler_takes_it():
+        return None
     loaded = _hopper.kernels(device, SOURCE, (NAME,), _THREADS, _SHARED_BYTES, MACROS)
     return None if loaded is None else loaded[NAME]
 

@@ -225,10 +225,11 @@ def _foresee_backward(ctx: Any, out: torch.Tensor) -> None:
     """Backward of one row, with a gradient of the sum and without, for `_op.rehearse`."""
     z, x, rowscale, layerscale, weight, x_bias, statistics, seed = ctx.to_save
     seed_value, p, rms, zero_centered, x_dtype, wanted, _ = ctx.options
-    row, rowscale = _op.one_row(z), None if rowscale is None else rowscale.reshape(-1)[:1]
-    for dresidual_out in (row, None):
+    out, z, x = (_op.one_row(t) for t in (out, z, x))
+    rowscale = None if rowscale is None else rowscale.reshape(-1)[:1]
+    for dresidual_out in (z, None):
         _backward(
-            _op.one_row(out), dresidual_out, row, _op.one_row(x), rowscale, layerscale, weight, x_bias, statistics[:, :1],
+            out, dresidual_out, z, x, rowscale, layerscale, weight, x_bias, statistics[:, :1],
             seed_value if seed is None else seed, p, rms, zero_centered, x_dtype, wanted,
         )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 What matters is the whole configuration less the fields that say where and how long a run goes, the hardware, and the
 versions. The files are in a folder of the user's own, `$TILEWRIGHT_CACHE`, else `tilewright` in `$XDG_CACHE_HOME` or
-`~/.cache`, and can be deleted at any time. A file that is not what it should be is no result; it is never an error.
+`~/.cache`, and can be deleted at any time; `TILEWRIGHT_CACHE=off` switches the cache off. A file that is not what it
+should be is no result; it is never an error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import tilewright
 from tilewright.errors import UserError
+from tilewright.measure.folder import cache_root
 from tilewright.measure.results import write_json
 from tilewright.tune.journal import parse
 from tilewright.tune.record import Record
@@ -98,7 +100,9 @@ def _important(tree: Any) -> Any:
 def _folder() -> Path | None:
     """The folder of results, made where it is not there; None where it could be somebody else's doing."""
     try:
-        root = _root()
+        root = cache_root()
+        if root is None:
+            return None
         for folder in (root, root / "trials"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.stat()
@@ -113,10 +117,3 @@ def _folder() -> Path | None:
         warnings.warn(f"Results are not cached: {error}; set TILEWRIGHT_CACHE to a folder.", stacklevel=3)
         return None
     return root / "trials"
-
-
-def _root() -> Path:
-    if named := os.environ.get("TILEWRIGHT_CACHE"):
-        return Path(named)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    return (base if base.is_absolute() else Path.home() / ".cache") / "tilewright"
