@@ -142,8 +142,9 @@ def test_presets_count_the_same_either_way(name):
     assert from_gpt(preset(name)).parameters == preset(name).parameters
 
 
-def test_an_unknown_family_says_what_was_assumed():
-    assert "counted as a Llama" in from_config(changed(model_type="newllama")).note
+def test_an_unknown_family_is_refused():
+    with pytest.raises(UserError, match="does not know the architecture 'newllama'"):
+        from_config(changed(model_type="newllama"))
 
 
 def test_the_decoder_inside_a_multimodal_model_is_found():
@@ -170,7 +171,7 @@ def test_what_follows_from_a_changed_field_of_a_preset_follows():
     [
         ("gpt_block=optimised", "standard or optimized"),
         ("norm=foo", "layer or rms"),
-        ("positions=foo", "learned or rope"),
+        ("positions=foo", "learned, rope or none"),
         ("norms=-100", "at least 1"),
         ("shared_ffn=-5", "at least 0"),
         ("layers=1000000", "no model has"),
@@ -183,15 +184,19 @@ def test_a_change_that_makes_no_model_is_one_sentence(change, message):
 
 
 def test_attention_of_another_kind_is_refused_and_not_miscounted():
-    with pytest.raises(UserError, match="DeepSeek"):
+    with pytest.raises(UserError, match="does not know the architecture 'deepseek_v3'"):
         from_config(changed(model_type="deepseek_v3", kv_lora_rank=512, n_routed_experts=256))
+    with pytest.raises(UserError, match="another architecture"):
+        from_config(changed(kv_lora_rank=512))
 
 
 def test_names_that_are_no_files_are_one_sentence(tmp_path):
     for name in ("x" * 5000, "/dev/zero", str(tmp_path), "a/" + "b" * 300 + ".json"):
         with pytest.raises(UserError):
             load(name)
-    assert "\x1b" not in from_config(changed(model_type="\x1b[2J" * 50)).note
+    with pytest.raises(UserError) as caught:
+        from_config(changed(model_type="\x1b[2J" * 50))
+    assert "\x1b" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +215,10 @@ def test_names_that_are_no_files_are_one_sentence(tmp_path):
         ({"tie_word_embeddings": "yes"}, "true or false"),
         ({"model_type": None}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
-        ({"layer_types": 7, "sliding_window": 8}, "list"),
-        ({"num_local_experts": 4, "num_experts_per_tok": 5}, "cannot be active"),
+        ({"model_type": "mistral", "layer_types": 7, "sliding_window": 8}, "list"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "cannot be active"),
+        ({"model_type": "mixtral", "num_local_experts": 4}, "lacks num_experts_per_tok"),
+        ({"num_local_experts": 4}, "another architecture"),
     ],
 )
 def test_hostile_fields_are_one_sentence(fields, message):
