@@ -10,6 +10,20 @@ from importlib import resources
 
 from tilewright.errors import UserError
 
+ASSUMED_MATMUL_SHARE = 0.75  # of the datasheet, where nobody has measured a matmul: H100 0.80, B200 0.78, MI300X 0.51
+COPY_SHARE = 0.885  # of the datasheet's bandwidth, what a 2 GiB copy reaches on an H200
+_COPY_MEASURED_ON = "H200-SXM"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """FLOP/s of matmuls in one dtype, and where the figure is from."""
+
+    flops: float
+    dtype: str
+    measured: bool
+    source: str
+
 
 @dataclass(frozen=True)
 class Accelerator:
@@ -30,6 +44,49 @@ class Accelerator:
     def usable_bytes(self) -> float:
         """Of the largest variant, what a driver leaves: an H200 of "141 GB", which are GiB, reports 150.1e9 bytes."""
         return 0.98 * max(self.memory_bytes)
+
+    def first_on_record(self, dtypes: tuple[str, ...]) -> str:
+        """The first of these dtypes that the table has a rate for, or an error that names those it has."""
+        found = next((dtype for dtype in dtypes if dtype in self.peak_flops), None)
+        if found is None:
+            wanted = " or ".join(dtypes)
+            raise UserError(f"The table has no {wanted} rate for {self.name}; it has {', '.join(self.peak_flops)}.")
+        return found
+
+    def matmul(self, dtype: str) -> Rate:
+        """The best rate to expect of a matmul: measured where somebody has, else an assumed share of the datasheet's.
+
+        >>> find("H100-SXM5").matmul("bf16").source
+        'the best bf16 matmul measured, 795 TFLOPS'
+        >>> find("L40S").matmul("bf16").source
+        'assumed 75 % of the datasheet (362 TFLOPS, dense bf16); no measured matmul on record'
+        """
+        peak = self.peak_flops[self.first_on_record((dtype,))]
+        if dtype == "bf16" and self.best_flops is not None:
+            source = f"the best bf16 matmul measured, {self.best_flops / 1e12:g} TFLOPS"
+            return Rate(self.best_flops, dtype, True, source)
+        source = (
+            f"assumed {100 * ASSUMED_MATMUL_SHARE:.0f} % of the datasheet ({peak / 1e12:g} TFLOPS, dense {dtype}); no "
+            "measured matmul on record"
+        )
+        return Rate(ASSUMED_MATMUL_SHARE * peak, dtype, False, source)
+
+    @property
+    def copy_source(self) -> str:
+        """Where the bandwidth of a copy, COPY_SHARE of the datasheet's, is from."""
+        if self.name == _COPY_MEASURED_ON:
+            return f"a 2 GiB copy measured, {100 * COPY_SHARE:g} % of the datasheet"
+        return f"assumed {100 * COPY_SHARE:g} % of the datasheet, as a copy reaches on an H200"
+
+    @property
+    def notes(self) -> list[str]:
+        """What a plan for this accelerator has to say: its row's note, and which of several memory sizes is planned."""
+        found = [f"{self.name}: {self.note}."] if self.note else []
+        if len(self.memory_bytes) > 1:
+            sizes = " or ".join(f"{size / 2**30:g}" for size in self.memory_bytes)
+            largest = f"{max(self.memory_bytes) / 2**30:g}"
+            found.append(f"{self.name} has {sizes} GiB; {largest} GiB are planned.")
+        return found
 
 
 @functools.cache

@@ -42,7 +42,7 @@ def test_levers_sizes_and_stages_explain_themselves():
     assert "wave = tiles / (waves x multiprocessors)" in run("lint", "1b", "--gpu", "H100-SXM5", "--explain").stdout
     pieces = ("train", "1b", "--pipeline", "4", "--accumulation", "8", "--micro-batch", "4")
     assert data(*pieces, "--interleave", "2")["total"] > data(*pieces)["total"]  # more micro batches are in flight
-    assert "6 layers a stage are not 5 pieces" in str(run(*pieces, "--interleave", "5").exception)
+    assert "24 layers do not fill 4 pipeline stages of 7 pieces" in str(run(*pieces, "--interleave", "7").exception)
 
 
 def test_serve_counts_the_cache(tmp_path):
@@ -95,14 +95,14 @@ def test_a_page_needs_nothing_else(tmp_path, command):
         (("train", "1b", "layer=3"), "did you mean layers"),
         (("train", "1b", "--gpu", "H100"), "H100-SXM5"),
         (("train", "1b", "--tensor", "3"), "tensor parallel 3"),
-        (("train", "1b", "--pipeline", "5"), "pipeline stages"),
+        (("train", "1b", "--pipeline", "25"), "pipeline stages"),
         (("train", "none.json"), "Cannot read 'none.json'"),
         (("batch", "--global-batch", "100", "--data", "3"), "does not divide"),
         (("batch", "--global-batch", "many"), "not a number"),
         (("mfu", "1b", "--tokens-per-second", "1e7", "--gpu", "H100-SXM5"), "--gpus"),
         (("mfu", "1b", "--tokens-per-second", "1e4"), "--peak-tflops"),
         (("mfu", "1b", "--gpu", "H100-SXM5"), "--global-batch"),
-        (("mfu", "1b", "--tokens-per-second", "9", "--gpu", "V100-SXM2"), "no bf16 peak"),
+        (("mfu", "1b", "--tokens-per-second", "9", "--gpu", "V100-SXM2"), "no bf16 rate"),
         (("lint", "1b"), "--gpu"),
         (("lint", "1b", "--gpu", "H200-SXM", "--measure"), "CUDA GPU"),
         (("parallel", "70b", "--gpu", "H100-SXM5", "--gpus", "8", "--global-batch", "8"), "Nothing fits"),

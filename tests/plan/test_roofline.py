@@ -76,11 +76,11 @@ def test_a_measured_step_is_not_below_its_floor():
 
 def test_the_best_rates_are_those_of_the_committed_run():
     ceilings = json.loads((RESULTS / "dropout_add_norm.json").read_text(encoding="utf-8"))["ceilings"]
-    flops, bandwidth = rates(H200, Training(), achievable=True)
-    assert flops == pytest.approx(ceilings["bf16_flops"], rel=0.02)
+    rate, bandwidth = rates(H200, Training(), achievable=True)
+    assert rate.measured and rate.flops == pytest.approx(ceilings["bf16_flops"], rel=0.02)
     assert bandwidth == pytest.approx(ceilings["copy_bytes_per_second"], rel=0.01)
 
 
 def test_an_accelerator_without_the_dtype_is_one_sentence():
-    with pytest.raises(UserError, match="no bf16 peak"):
+    with pytest.raises(UserError, match="no bf16 rate"):
         roofline(load("1b"), Training(), hardware.find("V100-SXM2"))

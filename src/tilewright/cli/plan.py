@@ -14,7 +14,7 @@ import typer
 from tilewright import hardware
 from tilewright.cli.output import Bar, Grid, Report, count, gigabytes, positive
 from tilewright.errors import UserError
-from tilewright.plan import batches, decoder, memory
+from tilewright.plan import batches, decode, decoder, memory
 from tilewright.plan.decoder import Decoder
 
 app = typer.Typer(
@@ -31,7 +31,7 @@ PAGE = typer.Option(None, "--html", help="Also write a self-contained HTML page 
 EXPLAIN = typer.Option(False, "--explain", help="Show the formula of every number.")
 MICRO = typer.Option(1, "--micro-batch", min=1, help="Sequences a GPU takes at once.")
 PRECISION = typer.Option(
-    "amp", help="amp (bf16 autocast over float32), mixed (16 bits, float32 in the optimizer), bf16 or fp32."
+    "amp", help="amp (bf16 autocast over float32), mixed (16 bits, float32 in the optimizer), bf16, tf32 or fp32."
 )
 OPTIMIZER = typer.Option("adamw", help=", ".join(memory.OPTIMIZERS) + ".")
 RECOMPUTE = typer.Option("none", help="none, selective or full.")
@@ -60,9 +60,14 @@ def model_data(name: str, model: Decoder) -> dict[str, Any]:
     return {"name": name, **fields}
 
 
-def notes_of(model: Decoder) -> list[Grid | Bar | str]:
-    """What had to be assumed about the model."""
-    return [f"Note: {model.note}"] if model.note else []
+def notes_of(model: Decoder, chip: hardware.Accelerator | None = None) -> list[Grid | Bar | str]:
+    """What had to be assumed about the model and the accelerator."""
+    found = [model.note] if model.note else []
+    if model.longest and model.sequence == model.longest:
+        found.append(f"sequence {model.sequence:,} is the longest its config.json allows.")
+    elif model.longest and model.sequence > model.longest:
+        found.append(f"sequence {model.sequence:,} is more than the {model.longest:,} its config.json allows.")
+    return [f"Note: {note}" for note in (*found, *(chip.notes if chip else ()))]
 
 
 @app.command("train")
@@ -103,7 +108,8 @@ def train(
         pipeline=pipeline, interleave=interleave,
     )  # fmt: skip
     anatomy = memory.train(shape, how)
-    capacity = find_gpu(gpu).usable_bytes if gpu else None
+    chip = find_gpu(gpu) if gpu else None
+    capacity = chip.usable_bytes if chip else None
     if memory_gb is not None:
         capacity = positive("--memory-gb", memory_gb) * 1e9
     rows = [[p.name, gigabytes(p.bytes), f"{p.bytes / anatomy.total:.1%}", p.formula] for p in anatomy.parts]
@@ -121,7 +127,7 @@ def train(
     report.items = [
         Grid("Memory", ["part", "bytes", "share", "formula"], rows, explained=("formula",)),
         Bar(title, [(p.name, p.bytes) for p in anatomy.parts], capacity),
-        *notes_of(shape),
+        *notes_of(shape, chip),
     ]
     if capacity is not None:
         largest = memory.largest_micro_batch(shape, how, capacity)
@@ -150,7 +156,7 @@ def serve(
     changes: list[str] = CHANGES,
     gpu: str = GPU,
     batch: int = typer.Option(1, min=1, help="Sequences at once."),
-    tokens: str = typer.Option("4096", help="Tokens a sequence can grow to; 8k works."),
+    tokens: str = typer.Option(None, help="Tokens a sequence can grow to; 8k works. Default: 4096, or all it allows."),
     weights: str = typer.Option("bf16", help=", ".join(memory.WEIGHT_BYTES) + "."),
     kv_bytes: float = typer.Option(2.0, help="Bytes of a cached number."),
     tensor: int = TENSOR,
@@ -165,14 +171,14 @@ def serve(
         tilewright plan serve path/to/config.json --gpu H100-SXM5 --batch 32 --tokens 8k --weights int8
     """
     shape = decoder.load(model, changes or [])
-    length = count(tokens)
+    length = count(tokens) if tokens else min(4096, shape.sequence)
     anatomy = memory.infer(shape, batch, length, weights=weights, kv_bytes=kv_bytes, tensor=tensor)
     chip = find_gpu(gpu) if gpu else None
     rows = [[p.name, gigabytes(p.bytes), f"{p.bytes / anatomy.total:.1%}", p.formula] for p in anatomy.parts]
     per_token = memory.kv_bytes_per_token(shape, kv_bytes)
     data: dict[str, Any] = {
         "model": model_data(model, shape), "parts": [dataclasses.asdict(p) for p in anatomy.parts],
-        "total": anatomy.total, "kv_bytes_per_token": per_token,
+        "total": anatomy.total, "kv_bytes_per_token": per_token, "tokens": length,
     }  # fmt: skip
     items: list[Grid | Bar | str] = [Grid("Memory", ["part", "bytes", "share", "formula"], rows, ("formula",))]
     capacity = chip.usable_bytes if chip else None
@@ -180,16 +186,27 @@ def serve(
     windows = " until its windows are full" if shape.windowed_layers else ""
     items.append(f"The cache takes {per_token:,.0f} bytes a token{windows}.")
     if chip is not None:
-        looked_up = 0 if shape.tied else shape.vocabulary * shape.width  # an embedding of its own is read row by row
-        active = memory.WEIGHT_BYTES[weights] * (shape.active_parameters - looked_up) / tensor
-        floor = (active + anatomy["KV cache"]) / chip.bytes_per_second
-        data |= {"capacity": capacity, "fits": anatomy.total <= chip.usable_bytes, "decode_floor_seconds": floor}
-        fits = "It fits" if anatomy.total <= chip.usable_bytes else "It does not fit"
+        floor = decode.decode(shape, batch, length, chip, weights=weights, kv_bytes=kv_bytes, tensor=tensor)
+        fits = anatomy.total <= chip.usable_bytes
+        data |= {
+            "capacity": capacity, "fits": fits, "decode_floor_seconds": floor.seconds, "bound": floor.bound,
+            "tokens_per_second": batch / floor.seconds, "decode_bytes": floor.bytes, "decode_flops": floor.flops,
+            "dtype": floor.dtype, "experts_read": floor.experts_read,
+        }  # fmt: skip
+        items.append(f"It {'fits' if fits else 'does not fit'} on {chip.name}.")
         items.append(
-            f"{fits} on {chip.name}. A decoding step reads active weights and cache once: at least "
-            f"{floor * 1e3:.2f} ms, so at most {batch / floor:,.0f} tokens/s."
+            f"A decoding step with every sequence at {length:,} tokens takes at least {floor.seconds * 1e3:.2f} ms, so "
+            f"at most {batch / floor.seconds:,.0f} tokens/s. Its bound is {floor.bound}: a GPU reads "
+            f"{gigabytes(floor.bytes)} and computes {floor.flops / 1e12:,.3g} TFLOPs in {floor.dtype}, at the "
+            "datasheet's rates."
         )
-    Report(title_of(model, shape), data, items + notes_of(shape)).show(as_json=as_json, explain=explain, page=page)
+        if shape.experts > 1:
+            items.append(
+                f"All {shape.experts} experts are in memory; the batch reads {floor.experts_read:.1f} of them in a "
+                "layer, as expected of a balanced router."
+            )
+    items += notes_of(shape, chip)
+    Report(title_of(model, shape), data, items).show(as_json=as_json, explain=explain, page=page)
 
 
 @app.command("batch")

@@ -52,6 +52,7 @@ def flops_command(
         one = product.flops_per_token
         layer = "" if product.name == "logits" else _millions(one / shape.layers)
         formula = f"2 x {product.n} x {product.k} x {product.count}"
+        formula += f" x {shape.active_experts}/{shape.experts} active" if product.active < 1 else ""
         rows.append([product.name, layer, _millions(one), _millions(2 * one), formula])
     inner = flops.attention_flops(shape)
     layer, formula = _millions(inner / shape.layers), "4·L·a·d·s, not causal"
@@ -91,6 +92,9 @@ def _millions(value: float) -> str:
     return f"{value / 1e6:,.1f}"
 
 
+_DTYPES = ("bf16", "fp16", "fp8", "tf32", "fp32")
+
+
 @app.command("mfu")
 def mfu(
     model: str = MODEL,
@@ -101,7 +105,7 @@ def mfu(
     gpus: str = typer.Option("1", help="How many GPUs gave that speed."),
     gpu: str = GPU,
     peak_tflops: float = typer.Option(None, help="Dense peak, for an accelerator that the table does not know."),
-    dtype: str = typer.Option("bf16", help="bf16, fp16, fp8, tf32 or fp32."),
+    dtype: str = typer.Option("bf16", help=", ".join(_DTYPES) + "."),
     recompute: str = RECOMPUTE,
     as_json: bool = AS_JSON,
     page: Path = PAGE,
@@ -114,6 +118,10 @@ def mfu(
         tilewright plan mfu 70b --tokens-per-second 515636 --gpus 512 --gpu H100-SXM5 --recompute full
     """
     shape = decoder.load(model, changes or [])
+    if dtype not in _DTYPES:
+        raise UserError(f"--dtype is {dtype!r}; choose {', '.join(_DTYPES)}.")
+    if tokens_per_second is not None and seconds is not None:
+        raise UserError("Give --tokens-per-second or --seconds, not both.")
     if tokens_per_second is None:
         if seconds is None or global_batch is None or seconds <= 0:
             raise UserError("Give --tokens-per-second, or --seconds of a step with --global-batch.")
@@ -125,9 +133,7 @@ def mfu(
         peak = positive("--peak-tflops", peak_tflops) * 1e12
     else:
         assert chip is not None
-        if dtype not in chip.peak_flops:
-            raise UserError(f"{chip.name} has no {dtype} peak in the table; it has {', '.join(chip.peak_flops)}.")
-        peak = chip.peak_flops[dtype]
+        peak = chip.peak_flops[chip.first_on_record((dtype,))]
     best = chip.best_flops if chip is not None and dtype == "bf16" else None
     n = count(gpus)
     found = flops.utilisation(shape, tokens_per_second, n, peak, recompute=recompute, best_flops=best)
@@ -149,10 +155,8 @@ def mfu(
                             "hfu": u.hfu, "of_best": u.of_best} for k, u in found.items()},
     }  # fmt: skip
     title = f"{title_of(model, shape)}; {tokens_per_second:,.0f} tokens/s on {n}; peak {source}"
-    legend = (
-        "TFLOPS are a GPU's, hardware's with recompute; of best: of the fastest bf16 product measured on this chip."
-    )
-    items = [Grid("Utilisation", header, rows, ("formula",)), legend, *notes_of(shape)]
+    legend = "TFLOPS are a GPU's, hardware's with recompute; of best: of the fastest bf16 matmul measured on this chip."
+    items = [Grid("Utilisation", header, rows, ("formula",)), legend, *notes_of(shape, chip)]
     Report(title, data, items).show(as_json=as_json, explain=explain, page=page)
 
 
@@ -215,7 +219,9 @@ def roofline_command(
     optimizer: str = OPTIMIZER,
     recompute: str = RECOMPUTE,
     tensor: int = TENSOR,
-    achievable: bool = typer.Option(False, help="By the best rates measured, not by the datasheet's."),
+    achievable: bool = typer.Option(
+        False, help="By the best matmul and copy measured, or assumed where nobody has, not by the datasheet."
+    ),
     as_json: bool = AS_JSON,
     page: Path = PAGE,
     explain: bool = EXPLAIN,
@@ -233,6 +239,8 @@ def roofline_command(
     )
     memory.check_parallel(shape, how)
     floors = roofline.roofline(shape, how, chip, achievable=achievable)
+    rate, bandwidth = roofline.rates(chip, how, achievable)
+    copied = chip.copy_source if achievable else "the datasheet"
     total = sum(floor.seconds for floor in floors)
     tokens = micro_batch * shape.sequence
     rows = [
@@ -243,7 +251,8 @@ def roofline_command(
     header = ["op", "calls", "FLOPs a byte", "bound", "floor, ms", "share", "FLOPs a call", "bytes read + written"]
     data = {
         "model": model_data(model, shape), "training": dataclasses.asdict(how), "gpu": chip.name,
-        "step_floor_seconds": total,
+        "step_floor_seconds": total, "matmul": dataclasses.asdict(rate), "bytes_per_second": bandwidth,
+        "bandwidth_source": copied,
         "ops": [{"name": f.op.name, "calls": f.op.calls, "intensity": f.op.intensity, "bound": f.bound,
                  "seconds": f.seconds, "share": f.share} for f in floors],
     }  # fmt: skip
@@ -252,11 +261,13 @@ def roofline_command(
         data,
         [
             Grid("Roofline", header, rows, ("FLOPs a call", "bytes read + written")),
-            *(["floor = calls x max(FLOPs / peak, bytes / bandwidth, 2 us)"] if explain else []),
+            *(["floor = calls x max(FLOPs / rate, bytes / bandwidth, 2 us)"] if explain else []),
+            f"Matmuls at {rate.flops / 1e12:,.4g} TFLOPS: {rate.source}.",
+            f"Memory at {bandwidth / 1e9:,.0f} GB/s: {copied}.",
             f"The step's floor: {total * 1e3:.2f} ms, {tokens / total:,.0f} tokens/s; one GPU, no traffic.",
-            *notes_of(shape),
+            *notes_of(shape, chip),
         ],
-        _roofline_figure(floors, chip.name, *roofline.rates(chip, how, achievable)),
+        _roofline_figure(floors, chip.name, rate.flops, bandwidth),
     )
     report.show(as_json=as_json, explain=explain, page=page)
 
@@ -292,9 +303,9 @@ def parallel_command(
     link: float = typer.Option(None, help="GB/s a GPU inside a node, one direction; default: the table's."),
     network: float = typer.Option(50.0, help="GB/s a GPU between nodes."),
     memory_gb: float = typer.Option(None, help="Memory of a GPU in GB, in place of the table's."),
-    precision: str = typer.Option("mixed", help="amp, mixed, bf16 or fp32."),
+    precision: str = typer.Option("mixed", help="amp, mixed, bf16, tf32 or fp32."),
     optimizer: str = OPTIMIZER,
-    efficiency: float = typer.Option(0.75, min=0.01, max=1.0, help="Share of the best product that computing reaches."),
+    efficiency: float = typer.Option(0.75, min=0.01, max=1.0, help="Share of the best matmul that computing reaches."),
     keep: int = typer.Option(10, min=1, help="Plans to show."),
     as_json: bool = AS_JSON,
     page: Path = PAGE,
@@ -327,17 +338,23 @@ def parallel_command(
     ]  # fmt: skip
     header = ["tensor", "stages", "data", "ZeRO", "recompute", "micro x steps", "s/step", "bubble", "links"]
     header += ["memory", "MFU"]
-    best = plans[0]
+    best, matmul = plans[0], cluster.matmul(precision)
     report = Report(
         f"{title_of(model, shape)}; {cluster.gpus:,} {cluster.accelerator.name}, global batch {count(global_batch):,}",
-        {"model": model_data(model, shape), "plans": [dataclasses.asdict(p) for p in plans]},
+        {
+            "model": model_data(model, shape),
+            "plans": [dataclasses.asdict(p) for p in plans],
+            "matmul": dataclasses.asdict(matmul),
+            "efficiency": efficiency,
+        },
         [
             Grid("Plans, fastest first", header, rows),
             *(_PARALLEL_FORMULAS if explain else ()),
             f"Fastest: {best.tokens_per_second:,.0f} tokens/s. An estimate to order plans by: computing at "
-            f"{efficiency:.0%} of the best product, fused loss, links of {cluster.link_rate / 1e9:g} and {network:g} "
-            "GB/s.",
-            *notes_of(shape),
+            f"{efficiency:.0%} of {matmul.flops / 1e12:,.4g} TFLOPS, fused loss, links of {cluster.link_rate / 1e9:g} "
+            f"and {network:g} GB/s. MFU is of the datasheet's dense {matmul.dtype} peak.",
+            f"These {matmul.flops / 1e12:,.4g} TFLOPS are {matmul.source}.",
+            *notes_of(shape, cluster.accelerator),
         ],
     )
     report.show(as_json=as_json, explain=explain, page=page)
@@ -346,8 +363,8 @@ def parallel_command(
 _PARALLEL_FORMULAS = (
     "step = compute + bubble + traffic; compute = steps x tokens x FLOPs (with recompute) / (tensor x pipeline x rate)",
     "bubble = (pipeline - 1) x one micro batch / pieces; over the ideal time (p - 1) / (m x pieces)",
-    "tensor traffic = layers x 4 (6 with full recompute) x 2(t - 1)/t x tokens x h x 2 B / link, not hidden",
-    "pipeline traffic = steps x pieces x 2 x tokens x h x 2 B / t / link or network",
+    "tensor traffic = layers x 4 (6 with full recompute) x 2(t - 1)/t x tokens x h x bytes / link, not hidden",
+    "pipeline traffic = steps x pieces x 2 x tokens x h x bytes / t / link or network",
     "data traffic = 2 gradients x parameters here x (d - 1)/d / rate (ZeRO 2 and 3: for every micro batch), less what "
     "backward hides; rate = the least of link and network x (GPUs of a node that share a group)",
 )

@@ -41,9 +41,9 @@ def products(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Product
     [('up', 3072, 768, 12), ('down', 768, 3072, 12), ('logits', 50368, 768, 1)]
     """
     h, layers = decoder.width, decoder.layers
-    queries, keys = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
-    yield Product("qkv", tokens, (queries + 2 * keys) // tensor, h, layers)
-    yield Product("out", tokens, h, queries // tensor, layers)
+    queries, keys = decoder.heads * decoder.head_dim // tensor, decoder.kv_heads_on(tensor) * decoder.head_dim
+    yield Product("qkv", tokens, queries + 2 * keys, h, layers)
+    yield Product("out", tokens, h, queries, layers)
     ups = 2 if decoder.gated else 1
     sparse = layers - decoder.dense_layers
     if decoder.experts > 1:
@@ -60,7 +60,8 @@ def products(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Product
         ffn = decoder.ffn if decoder.experts == 1 else decoder.dense_ffn or decoder.ffn
         yield Product("up", tokens, ups * ffn // tensor, h, dense)
         yield Product("down", tokens, h, ffn // tensor, dense)
-    yield Product("logits", tokens, decoder.vocabulary // tensor, h)
+    if decoder.head:
+        yield Product("logits", tokens, -(-decoder.vocabulary // tensor), h)  # padded to whole ranks
 
 
 def attention_flops(decoder: Decoder, causal: bool = False) -> float:
@@ -110,7 +111,7 @@ def conventions(decoder: Decoder) -> dict[str, Convention]:
         model = body + inside
         hardware = {"none": model, "selective": model + inside / 3, "full": model * 4 / 3}
         found[name] = Convention(name, formula, model, hardware)
-    logits = 2 * decoder.width * decoder.vocabulary
+    logits = 2 * decoder.head_weights
     for name, formula, is_causal in (
         ("products", "3 x every product; GPT: 72·s·L·h²(1 + s/6h + v/12hL) a sequence", False),
         ("products, causal", "the same with half of attention", True),

@@ -20,7 +20,11 @@ from tilewright.errors import UserError
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import RECOMPUTE
 
-PRECISIONS = ("amp", "mixed", "bf16", "fp32")
+# The dtype of the matmuls, by precision; of several, the first that a GPU has.
+MATMUL_DTYPES = {
+    "amp": ("bf16",), "mixed": ("bf16", "fp16"), "bf16": ("bf16",), "tf32": ("tf32",), "fp32": ("fp32",),
+}  # fmt: skip
+PRECISIONS = tuple(MATMUL_DTYPES)
 OPTIMIZERS = ("adamw", "adamw_bf16", "adamw_bf16_kahan", "adamw_8bit", "lion", "sgd", "adafactor")
 ATTENTION = ("flash", "softmax")
 LOSSES = ("plain", "fused", "linear_fused")
@@ -30,7 +34,7 @@ WORKSPACE_BYTES = 72 * 2**20  # of cuBLAS and the like, in every step measured t
 LOGITS_AT_ONCE = 512 * 10**6  # bytes of them that `linear_fused` has, unless an eighth of all is less
 _LOOSE = 0.02  # of what is allocated, lost between blocks
 # Bytes a logit of the plain loss at the peak of its forward and of its backward. Measured for amp, derived else.
-_PLAIN_LOSS = {"amp": (8, 10), "mixed": (4, 6), "bf16": (4, 6), "fp32": (8, 12)}
+_PLAIN_LOSS = {"amp": (8, 10), "mixed": (4, 6), "bf16": (4, 6), "fp32": (8, 12), "tf32": (8, 12)}
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Training:
     """How a model is trained, as far as memory is concerned.
 
     Precisions: `amp` is bf16 autocast over float32 parameters; `mixed` has 16-bit parameters and gradients and a
-    float32 copy of the parameters in the optimizer, as DeepSpeed does it; `bf16` has 16-bit parameters and gradients.
+    float32 copy of the parameters in the optimizer, as DeepSpeed does it; `bf16` has 16-bit parameters and gradients;
+    `fp32` and `tf32` have all in float32, and `tf32` rounds what a matmul reads.
     """
 
     micro_batch: int = 1
@@ -75,7 +80,7 @@ class Training:
 
     @property
     def compute_bytes(self) -> int:
-        return 4 if self.precision == "fp32" else 2
+        return 4 if self.precision in ("fp32", "tf32") else 2
 
     @property
     def residual_bytes(self) -> int:
@@ -110,13 +115,34 @@ class Anatomy:
         return sum(part.bytes for part in self.parts if part.name == name)
 
 
+def split_problem(decoder: Decoder, training: Training) -> str:
+    """Why the model cannot be split like this; "" where it can. Whoever advises or takes a split asks here."""
+    t, p, pieces, steps = training.tensor, training.pipeline, training.interleave, training.accumulation
+    problem = decoder.tensor_problem(t)
+    if problem:
+        return problem
+    if training.sequence_parallel and decoder.sequence % t:
+        return f"A sequence of {decoder.sequence:,} does not divide by tensor parallel {t}."
+    if p == 1 and pieces > 1:
+        return f"{pieces} pieces of a stage need a pipeline of at least 2 stages."
+    if p * pieces > decoder.layers:
+        many = f"{p} pipeline stages" + (f" of {pieces} pieces" if pieces > 1 else "")
+        return f"{decoder.layers} layers do not fill {many}; take fewer."
+    if pieces > 1 and steps is not None and steps % p:
+        return f"Pieces of a stage need a number of micro batches that is a multiple of {p}; accumulation is {steps}."
+    return ""
+
+
 def check_parallel(decoder: Decoder, training: Training) -> None:
     """Refuse a split that the model's shape does not allow."""
-    decoder.check_tensor(training.tensor)
-    if decoder.layers % training.pipeline:
-        raise UserError(f"{decoder.layers} layers do not divide into {training.pipeline} pipeline stages.")
-    if decoder.layers % (training.pipeline * training.interleave):
-        raise UserError(f"{decoder.layers // training.pipeline} layers a stage are not {training.interleave} pieces.")
+    problem = split_problem(decoder, training)
+    if problem:
+        raise UserError(problem)
+
+
+def stage_layers(decoder: Decoder, training: Training) -> int:
+    """Layers of the fullest pipeline stage; where stages do not divide the layers, some have one more than others."""
+    return -(-decoder.layers // training.pipeline)
 
 
 def norm_bytes(decoder: Decoder, training: Training) -> int:
@@ -140,9 +166,10 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     statistics = 4.0 if decoder.norm == "rms" else 8.0
     masks = h if decoder.dropout > 0 and decoder.gpt_block == "standard" else 0
     kept_sums = 2 if decoder.dropout > 0 and decoder.gpt_block == "optimized" else 1  # one cannot be made twice alike
-    norms = kept_sums * r * h + masks if cheap else 2 * (n * h + c * h + statistics + masks)
-    norms += (decoder.norms - 2) * (c * h + statistics)  # norms behind a branch keep their input
-    queries, keys = heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
+    before = min(2, decoder.norms)  # one where attention and MLP take the same norm's output
+    norms = min(before, kept_sums) * r * h + masks if cheap else before * (n * h + c * h + statistics + masks)
+    norms += (decoder.norms - before) * (c * h + statistics)  # norms behind a branch keep their input
+    queries, keys = heads * decoder.head_dim, t * decoder.kv_heads_on(t) * decoder.head_dim  # repeated for more ranks
     attention = c * (queries + 2 * keys) + c * queries
     if training.attention == "flash":
         attention += 4 * heads  # log-sum-exp of each row
@@ -152,7 +179,7 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
         kept = (6 if amp else c) + ((1 if amp else 1 + c) if decoder.dropout > 0 else 0)
         attention += kept * heads * decoder.sequence
     if decoder.qk_norm:
-        attention += c * (queries + keys) + 4 * (heads + decoder.kv_heads)  # their inputs and statistics
+        attention += c * (queries + keys) + 4 * (heads + t * decoder.kv_heads_on(t))  # their inputs and statistics
     inner = float(f)
     if decoder.experts > 1:
         # The mean over layers with and without experts.
@@ -189,10 +216,8 @@ def kept_activations(
 
 def matmul_weights(decoder: Decoder) -> int:
     """Parameters that products use, with their biases: those of which autocast makes 16-bit copies."""
-    norm = decoder.width * (2 if decoder.norm_bias else 1)
-    norms = decoder.layers * (decoder.norms * norm + (2 * decoder.head_dim if decoder.qk_norm else 0)) + norm
-    lookup = decoder.embedding_parameters - decoder.vocabulary * decoder.width  # tables that are only looked up
-    return decoder.parameters - norms - lookup
+    lookup = decoder.embedding_parameters - decoder.head_weights  # tables that are only looked up
+    return decoder.parameters - decoder.norm_parameters - lookup
 
 
 def optimizer_bytes(decoder: Decoder, training: Training) -> float:
@@ -210,14 +235,14 @@ def optimizer_bytes(decoder: Decoder, training: Training) -> float:
 
 def _loss_parts(decoder: Decoder, training: Training, tokens: int) -> tuple[float, float]:
     """Bytes of the logits and the loss at the peak of its forward and of its backward."""
-    logits = tokens * decoder.vocabulary / training.tensor
+    logits = tokens * decoder.vocabulary / training.tensor if decoder.head else 0.0
     if training.loss == "plain" and not training.compiled:
         forward, backward = _PLAIN_LOSS[training.precision]
         return forward * logits, backward * logits
     # Fused: the gradient overwrites the logits. So it does where PyTorch's own loss is compiled.
     held = training.compute_bytes * logits
     if training.loss == "linear_fused":  # a part of the logits, and the head's gradient, which forward has computed
-        gradient = training.stored_bytes * decoder.vocabulary / training.tensor * decoder.width
+        gradient = training.stored_bytes * decoder.head_weights / training.tensor
         return min(held / 8, LOGITS_AT_ONCE) + gradient, gradient
     # Traced, the fused loss returns a gradient of its own, and forward has both; backward then scales it in place.
     traced = training.loss == "fused" and training.compiled and training.device == "cuda"
@@ -239,7 +264,7 @@ def train(decoder: Decoder, training: Training) -> Anatomy:
     # Micro batches that one-forward-one-backward leaves in flight, in whole stages: interleaved, both ends hold more.
     most = training.accumulation or math.inf
     first, last = (p, 1.0) if v == 1 else (p + (p - 1) / v, ((v - 1) * p + 1) / v)
-    layers = decoder.layers // p
+    layers = stage_layers(decoder, training)
     ends = (
         _stage(decoder, training, layers, min(first, most), first=True, last=False),
         _stage(decoder, training, layers, min(last, most), first=False, last=True),
@@ -249,13 +274,13 @@ def train(decoder: Decoder, training: Training) -> Anatomy:
 
 def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, first: bool, last: bool) -> Anatomy:
     tokens = training.micro_batch * decoder.sequence
-    share = decoder.layers // layers
+    share = decoder.layers / layers
     body = decoder.parameters - decoder.embedding_parameters
-    table = decoder.vocabulary * decoder.width
+    table = decoder.head_weights
     ends = (decoder.embedding_parameters - (0 if decoder.tied else table) if first else 0) + (
         table if last and not (first and decoder.tied) else 0
     )
-    here = (body / share + ends) / training.tensor
+    here = (decoder.fullest_stage(layers) + ends) / training.tensor
     stored = training.stored_bytes
     ranks = training.data
     weights = stored * here / (ranks if training.zero == 3 else 1)
@@ -303,7 +328,7 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     allocated = sum(part.bytes for part in parts)
     # The float32 block of forward's log-softmax is cut to its size and serves nothing else later.
     upcast = training.loss == "plain" and not training.compiled and precision == "amp"
-    stranded = 4 * tokens * decoder.vocabulary / t if upcast and last else 0.0
+    stranded = 4 * tokens * decoder.vocabulary / t if upcast and last and decoder.head else 0.0
     lost = stranded + _LOOSE * allocated
     parts += [
         Part("fragmentation", lost, "4 B a logit of the plain loss, and 2 % of the rest"),
@@ -355,6 +380,7 @@ def levers(decoder: Decoder, training: Training) -> list[tuple[str, float]]:
 # Inference
 
 WEIGHT_BYTES = {"mixed": 6.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+_WEIGHTS = "{} B a parameter, without scales; every expert of a mixture"
 
 
 def kv_bytes_per_token(decoder: Decoder, element_bytes: float = 2.0) -> float:
@@ -382,11 +408,14 @@ def infer(
         raise UserError(f"weights are {weights!r}; choose {', '.join(WEIGHT_BYTES)}.")
     if batch < 1 or tokens < 1 or tensor < 1 or not 0 < kv_bytes <= 8:
         raise UserError("batch, tokens and tensor must be at least 1, and a cached number 0 to 8 bytes.")
+    if not decoder.causal:
+        raise UserError("An encoder does not decode and has no cache; take `plan train` or `plan roofline`.")
+    decoder.check_length(tokens, "tokens")
     decoder.check_tensor(tensor)
     window = f", {decoder.windowed_layers} layers no further than {decoder.window:,}" if decoder.windowed_layers else ""
     widest = max(3 * decoder.width, (2 if decoder.gated else 1) * decoder.ffn) * 2
     parts = [
-        Part("weights", WEIGHT_BYTES[weights] * decoder.parameters / tensor, f"{WEIGHT_BYTES[weights]} B a parameter"),
+        Part("weights", WEIGHT_BYTES[weights] * decoder.parameters / tensor, _WEIGHTS.format(WEIGHT_BYTES[weights])),
         Part(
             "KV cache",
             kv_cache_bytes(decoder, batch, tokens, kv_bytes) / min(tensor, decoder.kv_heads),

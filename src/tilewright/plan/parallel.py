@@ -2,7 +2,7 @@
 
 A step is what one pipeline stage computes for all its micro batches, its tensor-parallel traffic (nothing hides it),
 the pipeline's bubble, and what of the data-parallel traffic backward cannot hide. It is an estimate to order plans by,
-not a promise: `efficiency` is the share of the best product that the computing reaches. Where stages do not divide the
+not a promise: `efficiency` is the share of the best matmul that the computing reaches. Where stages do not divide the
 layers, every stage is counted as large as the largest.
 """
 
@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilewright.errors import UserError
-from tilewright.hardware import Accelerator
+from tilewright.hardware import Accelerator, Rate
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import DEFAULT, conventions
-from tilewright.plan.memory import Training, train
+from tilewright.plan.memory import MATMUL_DTYPES, Training, split_problem, stage_layers, train
 
 _MOST_GPUS = 1_000_000
+_MOST_PADDED = 1.1  # layers as the largest stage has them, over those there are
 _BACKWARD_SHARE = 2 / 3  # of a step's computing, behind which gradients can travel
 
 
@@ -47,12 +48,9 @@ class Cluster:
             raise UserError(f"The table has no link of {self.accelerator.name}; give its GB/s with --link.")
         return rate
 
-    @property
-    def flops(self) -> float:
-        peak = self.accelerator.best_flops or self.accelerator.peak_flops.get("bf16")
-        if peak is None:
-            raise UserError(f"The table has no bf16 peak for {self.accelerator.name}.")
-        return peak * self.efficiency
+    def matmul(self, precision: str) -> Rate:
+        """The best matmul to expect in this precision; computing reaches `efficiency` of it."""
+        return self.accelerator.matmul(self.accelerator.first_on_record(MATMUL_DTYPES[precision]))
 
 
 @dataclass(frozen=True)
@@ -78,19 +76,18 @@ def _powers(limit: int) -> Iterator[int]:
         value *= 2
 
 
-def padded(decoder: Decoder, stages: int) -> Decoder:
-    """The decoder with as many layers as `stages` equal stages of the largest kind have."""
-    return dataclasses.replace(decoder, layers=-(-decoder.layers // stages) * stages)
-
-
 def splits(decoder: Decoder, cluster: Cluster, global_batch: int, base: Training) -> Iterator[Training]:
     """Every way to cut the model and the batch; not yet asked whether it fits."""
-    stages = range(1, min(decoder.layers, cluster.gpus) + 1)
-    divisors = [p for p in stages if padded(decoder, p).layers <= 1.1 * decoder.layers]
+    # Stages that waste no more than a tenth: the largest has one layer more than others.
+    stages = [
+        p
+        for p in range(1, min(decoder.layers, cluster.gpus) + 1)
+        if -(-decoder.layers // p) * p <= _MOST_PADDED * decoder.layers
+    ]
     for tensor in _powers(min(cluster.node, decoder.heads, cluster.gpus)):
-        if decoder.heads % tensor or decoder.ffn % tensor:
+        if decoder.tensor_problem(tensor):
             continue
-        for pipeline in divisors:
+        for pipeline in stages:
             if cluster.gpus % (tensor * pipeline):
                 continue
             data = cluster.gpus // (tensor * pipeline)
@@ -104,14 +101,13 @@ def splits(decoder: Decoder, cluster: Cluster, global_batch: int, base: Training
                     if zero >= 2 and pipeline > 1:  # gradients or weights would travel for every micro batch
                         continue
                     for recompute, interleave in itertools.product(("none", "selective", "full"), (1, 2, 4)):
-                        pieces = padded(decoder, pipeline).layers // pipeline
-                        if interleave > 1 and (pipeline == 1 or pieces % interleave or share // micro % pipeline):
-                            continue
-                        yield dataclasses.replace(
+                        split = dataclasses.replace(
                             base, micro_batch=micro, recompute=recompute, data=data, zero=zero, tensor=tensor,
                             sequence_parallel=tensor > 1, pipeline=pipeline, interleave=interleave,
                             accumulation=share // micro,
                         )  # fmt: skip
+                        if not split_problem(decoder, split):
+                            yield split
 
 
 def estimate(decoder: Decoder, training: Training, cluster: Cluster, memory: float = 0.0) -> Plan:
@@ -119,45 +115,48 @@ def estimate(decoder: Decoder, training: Training, cluster: Cluster, memory: flo
     accumulation = training.accumulation or 1
     tokens = training.micro_batch * decoder.sequence
     model_flops = conventions(decoder)[DEFAULT].model
-    decoder = padded(decoder, training.pipeline)
+    layers = stage_layers(decoder, training)
+    rate = cluster.matmul(training.precision)
+    c = training.compute_bytes
+    # Every stage as large as the largest.
+    decoder = dataclasses.replace(decoder, layers=layers * training.pipeline)
     # With flash attention selective recompute runs norms and activations again: next to no FLOPs.
     free = training.recompute == "selective" and training.attention == "flash"
     hardware = conventions(decoder)[DEFAULT].hardware["none" if free else training.recompute]
     shards = training.tensor * training.pipeline
-    micro_compute = tokens * hardware / shards / cluster.flops
-    layers = decoder.layers / training.pipeline
+    micro_compute = tokens * hardware / shards / (rate.flops * cluster.efficiency)
     # Two reductions a layer forward and two backward (a reduce-scatter and an all-gather each with sequence parallel).
     t = training.tensor
     reductions = 6 if training.recompute == "full" else 4
     micro_tensor = (
-        layers * reductions * 2 * (t - 1) / t * tokens * decoder.width * 2 / cluster.link_rate if t > 1 else 0.0
+        layers * reductions * 2 * (t - 1) / t * tokens * decoder.width * c / cluster.link_rate if t > 1 else 0.0
     )
     p = training.pipeline
     across = cluster.network if t * p > cluster.node else cluster.link_rate
-    micro_pipe = training.interleave * 2 * tokens * decoder.width * 2 / t / across if p > 1 else 0.0
+    micro_pipe = training.interleave * 2 * tokens * decoder.width * c / t / across if p > 1 else 0.0
     steady = accumulation * (micro_compute + micro_tensor)
     bubble = (p - 1) * (micro_compute + micro_tensor) / training.interleave
     d = training.data
     traffic = 0.0
     if d > 1:
         # Ranks of a group that share a node share its cards' bandwidth to the network: a ring crosses nodes once.
-        rate = cluster.link_rate
+        link = cluster.link_rate
         if d * t * p > cluster.node:
-            rate = min(rate, cluster.network * max(1, cluster.node // (t * p)))
+            link = min(link, cluster.network * max(1, cluster.node // (t * p)))
         bytes_here = decoder.parameters / shards * (d - 1) / d
         g = training.stored_bytes
-        if training.zero == 3:  # for every micro batch weights gathered twice in 16 bits and gradients scattered
-            traffic = accumulation * (2 * 2 + g) * bytes_here / rate
+        if training.zero == 3:  # for every micro batch weights gathered twice as matmuls take them, gradients scattered
+            traffic = accumulation * (2 * c + g) * bytes_here / link
         elif training.zero == 2:  # gradients scattered for every micro batch, weights gathered once
-            traffic = (accumulation * g + g) * bytes_here / rate
+            traffic = (accumulation * g + g) * bytes_here / link
         else:
-            traffic = 2 * g * bytes_here / rate  # gradients scattered and gathered, or weights gathered
+            traffic = 2 * g * bytes_here / link  # gradients scattered and gathered, or weights gathered
     hidden = _BACKWARD_SHARE * (steady if training.zero >= 2 else micro_compute + micro_tensor)
     exposed = max(0.0, traffic - hidden)
     pipe = accumulation * micro_pipe
     seconds = steady + bubble + exposed + pipe
     batch_tokens = tokens * accumulation * d
-    peak = cluster.accelerator.peak_flops.get("bf16", cluster.flops)
+    peak = cluster.accelerator.peak_flops[rate.dtype]
     return Plan(
         training=training, seconds=seconds, compute=accumulation * micro_compute,
         tensor_traffic=accumulation * micro_tensor, pipeline_traffic=pipe, bubble=bubble, data_traffic=exposed,
@@ -182,7 +181,7 @@ def search(
     smallest, seen = math.inf, False
     for training in splits(decoder, cluster, global_batch, base):
         seen = True
-        memory = train(padded(decoder, training.pipeline), training).total
+        memory = train(decoder, training).total
         smallest = min(smallest, memory)
         split = dataclasses.replace(training, zero=0)
         if memory <= cluster.capacity and split not in fits:

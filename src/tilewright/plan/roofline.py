@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tilewright.errors import UserError
-from tilewright.hardware import Accelerator
+from tilewright.hardware import COPY_SHARE, Accelerator, Rate
 from tilewright.plan import cost
 from tilewright.plan.cost import Cost
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import products
-from tilewright.plan.memory import Training, optimizer_bytes
+from tilewright.plan.memory import MATMUL_DTYPES, Training, optimizer_bytes
 
 LAUNCH_SECONDS = 2e-6  # below this a kernel's own start and end rule
 
@@ -49,11 +49,11 @@ def step_ops(decoder: Decoder, training: Training) -> Iterator[Op]:
     again = 2 if training.recompute == "full" else 1  # forwards of a layer
     cheap = 1 if training.recompute == "none" else 2  # and of its norms and activation
     rows = tokens // (t if training.sequence_parallel else 1)
-    norms = decoder.norms * layers + 1
+    norms = decoder.norms * layers + int(decoder.final_norm)
     fused = decoder.gpt_block == "optimized"
     norm_cost = cost.dropout_add_norm if fused else cost.separate_dropout_add_norm
     for backward in (False, True):
-        count = norms if backward else (norms - 1) * cheap + 1
+        count = norms if backward else decoder.norms * layers * cheap + int(decoder.final_norm)
         side = "backward" if backward else "forward"
         one = norm_cost(rows, h, x_bytes=c, residual_bytes=r, backward=backward, dropout=dropout)
         yield Op(f"{'fused' if fused else 'separate'} dropout + add + norm, {side}", one, count)
@@ -64,21 +64,23 @@ def step_ops(decoder: Decoder, training: Training) -> Iterator[Op]:
         yield Op(f"{product.name} products, backward", one, 2 * product.count, True)
     for backward in (False, True):
         one = cost.attention(
-            training.micro_batch, decoder.sequence, decoder.heads // t, max(1, decoder.kv_heads // t),
-            decoder.head_dim, context=decoder.context(causal=True), element_bytes=c, backward=backward,
+            training.micro_batch, decoder.sequence, decoder.heads // t, decoder.kv_heads_on(t), decoder.head_dim,
+            context=decoder.context(causal=True), element_bytes=c, backward=backward,
         )  # fmt: skip
         yield Op(f"attention, {'backward' if backward else 'forward'}", one, layers * (1 if backward else again), True)
-    inner = decoder.ffn
-    if decoder.experts > 1:
-        inner = decoder.active_experts * decoder.ffn + decoder.shared_ffn
-    for backward in (False, True):
-        one = cost.activation(tokens, inner // t, gated=decoder.gated, element_bytes=c, backward=backward)
-        calls = layers * (1 if backward else cheap)
-        yield Op(f"{'gated ' if decoder.gated else ''}activation, {'backward' if backward else 'forward'}", one, calls)
+    dense = layers if decoder.experts == 1 else decoder.dense_layers
+    widths = {"": (decoder.ffn if decoder.experts == 1 else decoder.dense_ffn or decoder.ffn, dense)}
+    widths["expert "] = (decoder.active_experts * decoder.ffn + decoder.shared_ffn, layers - dense)
+    for (kind, (inner, count)), backward in itertools.product(widths.items(), (False, True)):
+        if count:
+            one = cost.activation(tokens, inner // t, gated=decoder.gated, element_bytes=c, backward=backward)
+            name = f"{kind}{'gated ' if decoder.gated else ''}activation, {'backward' if backward else 'forward'}"
+            yield Op(name, one, count * (1 if backward else cheap))
     if decoder.positions == "rope":
-        heads = (decoder.heads + decoder.kv_heads) // t
+        heads = decoder.heads // t + decoder.kv_heads_on(t)
         yield Op("rope", cost.rope(tokens, heads, decoder.head_dim, element_bytes=c), layers * (1 + again))
-    yield Op("cross-entropy", cost.cross_entropy(tokens, decoder.vocabulary // t, element_bytes=c), 1)
+    if decoder.head:
+        yield Op("cross-entropy", cost.cross_entropy(tokens, -(-decoder.vocabulary // t), element_bytes=c), 1)
     yield Op("embedding", cost.elementwise(tokens * h, 2 * r, 1), 2)
     stored = training.stored_bytes
     held = decoder.parameters // t // training.pipeline // (training.data if training.zero else 1)
@@ -86,16 +88,15 @@ def step_ops(decoder: Decoder, training: Training) -> Iterator[Op]:
     yield Op("optimizer", Cost(12 * held, int((2 * stored + states) * held), int((stored + states) * held)), 1)
 
 
-def rates(accelerator: Accelerator, training: Training, achievable: bool = False) -> tuple[float, float]:
-    """FLOPs and bytes a second: the datasheet's, or the best that were measured."""
-    dtype = "fp32" if training.precision == "fp32" else "bf16"
-    peak = accelerator.peak_flops.get(dtype)
-    if peak is None:
-        raise UserError(f"The table has no {dtype} peak for {accelerator.name}.")
-    if not achievable:
-        return peak, accelerator.bytes_per_second
-    best = (accelerator.best_flops or peak) if dtype == "bf16" else peak
-    return best, 0.885 * accelerator.bytes_per_second  # what a 2 GiB copy reaches on an H200
+def rates(accelerator: Accelerator, training: Training, achievable: bool = False) -> tuple[Rate, float]:
+    """Matmul rate and bytes a second: the datasheet's, or what to expect of the best matmul and copy."""
+    dtype = accelerator.first_on_record(MATMUL_DTYPES[training.precision])
+    if achievable:
+        return accelerator.matmul(dtype), COPY_SHARE * accelerator.bytes_per_second
+    peak = accelerator.peak_flops[dtype]
+    return Rate(
+        peak, dtype, False, f"the datasheet, {peak / 1e12:g} TFLOPS, dense {dtype}"
+    ), accelerator.bytes_per_second
 
 
 def roofline(
@@ -103,12 +104,12 @@ def roofline(
 ) -> list[Floor]:
     """The floor of every op, the largest first."""
     decoder.check_tensor(training.tensor)
-    peak, bandwidth = rates(accelerator, training, achievable)
-    vector = accelerator.peak_flops.get("fp32", peak)
+    rate, bandwidth = rates(accelerator, training, achievable)
+    vector = accelerator.peak_flops.get("fp32", rate.flops)
     floors = []
     for op in step_ops(decoder, training):
         memory = op.cost.bytes / bandwidth
-        arithmetic = op.cost.flops / (peak if op.tensor_cores else vector)
+        arithmetic = op.cost.flops / (rate.flops if op.tensor_cores else vector)
         one = max(memory, arithmetic, LAUNCH_SECONDS)
         bound = "launch" if one == LAUNCH_SECONDS else "memory" if memory >= arithmetic else "arithmetic"
         floors.append((op, one * op.calls, bound))

@@ -1,0 +1,60 @@
+"""The time below which no decoding step can go: what it reads over the bandwidth, or what it computes over the peak.
+
+Every sequence of the batch gets one token. The step reads the weights that its tokens meet (of a mixture of experts,
+the expected number of distinct ones) and the whole cache, and computes each token's matmuls and its attention. The
+floor is the longer of the two times, so no speed derived from it is above what the chip can do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.hardware import Accelerator
+from tilewright.plan.decoder import Decoder
+from tilewright.plan.flops import products
+from tilewright.plan.memory import WEIGHT_BYTES, infer, kv_cache_bytes
+
+# Bytes of a weight that a step reads, where not all of those that are kept: the float32 copy of `mixed` is not.
+_READ_BYTES = {**WEIGHT_BYTES, "mixed": 2.0}
+# What matmuls with such weights may compute in. The fastest that the chip has counts, as a floor must.
+_DTYPES = {
+    "mixed": ("bf16", "fp16"), "fp32": ("fp32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "bf16", "fp16"),
+    "int8": ("int8", "fp8", "bf16", "fp16"), "int4": ("int8", "fp8", "bf16", "fp16"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One decoding step of a batch, its floor in seconds."""
+
+    seconds: float
+    bound: str  # memory or arithmetic
+    bytes: float  # that one GPU reads
+    flops: float  # that one GPU computes
+    dtype: str  # whose peak the arithmetic has
+    experts_read: float  # distinct ones in a layer; 1 where there is no mixture
+
+
+def decode(
+    decoder: Decoder, batch: int, tokens: int, accelerator: Accelerator, *, weights: str = "bf16",
+    kv_bytes: float = 2.0, tensor: int = 1,
+) -> Decode:  # fmt: skip
+    """The floor of a step in which each of `batch` sequences has `tokens` tokens.
+
+    >>> from tilewright import hardware
+    >>> from tilewright.plan.decoder import load
+    >>> decode(load("7b"), 1, 1, hardware.find("H100-SXM5")).bound
+    'memory'
+    """
+    infer(decoder, batch, tokens, weights=weights, kv_bytes=kv_bytes, tensor=tensor)  # its checks
+    accelerator.first_on_record(_DTYPES[weights])
+    dtype = max(_DTYPES[weights], key=lambda dtype: accelerator.peak_flops.get(dtype, 0.0))
+    read = _READ_BYTES[weights] * decoder.parameters_read(batch) / tensor
+    read += kv_cache_bytes(decoder, batch, tokens, kv_bytes) / min(tensor, decoder.kv_heads)
+    full = decoder.layers - decoder.windowed_layers
+    seen = full * tokens + decoder.windowed_layers * min(tokens, decoder.window or tokens)
+    matmuls = sum(product.flops_per_token for product in products(decoder, 1))
+    flops = batch * (matmuls + 4 * decoder.heads * decoder.head_dim * seen) / tensor
+    memory, arithmetic = read / accelerator.bytes_per_second, flops / accelerator.peak_flops[dtype]
+    bound = "memory" if memory >= arithmetic else "arithmetic"
+    return Decode(max(memory, arithmetic), bound, read, flops, dtype, decoder.experts_read(batch))
