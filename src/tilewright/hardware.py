@@ -37,13 +37,14 @@ class Accelerator:
     memory_bytes: tuple[float, ...]
     bytes_per_second: float
     l2_bytes: float
+    ecc_in_memory: bool  # GDDR6 that keeps its error correction, a sixteenth, in the memory itself
     link_bytes_per_second: float | None  # to its neighbours in a node, one direction
     note: str
 
     @property
     def usable_bytes(self) -> float:
         """Of the largest variant, what a driver leaves: an H200 of "141 GB", which are GiB, reports 150.1e9 bytes."""
-        return 0.98 * max(self.memory_bytes)
+        return 0.98 * max(self.memory_bytes) * (15 / 16 if self.ecc_in_memory else 1.0)
 
     def first_on_record(self, dtypes: tuple[str, ...]) -> str:
         """The first of these dtypes that the table has a rate for, or an error that names those it has."""
@@ -116,6 +117,7 @@ def _parse(row: dict[str, str]) -> Accelerator:
         memory_bytes=tuple(float(size) * 2**30 for size in row["memory_gb"].split(";")),
         bytes_per_second=float(row["bandwidth_gbs"]) * 1e9,
         l2_bytes=float(row["l2_mb"]) * 1e6,
+        ecc_in_memory=row["ecc_in_memory"] == "yes",
         link_bytes_per_second=float(row["link_gbs"]) * 1e9 if row["link_gbs"] else None,
         note=row["note"] or "",
     )

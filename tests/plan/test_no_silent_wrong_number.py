@@ -20,6 +20,7 @@ from tilewright.plan.flops import forward_flops
 from tilewright.plan.memory import Training
 from tilewright.plan.parallel import Cluster, estimate, search
 from tilewright.plan.roofline import rates, roofline, step_ops
+from tilewright.plan.sizing import lint
 
 H100 = hardware.find("H100-SXM5")
 GPUS = [gpu for gpu in hardware.table().values() if "bf16" in gpu.peak_flops]
@@ -127,6 +128,13 @@ def test_an_unmeasured_matmul_is_never_called_measured(gpu):
 def test_a_float32_matmul_is_assumed_where_only_bf16_was_measured():
     rate, _ = rates(H100, Training(precision="fp32"), achievable=True)
     assert not rate.measured and rate.flops == 0.75 * H100.peak_flops["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gib"), [("T4", 14.75), ("A10", 22.1), ("L4", 22.1), ("L40S", 44.5), ("A100-SXM4-40GB", 39.4)]
+)
+def test_ecc_that_lies_in_the_memory_itself_takes_its_share(gpu, gib):
+    assert hardware.find(gpu).usable_bytes / 2**30 == pytest.approx(gib, rel=0.015)  # as torch reports it
 
 
 def test_what_a_row_of_the_table_warns_of_is_shown():
@@ -300,10 +308,74 @@ def test_dense_layers_of_a_mixture_have_their_own_activations():
     assert moved == 10 * 512 * (3 * 1024 + 1 * 2 * 128)
 
 
-def test_an_experts_formula_gives_the_figure_beside_it(tmp_path):
+def test_an_experts_formula_gives_the_figure_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     text = run("flops", tmp_path, "--explain").stdout
-    assert "x 2/8" in " ".join(text.split())
+    for row in (line.split("│") for line in text.splitlines() if line.startswith("│ expert")):
+        figure, formula = row[3].strip().replace(",", ""), row[5].strip()
+        assert math.prod(map(int, formula.split(" x "))) / 1e6 == pytest.approx(float(figure), abs=0.05)
+
+
+@settings(deadline=None, max_examples=200)
+@given(model=models(), tokens=st.integers(1, 300))
+def test_the_matmuls_of_a_step_are_the_models_flops(model, tokens):
+    model = dataclasses.replace(model, sequence=tokens)
+    ops = [op for op in step_ops(model, Training()) if op.tensor_cores and "attention" not in op.name]
+    expected = tokens * 3 * (forward_flops(model) - 4 * model.layers * model.heads * model.head_dim * model.context())
+    found = sum(op.cost.flops * op.calls for op in ops)
+    # Whole tokens an expert: as many as a token more for each expert that works.
+    spare = 1 + min(model.experts, tokens * model.active_experts) / (tokens * model.active_experts)
+    assert expected * (1 - 1e-9) <= found <= spare * expected
+
+
+def test_few_tokens_cannot_meet_every_expert():
+    model = from_config(MIXTRAL)
+    met = [op for op in step_ops(dataclasses.replace(model, sequence=1), Training()) if "expert up" in op.name]
+    assert met[0].calls == 32 * 2
+
+
+def test_what_follows_from_a_changed_width_follows(tmp_path):
+    bert = {
+        "model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 512,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(bert))
+    wide = load(str(tmp_path), ["width=1024", "heads=16", "kv_heads=16"])
+    assert wide.parameters == from_config({**bert, "hidden_size": 1024, "num_attention_heads": 16}).parameters
+
+
+def test_dropout_is_the_config_files():
+    bert = {
+        "model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "intermediate_size": 3072, "vocab_size": 30522,
+    }  # fmt: skip
+    assert from_config(bert).dropout == 0.1 and from_config({**bert, "hidden_dropout_prob": 0.0}).dropout == 0.0
+    for bad in (1.5, -1, "0.1", True, float("nan")):
+        with pytest.raises(UserError, match="hidden_dropout_prob"):
+            from_config({**bert, "hidden_dropout_prob": bad})
+
+
+def test_the_fullest_stage_of_a_mixture_has_experts_in_every_layer():
+    moe = Decoder(64, 8, 4, 4, 16, 128, 256, 32, gated=True, positions="rope", experts=8, active_experts=2,
+                  dense_layers=4, dense_ffn=16)  # fmt: skip
+    all_sparse = dataclasses.replace(moe, dense_layers=0, dense_ffn=0)
+    how = Training(pipeline=2, accumulation=2)
+    assert memory.train(moe, how)["weights"] == pytest.approx(memory.train(all_sparse, how)["weights"], rel=0.01)
+    assert sum(moe.fullest_stage(n) for n in (8,)) == moe.parameters - moe.embedding_parameters
+
+
+def test_an_encoder_without_logits_has_no_vocabulary_to_pad():
+    bert = Decoder(768, 12, 12, 12, 64, 3072, 30522, 512, causal=False, head=False)
+    assert not any("vocabulary" in finding.what for finding in lint(bert, H100, micro_batch=32))
+
+
+def test_a_mixtures_fields_need_a_mixture():
+    for field in ("shared_ffn", "dense_layers", "dense_ffn"):
+        with pytest.raises(UserError, match="experts of at least 2"):
+            Decoder(64, 8, 4, 4, 16, 128, 256, 32, **{field: 8})
+    with pytest.raises(UserError, match="at least 2"):
+        from_config({**MIXTRAL, "num_local_experts": 1})
 
 
 @pytest.mark.parametrize(

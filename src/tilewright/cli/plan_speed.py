@@ -52,7 +52,6 @@ def flops_command(
         one = product.flops_per_token
         layer = "" if product.name == "logits" else _millions(one / shape.layers)
         formula = f"2 x {product.n} x {product.k} x {product.count}"
-        formula += f" x {shape.active_experts}/{shape.experts} active" if product.active < 1 else ""
         rows.append([product.name, layer, _millions(one), _millions(2 * one), formula])
     inner = flops.attention_flops(shape)
     layer, formula = _millions(inner / shape.layers), "4·L·a·d·s, not causal"

@@ -56,10 +56,13 @@ class Decoder:
     positions: str = "learned"  # "rope", or "none" (ALiBi)
     longest: int = 0  # sequence that its config.json allows; 0: nobody has said
     position_rows: int = 0  # of a learned table; 0: one for each token of the sequence
-    other_parameters: int = 0  # at the ends: token types, a pooler, a norm of the embeddings
-    other_layer_parameters: int = 0  # in a layer: attention sinks, a router's bias
+    token_types: int = 0  # rows of a table that is added to the embeddings
+    embedding_norm: bool = False
+    pooler: bool = False  # a square matmul over the first token of a sequence
+    sinks: bool = False  # a learned logit for each head of attention
     experts: int = 1
     active_experts: int = 1
+    router_bias: bool = False
     shared_ffn: int = 0  # width of an expert that every token takes
     dense_layers: int = 0  # of `layers`, without experts, in a mixture of experts
     dense_ffn: int = 0  # and their width
@@ -92,6 +95,8 @@ class Decoder:
             raise UserError(f"{self.active_experts} of {self.experts} experts cannot be active.")
         if self.windowed_layers > self.layers or self.dense_layers > self.layers:
             raise UserError("There are more special layers than layers.")
+        if self.experts == 1 and (self.shared_ffn or self.dense_layers or self.dense_ffn):
+            raise UserError("shared_ffn, dense_layers and dense_ffn are a mixture's; give experts of at least 2.")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}; it must lie in [0, 1).")
         self.check_length(self.sequence, "sequence")
@@ -115,8 +120,10 @@ class Decoder:
 
     @property
     def router_weights(self) -> int:
-        """h for each expert, and for the gate of a shared one."""
-        return (self.experts + (1 if self.shared_ffn else 0)) * self.width if self.experts > 1 else 0
+        """h for each expert, and for the gate of a shared one; with a bias, 1 more for each expert."""
+        if self.experts == 1:
+            return 0
+        return (self.experts + (1 if self.shared_ffn else 0)) * self.width + (self.experts if self.router_bias else 0)
 
     @property
     def _norm_weights(self) -> int:
@@ -127,14 +134,14 @@ class Decoder:
         """Weights and biases of every norm."""
         heads = self.heads + self.kv_heads if self.wide_qk_norm else 2
         layer = self.norms * self._norm_weights + (heads * self.head_dim if self.qk_norm else 0)
-        return self.layers * layer + (self._norm_weights if self.final_norm else 0)
+        return self.layers * layer + (self.final_norm + self.embedding_norm) * self._norm_weights
 
     @property
     def _layer_biases(self) -> int:
         """Of attention's projections, and what else a layer has that is no matrix."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         biases = (queries + 2 * keys if self.qkv_bias else 0) + (self.width if self.out_bias else 0)
-        return biases + self.other_layer_parameters
+        return biases + (self.heads if self.sinks else 0)
 
     def _mlp(self, experts: float) -> tuple[float, float]:
         """Parameters of a layer's MLP, with this many experts of a mixture counted, and of a layer without experts."""
@@ -165,10 +172,11 @@ class Decoder:
     def embedding_parameters(self) -> int:
         """Token and learned position embeddings, the tied head once: (1 or 2)·v·h + s·h."""
         positions = (self.position_rows or self.sequence) if self.positions == "learned" else 0
-        return (self.vocabulary + positions) * self.width + (0 if self.tied else self.head_weights)
+        rows = self.vocabulary + positions + self.token_types
+        return rows * self.width + (0 if self.tied else self.head_weights)
 
     def _count(self, experts: float) -> float:
-        ends = self.other_parameters + (self.vocabulary if self.head_bias else 0)
+        ends = (self.vocabulary if self.head_bias else 0) + (self.width * (self.width + 1) if self.pooler else 0)
         body = self.layers * (self.attention_weights + self._layer_biases) + self._mlps(experts)
         return self.embedding_parameters + ends + body + self.norm_parameters
 

@@ -48,10 +48,11 @@ def products(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Product
     sparse = layers - decoder.dense_layers
     if decoder.experts > 1:
         yield Product("router", tokens, decoder.experts, h, sparse)
-        seen = -(-tokens * decoder.active_experts // decoder.experts)  # tokens an expert sees
-        active = decoder.active_experts / decoder.experts
-        yield Product("expert up", seen, ups * decoder.ffn // tensor, h, sparse * decoder.experts, active)
-        yield Product("expert down", seen, h, decoder.ffn // tensor, sparse * decoder.experts, active)
+        met = min(decoder.experts, tokens * decoder.active_experts)  # experts that work: few tokens cannot meet all
+        seen = -(-tokens * decoder.active_experts // met)  # tokens that one of them sees
+        active = decoder.active_experts / met
+        yield Product("expert up", seen, ups * decoder.ffn // tensor, h, sparse * met, active)
+        yield Product("expert down", seen, h, decoder.ffn // tensor, sparse * met, active)
         if decoder.shared_ffn:
             yield Product("shared up", tokens, ups * decoder.shared_ffn // tensor, h, sparse)
             yield Product("shared down", tokens, h, decoder.shared_ffn // tensor, sparse)
@@ -88,6 +89,7 @@ class Convention:
 
 
 DEFAULT = "6N + attention"
+_NO_MASK = "the same as without the mask: an encoder has none"
 
 
 def conventions(decoder: Decoder) -> dict[str, Convention]:
@@ -104,7 +106,7 @@ def conventions(decoder: Decoder) -> dict[str, Convention]:
     found = {}
     for name, formula, body, inside in (
         (DEFAULT, "6N + 12·L·a·d·s", 6 * n, attention),
-        ("6N + causal attention", "6N + 6·L·a·d·s", 6 * n, causal),
+        ("6N + causal attention", "6N + 6·L·a·d·s" if decoder.causal else _NO_MASK, 6 * n, causal),
         ("6N", "6N", 6 * n, 0.0),
         ("6N without embeddings", "6(N - embeddings) + 12·L·a·d·s", 6 * rest, attention),
     ):
@@ -114,7 +116,7 @@ def conventions(decoder: Decoder) -> dict[str, Convention]:
     logits = 2 * decoder.head_weights
     for name, formula, is_causal in (
         ("products", "3 x every product; GPT: 72·s·L·h²(1 + s/6h + v/12hL) a sequence", False),
-        ("products, causal", "the same with half of attention", True),
+        ("products, causal", "the same with half of attention" if decoder.causal else _NO_MASK, True),
     ):
         forward = forward_flops(decoder, is_causal)
         inner = 3 * attention_flops(decoder, is_causal)

@@ -88,6 +88,14 @@ class _Config:
             raise UserError(f"config.json: {name} is {shorten(value)}; it must be true or false.")
         return value
 
+    def share(self, name: str, default: float) -> float:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise UserError(f"config.json: {name} is {shorten(value)}; it must be a number in [0, 1).")
+        return float(value)
+
     def each(self, name: str) -> list[Any]:
         value = self.raw.get(name)
         if value is not None and (not isinstance(value, list) or len(value) > _MOST_LAYERS):
@@ -131,6 +139,7 @@ class _Family:
     mlp_bias: bool = False  # whether the config's `mlp_bias` is read
     tied: bool = False  # where the file does not say
     experts: bool = False
+    dropout: str = ""  # the field with that of a branch
     window: int = 0  # 1: where there is a window, all layers have it; n: all but every n-th
     left_out: dict[str, Any] = field(default_factory=dict)
     more: Callable[[_Config], dict[str, Any]] = lambda config: {}
@@ -163,12 +172,6 @@ def _stablelm(config: _Config) -> dict[str, Any]:
     }
 
 
-def _gpt_oss(config: _Config) -> dict[str, Any]:
-    experts = config.renamed(num_experts="num_local_experts").number("num_experts")
-    # A sink for each head, and a bias of the router.
-    return {"other_layer_parameters": config.number("num_attention_heads") + experts}
-
-
 def _gpt_neox(config: _Config) -> dict[str, Any]:
     return {"kv_heads": config.number("num_attention_heads")}
 
@@ -182,10 +185,11 @@ _LLAMAS: dict[str, _Family] = {
     "mixtral": _Family(window=1, experts=True, left_out={"num_key_value_heads": 8}),
     "granitemoe": _Family(attention_bias="all", experts=True),
     "olmoe": _Family(_WIDE_QK_NORM, attention_bias="all", experts=True),
-    "gpt_oss": _Family({"mlp_bias": True}, attention_bias="all", experts=True, window=2, more=_gpt_oss,
+    "gpt_oss": _Family({"mlp_bias": True, "sinks": True, "router_bias": True}, attention_bias="all", experts=True,
+                       window=2,
                        left_out={"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
                                  "attention_bias": True}),
-    "phi3": _Family(window=1),
+    "phi3": _Family(window=1, dropout="resid_pdrop"),
     "qwen2": _Family({"qkv_bias": True}, window=1,
                      left_out={"num_key_value_heads": 32, "use_sliding_window": False, **_QWEN_WINDOW}),
     "qwen2_moe": _Family({"qkv_bias": True}, experts=True, window=1,
@@ -212,11 +216,13 @@ _LLAMAS: dict[str, _Family] = {
     "cohere": _Family({"norm": "layer", "norms": 1}, attention_bias="all", tied=True, more=_cohere),
     "cohere2": _Family({"norm": "layer", "norms": 1}, attention_bias="all", tied=True, window=4,
                        left_out={"sliding_window": 4096}),
-    "phi": _Family({**_LAYER_NORM, **_BIASES, "gated": False, "norms": 1, "head_bias": True}, more=_phi),
+    "phi": _Family({**_LAYER_NORM, **_BIASES, "gated": False, "norms": 1, "head_bias": True}, more=_phi,
+                   dropout="resid_pdrop"),
     "starcoder2": _Family({**_LAYER_NORM, "gated": False}, tied=True, window=1, more=_starcoder2,
-                          left_out={"num_key_value_heads": 2}),
-    "stablelm": _Family(_LAYER_NORM, more=_stablelm),
+                          dropout="residual_dropout", left_out={"num_key_value_heads": 2}),
+    "stablelm": _Family(_LAYER_NORM, more=_stablelm, dropout="hidden_dropout"),
     "gpt_neox": _Family({**_LAYER_NORM, "gated": False, "mlp_bias": True}, attention_bias="all", more=_gpt_neox,
+                        dropout="hidden_dropout",
                         left_out={"attention_bias": True}),
 }  # fmt: skip
 
@@ -239,6 +245,7 @@ def _llama_like(config: _Config, family: _Family) -> dict[str, Any]:
         "norm": "rms",
         "positions": "rope",
         "mlp_bias": family.mlp_bias and config.flag("mlp_bias", False),
+        "dropout": config.share(family.dropout, 0.0) if family.dropout else 0.0,
     }
     if family.attention_bias:
         biased = config.flag("attention_bias", False)
@@ -253,12 +260,15 @@ def _llama_like(config: _Config, family: _Family) -> dict[str, Any]:
 def _experts(config: _Config, layers: int) -> dict[str, int]:
     """Of a mixture: experts, their width, and layers without."""
     config = config.renamed(num_experts="num_local_experts")
+    experts = config.number("num_experts")
+    if experts < 2:
+        raise UserError(f"config.json: a mixture of {experts} experts is none; it must have at least 2.")
     dense = config.number("intermediate_size")
     step = config.number("decoder_sparse_step", 1) or 1
     only_dense = {layer for layer in config.each("mlp_only_layers") if isinstance(layer, int)}
     dense_layers = sum(1 for i in range(min(layers, _MOST_LAYERS)) if i in only_dense or (i + 1) % step)
     return {
-        "experts": config.number("num_experts"), "active_experts": config.number("num_experts_per_tok"),
+        "experts": experts, "active_experts": config.number("num_experts_per_tok"),
         "ffn": config.number("moe_intermediate_size", dense),
         "shared_ffn": config.number("shared_expert_intermediate_size", 0),
         "dense_layers": dense_layers, "dense_ffn": dense if dense_layers else 0,
@@ -299,6 +309,7 @@ def _gpt2(config: _Config) -> dict[str, Any]:
     return {
         **size, **_LAYER_NORM, **_BIASES, **_learned(config.number("n_positions", 1024)), "kv_heads": size["heads"],
         "ffn": config.number("n_inner", 4 * size["width"]), "tied": config.flag("tie_word_embeddings", True),
+        "dropout": config.share("resid_pdrop", 0.1),
     }  # fmt: skip
 
 
@@ -313,7 +324,7 @@ def _gptj(config: _Config) -> dict[str, Any]:
     return {
         **size, **_LAYER_NORM, **_length(config.number("n_positions", 2048)), "kv_heads": size["heads"], "norms": 1,
         "ffn": config.number("n_inner", 4 * size["width"]), "tied": config.flag("tie_word_embeddings", False),
-        "positions": "rope", "mlp_bias": True, "head_bias": True,
+        "positions": "rope", "mlp_bias": True, "head_bias": True, "dropout": config.share("resid_pdrop", 0.0),
     }  # fmt: skip
 
 
@@ -327,7 +338,7 @@ def _opt(config: _Config) -> dict[str, Any]:
         **size, **_LAYER_NORM, **dict.fromkeys(_BIASES, config.flag("enable_bias", True)), "kv_heads": size["heads"],
         "ffn": config.number("ffn_dim"), "tied": config.flag("tie_word_embeddings", True),
         "final_norm": before and not config.flag("_remove_final_layer_norm", False),
-        **_learned(config.number("max_position_embeddings", 2048), 2),
+        **_learned(config.number("max_position_embeddings", 2048), 2), "dropout": config.share("dropout", 0.1),
     }  # fmt: skip
 
 
@@ -343,7 +354,7 @@ def _falcon(config: _Config) -> dict[str, Any]:
         **size, **_LAYER_NORM, **dict.fromkeys(_BIASES, config.flag("bias", False)), "kv_heads": kv_heads,
         "norms": 1 if norms == 1 else 2, "ffn": config.number("ffn_hidden_size", 4 * size["width"]),
         "tied": config.flag("tie_word_embeddings", True), **_length(config.number("max_position_embeddings", 2048)),
-        "positions": "none" if config.flag("alibi", False) else "rope",
+        "positions": "none" if config.flag("alibi", False) else "rope", "dropout": config.share("hidden_dropout", 0.0),
     }  # fmt: skip
 
 
@@ -353,7 +364,8 @@ def _bloom(config: _Config) -> dict[str, Any]:
     return {
         **size, **_LAYER_NORM, **_BIASES, **_length(config.number("seq_length", 2048)), "kv_heads": size["heads"],
         "ffn": 4 * size["width"], "tied": config.flag("tie_word_embeddings", True), "positions": "none",
-        "other_parameters": 2 * size["width"],  # a norm of the embeddings
+        "dropout": config.share("hidden_dropout", 0.0),
+        "embedding_norm": True,
     }  # fmt: skip
 
 
@@ -375,15 +387,20 @@ def _mpt(config: _Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _bert(config: _Config, offset: int = 0, pooler: bool = True) -> dict[str, Any]:
+def _bert(
+    config: _Config, offset: int = 0, pooler: bool = True, dropout: str = "hidden_dropout_prob"
+) -> dict[str, Any]:
     config.refuse("is_decoder", True)
     config.refuse("position_embedding_type", "relative_key", "relative_key_query")
     size = _size(config, "")
-    h, rows = size["width"], config.number("max_position_embeddings", 512)
+    rows = config.number("max_position_embeddings", 512)
+    if rows <= offset:
+        raise UserError(f"config.json: max_position_embeddings is {rows}; it must be more than {offset}.")
     return {
         **size, **_LAYER_NORM, **_BIASES, **_learned(rows - offset, offset), "kv_heads": size["heads"],
         "ffn": config.number("intermediate_size"), "causal": False, "head": False,
-        "other_parameters": (config.number("type_vocab_size", 2) * h + h * h + h) if pooler else 0,
+        "embedding_norm": True, "final_norm": False, "pooler": pooler, "dropout": config.share(dropout, 0.1),
+        "token_types": config.number("type_vocab_size", 2) if pooler else 0,
         "note": f"an encoder{' and its pooler' if pooler else ''}; a head for a task comes on top.",
     }  # fmt: skip
 
@@ -391,7 +408,7 @@ def _bert(config: _Config, offset: int = 0, pooler: bool = True) -> dict[str, An
 def _distilbert(config: _Config) -> dict[str, Any]:
     names = {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
              "intermediate_size": "hidden_dim"}  # fmt: skip
-    return _bert(config.renamed(**names), pooler=False)
+    return _bert(config.renamed(**names), pooler=False, dropout="dropout")
 
 
 def _roberta(config: _Config) -> dict[str, Any]:

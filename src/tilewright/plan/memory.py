@@ -275,7 +275,6 @@ def train(decoder: Decoder, training: Training) -> Anatomy:
 def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, first: bool, last: bool) -> Anatomy:
     tokens = training.micro_batch * decoder.sequence
     share = decoder.layers / layers
-    body = decoder.parameters - decoder.embedding_parameters
     table = decoder.head_weights
     ends = (decoder.embedding_parameters - (0 if decoder.tied else table) if first else 0) + (
         table if last and not (first and decoder.tied) else 0
@@ -288,10 +287,10 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     states = optimizer_bytes(decoder, training) * here / (ranks if training.zero >= 1 else 1)
 
     # 16-bit copies: autocast's, kept for backward; under FSDP two layers of gathered weights instead.
-    layer_weights = body / decoder.layers / training.tensor
+    two_layers = decoder.fullest_stage(min(2, decoder.layers)) / training.tensor
     copies = head_copy = 0.0
     if training.zero == 3 and ranks > 1:
-        copies = head_copy = training.compute_bytes * (2 * layer_weights + (table / training.tensor if last else 0))
+        copies = head_copy = training.compute_bytes * (two_layers + (table / training.tensor if last else 0))
     elif training.precision == "amp":
         in_layers = (matmul_weights(decoder) - table) / share
         head_copy = 2 * (table if last else 0) / training.tensor

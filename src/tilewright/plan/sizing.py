@@ -90,7 +90,8 @@ def lint(decoder: Decoder, accelerator: Accelerator, *, micro_batch: int = 1, te
         cost = None if not bad else (1 - MISALIGNED if value % 8 else 0.0)
         findings.append(Finding(what, f"{value:,}", not bad, cost, f"{why}: {_nearest(value, step)}" if bad else why))
 
-    divisible("vocabulary v", decoder.vocabulary, 64 * tensor, f"a multiple of {64 * tensor}")
+    if decoder.head:
+        divisible("vocabulary v", decoder.vocabulary, 64 * tensor, f"a multiple of {64 * tensor}")
     divisible("head width h/a", decoder.head_dim, 64, "a multiple of 64")
     divisible("width h/t", decoder.width // tensor, 64, "a multiple of 64")
     divisible("tokens b·s", tokens, 64, "a multiple of 64")
