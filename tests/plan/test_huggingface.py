@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,11 @@ def test_an_unknown_architecture_is_refused_and_not_guessed(kind):
         from_config({"model_type": kind, **llama})
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
     assert from_config({"model_type": "llama", **llama}).parameters
+
+
+def test_the_documentation_lists_every_architecture():
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+    assert [kind for kind in KNOWN if f"`{kind}`" not in text] == []
 
 
 def test_a_variant_that_nobody_counts_is_refused():
