@@ -1,5 +1,6 @@
 """Every architecture that plan counts, beside the model that transformers builds of the same config.json."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -230,3 +231,31 @@ def test_a_random_model_has_as_many_parameters_as_transformers_builds(kind):
             assert found.windowed_layers == len(windowed), (seed, raw)
         built += 1
     assert built >= 6
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_a_random_model_has_the_flops_that_torch_counts(kind):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    seed, tokens = random.randrange(10**6), 16
+    print(f"seed {seed}")
+    rng, compared = random.Random(seed), 0
+    for _ in range(6):
+        raw = {"model_type": kind, **draw(kind, rng)}
+        make = transformers.AutoModel if kind in ENCODERS else transformers.AutoModelForCausalLM
+        try:
+            config = transformers.AutoConfig.for_model(**raw)
+            # Kernels that the counter knows.
+            config._attn_implementation = config._experts_implementation = "eager"
+            model = make.from_config(config).eval()
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                model(torch.randint(3, 200, (1, tokens)))
+        except (ValueError, RuntimeError, AttributeError) as error:  # shapes that transformers itself cannot run
+            print(type(error).__name__, error)
+            continue
+        found = dataclasses.replace(from_config(raw), sequence=tokens, window=0, windowed_layers=0)
+        pooler = 2 * found.width**2 if found.pooler else 0  # for one token of a sequence
+        assert tokens * forward_flops(found) + pooler == pytest.approx(counter.get_total_flops(), rel=1e-4), (seed, raw)
+        compared += 1
+    assert compared

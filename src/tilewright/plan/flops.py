@@ -47,7 +47,8 @@ def products(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Product
     ups = 2 if decoder.gated else 1
     sparse = layers - decoder.dense_layers
     if decoder.experts > 1:
-        yield Product("router", tokens, decoder.experts, h, sparse)
+        gates = decoder.experts + (1 if decoder.shared_ffn else 0)  # a shared expert has a gate of its own
+        yield Product("router", tokens, gates, h, sparse)
         met = min(decoder.experts, tokens * decoder.active_experts)  # experts that work: few tokens cannot meet all
         seen = -(-tokens * decoder.active_experts // met)  # tokens that one of them sees
         active = decoder.active_experts / met
