@@ -286,12 +286,10 @@ def test_key_value_heads_that_do_not_divide_are_refused():
 
 def test_key_value_heads_are_repeated_where_there_are_fewer_than_ranks():
     model = Decoder(1024, 4, 16, 2, 64, 4096, 1000, 128, positions="rope")
-    eight = memory.layer_activation_bytes(model, Training(tensor=8))
-    two = memory.layer_activation_bytes(model, Training(tensor=2))
-    keys = 2 * 2 * 2 * 64  # keys and values, 2 heads, 2 bytes
-    rest = lambda bytes_, ranks: bytes_ - keys / 2 - shared  # noqa: E731
-    shared = 2 * (4 * 1024 + 2 * 1024 + 8)
-    assert rest(eight, 8) * 8 == pytest.approx(rest(two, 2) * 2)
+    keys = 2 * 2 * 64  # bytes of one head's keys and values: 8 ranks and 2 both have one head
+    norms = 2 * (4 * 1024 + 2 * 1024 + 8)  # on every rank
+    split = {ranks: memory.layer_activation_bytes(model, Training(tensor=ranks)) - norms - keys for ranks in (2, 8)}
+    assert 8 * split[8] == pytest.approx(2 * split[2])
     qkv = next(op for op in step_ops(model, Training(tensor=8)) if op.name.startswith("qkv"))
     assert qkv.cost.flops == 2 * 128 * (16 * 64 // 8 + 2 * 64) * 1024
 
