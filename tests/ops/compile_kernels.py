@@ -144,12 +144,12 @@ def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleav
         yield name, resources(launch, [*types, "i64", "i32", "i64", "fp64", *["i64"] * 12])
 
 
-def optimizer(rule: str, copies: bool):
+def optimizer(rule: str):
     """As the training loop has it, and without what may take a step back."""
     single = torch.float32
-    square, copy = single if rule == "adamw" else None, torch.bfloat16 if copies else None
+    square = single if rule == "adamw" else None
     for name, given in (("forward", "*fp32"), ("alone", None)):
-        tensors = (single, single, single, square, None, None, None, single, copy)
+        tensors = (single, single, single, square, None, None, None, single)
         numbers = (None, *[None if given is None else single] * 2)
         launch = optimizer_op._launch(H200, tensors, numbers, rule, False, True)
         yield name, resources(launch, ["*i64", "*i32", None, given, given] + ["fp32"] * 9)

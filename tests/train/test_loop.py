@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
-from tilewright.ops import _copies, _cublaslt
+from tilewright.ops import _cublaslt
 from tilewright.train import loop
 from tilewright.train.checkpoint import read
 from tilewright.train.config import OPTIMIZERS, SCHEDULES
@@ -333,37 +333,122 @@ def test_levers_that_do_not_go_together_are_one_sentence(tmp_path, changes, word
         train(tiny(tmp_path, **changes))
 
 
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU"))])  # fmt: skip
-def test_16_bit_copies_that_the_optimizer_keeps_change_no_bit(tmp_path, monkeypatch, graphs):
-    """Nor after a checkpoint has been loaded over the weights."""
+@pytest.fixture
+def products_on_any_device(monkeypatch):
+    """Let `linear` compute small matmuls on a CPU too, and the optimizer's kernel take CPU tensors."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     monkeypatch.setattr(sys.modules["tilewright.ops.linear"], "_DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
     monkeypatch.setattr(AdamW, "_device", device.type)
+    return device
+
+
+def ema_by_copy(model, values):
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data.copy_(value)
+
+
+def ema_by_pointer(model, values):
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data = value.clone()
+
+
+def ema_in_place(model, values):
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+
+def load(model, values):
+    model.load_state_dict(dict(zip(dict(model.named_parameters()), values, strict=True)))
+
+
+@pytest.mark.parametrize("write", [ema_by_copy, ema_by_pointer, ema_in_place, load])
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU"))])  # fmt: skip
+def test_an_engine_reads_the_weights_that_are_there(tmp_path, products_on_any_device, graphs, write):
+    """Whoever wrote them, however, and whatever the engine ran before."""
+    device = products_on_any_device
     config = tiny(tmp_path, precision="bf16", cuda_graphs=graphs, model={"gpt_block": "optimized"})
     torch.manual_seed(0)
-    batches = [torch.randint(256, (4, 33), device=device) for _ in range(6)]
+    batches = [torch.randint(256, (4, 33), device=device) for _ in range(4)]
 
-    def run(policies=("none", "none")):
-        engine = Engine(config, device, World(), list(policies))
-        begun = {name: value.clone() for name, value in engine.model.state_dict().items()}
-        found = []
-        for number, batch in enumerate(batches):
-            if number == 3:
-                engine.model.load_state_dict(begun)
-            loss = engine.accumulate(batch, first=True)
-            engine.update(loss, torch.tensor(math.inf, device=device), 1e-2, 1)
-            found.append(float(loss))
-        return found, [_copies.kept(p) is not None for p in engine.model.parameters() if p.dim() == 2]
+    def step(engine, batch):
+        loss = engine.accumulate(batch, first=True)
+        gradients = [p.grad.clone() for p in engine.model.parameters()]
+        engine.update(loss, torch.tensor(math.inf, device=device), 1e-2, 1)
+        return loss, gradients
 
-    losses, kept = run()
-    assert sum(kept) == 9  # of each layer four, and the table: it is the output layer too
-    if not graphs:
-        assert not any(run(["full", "none"])[1])  # where blocks run again copies come and go, and none is kept
-    monkeypatch.setattr(_copies, "offer", lambda parameters: None)
-    assert run() == (losses, [False] * len(kept))
-    assert len(set(losses)) == 6
+    old = Engine(config, device, World(), ["none"] * 2)
+    for batch in batches:
+        step(old, batch)
+    values = [2.0 * p.detach() + 0.01 * torch.randn_like(p) for p in old.model.parameters()]
+    fresh = Engine(config, device, World(), ["none"] * 2)
+    for engine in (old, fresh):
+        write(engine.model, values)
+    losses, gradients = zip(*[step(engine, batches[0]) for engine in (old, fresh)], strict=True)
+    assert torch.equal(*losses)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    for engine in (old, fresh):
+        write(engine.model, values)
+    with torch.no_grad():  # as an evaluation does
+        assert torch.equal(*(engine._loss(batches[1]) for engine in (old, fresh)))
+
+
+def test_an_engine_that_sees_a_larger_batch_computes_its_loss(tmp_path, products_on_any_device, monkeypatch):
+    """Matmuls of the small batch are PyTorch's, those of the large one are ours, which once read weights nobody made."""
+    device = products_on_any_device
+    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 2 * 6 * 32 * 32 * 32)
+    config = tiny(tmp_path, precision="bf16", model={"gpt_block": "optimized"})
+    torch.manual_seed(0)
+    small, large = (torch.randint(256, (batch, 33), device=device) for batch in (4, 8))
+    engine = Engine(config, device, World(), ["none"] * 2)
+    for _ in range(3):
+        loss = engine.accumulate(small, first=True)
+        engine.update(loss, torch.tensor(math.inf, device=device), 1e-2, 1)
+    fresh = Engine(config, device, World(), ["none"] * 2)
+    fresh.model.load_state_dict(engine.model.state_dict())
+    assert torch.equal(engine.accumulate(large, first=True), fresh.accumulate(large, first=True))
+
+
+def test_a_recording_is_made_anew_where_tensors_lie_elsewhere_and_only_there(tmp_path, monkeypatch):
+    """With a stand-in for CUDA graphs: only what is recorded when."""
+    recorded = []
+
+    class Graph:
+        def pool(self):
+            return None
+
+        def replay(self):
+            pass
+
+    @contextlib.contextmanager
+    def record(graph, pool, capture_error_mode):
+        recorded.append(graph)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(Engine, "_warm_up", lambda self: None)
+    engine = Engine(tiny(tmp_path, cuda_graphs=True), torch.device("cpu"), World(), ["none"] * 2)
+    batch = torch.randint(256, (4, 33))
+
+    def recordings():
+        before = len(recorded)
+        for first in (True, False, False, True):
+            engine.accumulate(batch, first=first)
+        return len(recorded) - before
+
+    weight = engine.model.token.weight
+    assert recordings() == 2  # one that sets gradients, one that adds to them
+    weight.data.mul_(2.0)
+    assert recordings() == 0
+    weight.data = weight.data.clone()
+    assert recordings() == 2
+    weight.grad = None
+    assert recordings() == 2
+    with pytest.raises(UserError, match=r"cuda_graphs: the first batch has shape \(4, 33\) and this one \(1, 33\)"):
+        engine.accumulate(batch[:1], first=True)
 
 
 def test_the_norm_of_bfloat16_gradients_is_in_float32(tmp_path):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.contract import DEVICE, assert_equal
 from tilewright.errors import UserError
-from tilewright.ops import _copies, _op
+from tilewright.ops import _op
 from tilewright.ops import optimizer as op
 from tilewright.train import optimizers
 from tilewright.train.config import OPTIMIZERS, Optimizer
@@ -112,56 +112,6 @@ def test_one_launch_for_all_tensors_is_torchs_adamw(skipped, monkeypatch):
             torch.testing.assert_close(ours[1].state[one][name], value, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_copies_that_are_kept_are_those_of_the_parameters(name, monkeypatch):
-    """Whether the optimizer writes them along or not, and whoever else writes to a parameter."""
-    monkeypatch.setattr(AdamW, "_device", DEVICE)
-    network, optimizer = made(name, "fp32", learning_rate=0.01)
-    parameters = list(network.parameters())
-    _copies.offer(parameters[:3])
-
-    def assert_up_to_date():
-        copies = [_copies.of(p, torch.bfloat16) for p in parameters]
-        assert_equal(copies, [p.detach().bfloat16() for p in parameters])
-        return copies
-
-    first = assert_up_to_date()
-    run(network, optimizer, range(2))
-    optimizer.found_inf = torch.ones((), device=DEVICE)
-    run(network, optimizer, range(2, 3))
-    second = assert_up_to_date()
-    assert [a is b for a, b in zip(first, second, strict=True)] == [True] * 3 + [False] * (len(parameters) - 3)
-    network.load_state_dict(model(seed=1).state_dict())
-    assert_up_to_date()
-    with torch.no_grad():
-        parameters[0].add_(1.0)
-    _copies.renew(parameters)
-    assert_equal([_copies.kept(parameters[0])], [parameters[0].detach().bfloat16()])
-
-
-def test_a_step_that_is_taken_back_leaves_no_old_copy_behind(monkeypatch):
-    """Though somebody has written to the parameter before it."""
-    monkeypatch.setattr(AdamW, "_device", DEVICE)
-    for skipped in (0.0, 1.0):
-        weight = nn.Parameter(torch.ones(8, 8, device=DEVICE))
-        optimizer = build([weight], Optimizer(), precision="bf16")
-        _copies.offer([weight])
-        _copies.of(weight, torch.bfloat16)
-        with torch.no_grad():
-            weight.fill_(5.0)
-        weight.grad, optimizer.found_inf = torch.ones_like(weight), torch.tensor(skipped, device=DEVICE)
-        optimizer.step()
-        assert_equal([_copies.of(weight, torch.bfloat16)], [weight.detach().bfloat16()])
-
-
-def test_a_copy_is_not_made_under_inference_mode():
-    weight = nn.Parameter(torch.ones(8, 8, device=DEVICE))
-    _copies.offer([weight])
-    with torch.inference_mode():
-        assert _copies.of(weight, torch.bfloat16).dtype == torch.bfloat16
-    assert _copies.kept(weight) is None
-
-
 # What is not as torch makes it, or asks for more than the kernel knows.
 ODD = {
     "maximize": lambda weight: AdamW([weight], lr=0.1, maximize=True, fused=True),
@@ -239,13 +189,13 @@ def test_counting_steps_does_not_wait_for_the_device():
     assert [step.item() for step in steps] == [2.0] * 3
 
 
-def test_a_backward_behind_a_step_is_refused_where_it_would_read_the_new_copy(monkeypatch):
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_backward_behind_a_step_is_refused_where_it_would_read_the_new_weight(name, monkeypatch):
     monkeypatch.setattr(AdamW, "_device", DEVICE)
     weight = nn.Parameter(torch.randn(4, 4, device=DEVICE))
-    optimizer = build([weight], Optimizer(), precision="bf16")
-    _copies.offer([weight])
-    x = torch.randn(2, 4, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    y = x @ _copies.of(weight, torch.bfloat16).t()
+    optimizer = build([weight], Optimizer(name=name), precision="bf16")
+    x = torch.randn(2, 4, device=DEVICE, requires_grad=True)
+    y = x @ weight.t()
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

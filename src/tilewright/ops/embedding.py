@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops import _copies, _op
+from tilewright.ops import _op
 
 __all__ = ["embedding", "reference", "tied_embedding"]
 
@@ -133,7 +133,6 @@ def tied_embedding(
     x, alias = _eager(tokens, weight, position, dtype or weight.dtype)
     if not weight.requires_grad:  # the alias would have a gradient for the position's sake
         return x, weight
-    _copies.share(weight, alias)
     return x, alias
 
 

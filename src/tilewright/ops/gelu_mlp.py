@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.measure import work
-from tilewright.ops import _copies, _cublaslt, _cuda, _hopper, _op
+from tilewright.ops import _cublaslt, _cuda, _hopper, _op
 from tilewright.ops.activation import bias_gelu
 from tilewright.ops.linear import linear
 from tilewright.plan.cost import Cost, product
@@ -184,7 +184,7 @@ def fused_gelu_mlp(
     prepared = _linear._prepared(x, up, up_bias)  # which knows whether the first product fits
     if prepared is None:
         return None
-    y: Tensor = _eager(*prepared, down, down_bias, _copies.of(down, torch.bfloat16), lean)
+    y: Tensor = _eager(*prepared, down, down_bias, _linear._cast(down, torch.bfloat16), lean)
     return y
 
 

@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.measure import work
-from tilewright.ops import _copies, _cublaslt, _cuda, _hopper, _op
+from tilewright.ops import _cublaslt, _cuda, _hopper, _op
 from tilewright.plan.cost import product as cost
 
 __all__ = ["cost", "linear", "linear_parts", "reference"]
@@ -354,7 +354,12 @@ def _prepared(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]
     frozen = not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
     if frozen or not _fits(dtype, x, weight, bias):
         return None
-    return x.to(dtype), weight, bias, _copies.of(weight, dtype)
+    return x.to(dtype), weight, bias, _cast(weight, dtype)
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in the dtype of the matmuls, without its graph. Made anew in every call: see docs/ops.md."""
+    return weight if weight.dtype is dtype else weight.detach().to(dtype)
 
 
 def _fits(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -7,8 +7,7 @@
 
 where d is the weight decay, m' = m / (1 - b1^t), v' = v / (1 - b2^t), and all is computed in float32. What is stored:
 
-Parameters. float32 as they are, where a bfloat16 copy may be written along, for products to read: to make it later is
-to read the parameter once more. bfloat16 has eight bits, and an update below 1/512 of its parameter rounds to nothing.
+Parameters. float32 as they are. bfloat16 has eight bits, and an update below 1/512 of its parameter rounds to nothing.
 Either a second bfloat16 keeps what rounding lost, to be added next time ("kahan"), or the rounding goes up or down by
 chance, up the more often the nearer ("stochastic"), which is right in the mean and needs no memory.
 
@@ -316,7 +315,6 @@ def update(
     seeds: Sequence[int] = (),
     grad_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
-    copies: Sequence[torch.Tensor | None] = (),
 ) -> None:
     """One step of parameters and their states, in place, without waiting for the device.
 
@@ -329,7 +327,6 @@ def update(
         seeds: of the random bits, from 0 to 2**63 - 1, one a parameter; left out, 0.
         grad_scale: a float32 tensor of one element, by which gradients are divided.
         found_inf: likewise; where it is not 0, nothing changes.
-        copies: bfloat16 tensors, one a parameter or None, packed, which get the new value of a float32 parameter.
 
     >>> parameter = torch.ones(3)
     >>> state = new_state(parameter, "sgd")
@@ -338,19 +335,17 @@ def update(
     ([1.0, 0.5, 0.0], [0.0, 1.0, 2.0])
     """
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
-    members = zip(
-        parameters, gradients, states, seeds or [0] * len(parameters), copies or [None] * len(parameters), strict=True
-    )
+    members = zip(parameters, gradients, states, seeds or [0] * len(parameters), strict=True)
     alike: dict[Any, list[Any]] = {}
-    for parameter, gradient, state, seed, copy in members:
+    for parameter, gradient, state, seed in members:
         if not parameter.numel():
             continue
         if not _op.runs_kernel(parameter):
-            _plainly(parameter, gradient, state, copy, found_inf, rule=rule, **numbers, stochastic=stochastic,
+            _plainly(parameter, gradient, state, found_inf, rule=rule, **numbers, stochastic=stochastic,
                      seed=seed, grad_scale=grad_scale)  # fmt: skip
             continue
         gradient = gradient if gradient.dtype in _GRADIENTS else gradient.float()
-        tensors = (*_op.packed((parameter, gradient)), *[state.get(name) for name in _STATES], copy)
+        tensors = (*_op.packed((parameter, gradient)), *[state.get(name) for name in _STATES])
         key = parameter.device, _op.dtypes(tensors), parameter.numel() % 8 == 0
         alike.setdefault(key, []).append((tensors, seed, parameter))
     for (device, dtypes, even), group in alike.items():
@@ -364,19 +359,18 @@ def update(
         table, owners = _table(device, rows)
         scalars = (number, weight_decay, beta1, beta2, 1 - beta1, 1 - beta2, _log(beta1), _log(beta2), epsilon)
         everything = [t for tensors, *_ in group for t in tensors]
-        width = len(group[0][0])  # the gradient is only read, and so is the count of steps; a copy only written
-        changed = [i for i in range(len(everything)) if i % width not in (1, width - 2, width - 1)]
+        width = len(group[0][0])  # the gradient is only read, and so is the count of steps
+        changed = [i for i in range(len(everything)) if i % width not in (1, width - 1)]
         with work.launching(launch.name, everything, changed=changed):
             launch((len(owners), 1), (table, owners, *given), scalars)
         for tensors, _, parameter in group:
             if tensors[0] is not parameter:
                 parameter.copy_(tensors[0])
-        written = [t for tensors, _, parameter in group for t in (parameter, tensors[-1]) if t is not None]
-        torch.autograd.graph.increment_version(written)
+        torch.autograd.graph.increment_version([parameter for *_, parameter in group])
 
 
 def _plainly(
-    parameter: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], copy: torch.Tensor | None,
+    parameter: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor],
     found_inf: torch.Tensor | None, **options: Any,
 ) -> None:  # fmt: skip
     if found_inf is not None and found_inf.item():
@@ -385,8 +379,6 @@ def _plainly(
     parameter.copy_(new.pop("parameter"))
     for name, value in new.items():
         state[name].copy_(value)
-    if copy is not None:
-        copy.copy_(parameter)
 
 
 def adafactor(

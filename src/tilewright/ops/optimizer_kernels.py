@@ -21,7 +21,7 @@ TYPES = {
     None: None, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.int8: tl.int8, torch.uint8: tl.uint8
 }  # fmt: skip
 _BLOCK, _ROWS = tl.constexpr(BLOCK), tl.constexpr(TILE // BLOCK)
-_SLOTS = tl.constexpr(12)  # of a row: its first program, nine addresses, the seed, the number of elements
+_SLOTS = tl.constexpr(11)  # of a row: its first program, eight addresses, the seed, the number of elements
 
 
 @triton.jit
@@ -129,7 +129,6 @@ def update(
     RULE: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
     PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, MEAN: tl.constexpr, SQUARE: tl.constexpr,
     MEAN_SCALE: tl.constexpr, SQUARE_SCALE: tl.constexpr, COMPENSATION: tl.constexpr, STEP: tl.constexpr,
-    COPY: tl.constexpr,
 ):  # fmt: skip
     """`rest` is 1 - beta; `lr_tensor`, where there is one, stands for lr; EVEN says that 8 divides all numbers of
     elements. The other constants are the dtypes of the tensors whose addresses are in the table."""
@@ -141,8 +140,7 @@ def update(
     mean_scale = None if MEAN_SCALE is None else _pointer(row, 5, MEAN_SCALE)
     square_scale = None if SQUARE_SCALE is None else _pointer(row, 6, SQUARE_SCALE)
     compensation = None if COMPENSATION is None else _pointer(row, 7, COMPENSATION)
-    copy = None if COPY is None else _pointer(row, 9, COPY)
-    seed, elements = tl.load(row + 10), tl.load(row + 11)
+    seed, elements = tl.load(row + 9), tl.load(row + 10)
     at = first + tl.arange(0, _ROWS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     block = first // _BLOCK + tl.arange(0, _ROWS)
     if found_inf is not None:
@@ -188,8 +186,6 @@ def update(
 
     if PARAMETER == tl.float32:
         tl.store(parameter + at, p, inside)
-        if copy is not None:
-            tl.store(copy + at, _nearest(p), inside)
     elif STOCHASTIC:
         tl.store(parameter + at, _cut(p, _draws(seed, first, drawn, 0)), inside)
     else:

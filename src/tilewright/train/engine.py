@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from tilewright.errors import UserError
 from tilewright.models import GPT
-from tilewright.ops import _copies
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train import optimizers
 from tilewright.train.config import RECORDING, Train
@@ -89,15 +88,10 @@ class Engine:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         self.optimizer = optimizers.build(self.model, config.optimizer, precision=self.precision, seed=config.seed)
-        # Of the configuration's own model it is known that nobody writes to it past torch's count of writes. Where
-        # blocks run again their copies come and go, and to keep them would take more memory.
-        own = model is None and config.model.gpt_block == "optimized"
-        if own and self.precision == "bf16" and set(policies) <= {"none"}:
-            _copies.offer(self.model.parameters())
         self.forward: Any = self.model
         if config.compile != "none":
             self.forward = torch.compile(self.model, options=_inductor(config.compile))
-        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor, list[int]]] = {}
         self._static: Any = None  # the batch that the graphs read
 
     def tensors(self) -> dict[str, Any]:
@@ -133,25 +127,41 @@ class Engine:
             return self.forward(tokens[:, :-1], tokens[:, 1:])
 
     def _replay(self, tokens: Any, first: bool) -> Tensor:
-        """Of two recordings: one sets the gradients, as backward does where there are none, one adds to them."""
+        """Of two recordings: one sets the gradients, as backward does where there are none, one adds to them.
+
+        A recording reads and writes the addresses it has seen. Where a parameter, a buffer or a gradient lies elsewhere
+        by now (`parameter.data = other`), it is made anew.
+        """
         if self._static is None:
             self._static = tokens.clone()
             self._warm_up()
-        if first not in self._graphs:
+        given, recorded_for = getattr(tokens, "shape", None), getattr(self._static, "shape", None)
+        if given != recorded_for:
+            raise UserError(
+                f"cuda_graphs: the first batch has shape {tuple(recorded_for or ())} and this one {tuple(given or ())}; "
+                "give all batches one shape, or leave cuda_graphs out."
+            )
+        if first not in self._graphs or self._graphs[first][2] != self._addresses():
+            self._graphs.pop(first, None)
             graph = torch.cuda.CUDAGraph()
             if first:
                 self.optimizer.zero_grad(set_to_none=True)
             # Both in one pool: they never run at once. Other threads, the data's say, may go on using the device.
-            pool = next((other.pool() for other, _ in self._graphs.values()), None)
+            pool = next((other.pool() for other, *_ in self._graphs.values()), None)
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 loss = self._loss(self._static)
                 loss.backward()
-            self._graphs[first] = (graph, loss.detach())
+            self._graphs[first] = (graph, loss.detach(), self._addresses())
         self._static.copy_(tokens)
-        _copies.renew(self.model.parameters())  # which the graph reads as they are
-        graph, recorded = self._graphs[first]
+        graph, recorded, _ = self._graphs[first]
         graph.replay()
         return recorded.clone()
+
+    def _addresses(self) -> list[int]:
+        """Where everything lies that a step of the model reads or writes."""
+        parameters = list(self.model.parameters())
+        tensors = [*parameters, *self.model.buffers(), *[p.grad for p in parameters if p.grad is not None]]
+        return [tensor.data_ptr() for tensor in tensors]
 
     def _warm_up(self) -> None:
         """Run off the record, on another stream as recording asks for, and leave no trace of it. Three times: an op

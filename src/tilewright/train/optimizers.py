@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tilewright.errors import UserError
-from tilewright.ops import _copies, _op
+from tilewright.ops import _op
 from tilewright.ops import optimizer as op
 from tilewright.train.config import Optimizer as Config
 
@@ -193,7 +193,7 @@ def _evaluated(closure: Callable[[], Any] | None) -> Any:
 
 
 def _told(optimizer: torch.optim.Optimizer) -> None:
-    """Tell autograd, and who keeps copies, that parameters were written to: torch's fused kernels do not."""
+    """Tell autograd that parameters were written to: torch's fused kernels do not."""
     members = (p for group in optimizer.param_groups for p in group["params"])
     torch.autograd.graph.increment_version([p for p in members if p.grad is not None])
 
@@ -204,11 +204,7 @@ def _given(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor | None]:
 
 
 def _update(parameters: list[torch.Tensor], states: list[dict[str, torch.Tensor]], **options: Any) -> None:
-    """One step, which writes the 16-bit copies along that are kept of parameters."""
-    _copies.renew(parameters)  # for where the step is taken back
-    copies = [_copies.kept(p) for p in parameters]
-    op.update(parameters, [_gradient(p) for p in parameters], states, copies=copies, **options)
-    _copies.written(parameters)
+    op.update(parameters, [_gradient(p) for p in parameters], states, **options)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
