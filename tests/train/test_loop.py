@@ -396,7 +396,7 @@ def test_an_engine_reads_the_weights_that_are_there(tmp_path, products_on_any_de
 
 
 def test_an_engine_that_sees_a_larger_batch_computes_its_loss(tmp_path, products_on_any_device, monkeypatch):
-    """Matmuls of the small batch are PyTorch's, those of the large one are ours, which once read weights nobody made."""
+    """Matmuls of the small batch are PyTorch's, those of the large one ours, which once read memory nobody wrote."""
     device = products_on_any_device
     monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 2 * 6 * 32 * 32 * 32)
     config = tiny(tmp_path, precision="bf16", model={"gpt_block": "optimized"})

@@ -6,13 +6,16 @@ added, and those three things happen at the start of each sublayer, in one modul
 before it as well). `gpt_block` chooses what runs between the products: `standard` are PyTorch's own ops, `optimized` is
 one fused kernel for each of embeddings, norm, activation and rotation, and the quickest algorithm for each product.
 Both have the same parameters under the same names.
+
+A submodule that somebody has replaced or hooked is called, with the arguments and results it has in a standard block. A
+fused path that reads its parameters instead runs only where it `is_own`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
-from tilewright.nn.linear import is_unheard
+from tilewright.nn.hooks import is_own
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
-from tilewright.ops import _hopper, cross_entropy, cross_entropy_hopper, linear, linear_cross_entropy
+from tilewright.ops import _hopper, cross_entropy, cross_entropy_hopper, linear, linear_cross_entropy, linear_parts
 from tilewright.ops._op import is_traced, runs_kernel, triton_ready
 from tilewright.ops.attention import attention
 from tilewright.ops.attention import compile_ahead as compile_attention_ahead
@@ -32,11 +35,6 @@ from tilewright.ops.dropout_add_norm import HOST_BOUND
 from tilewright.ops.embedding import tied_embedding
 from tilewright.ops.rope import reference as rotate
 from tilewright.plan.gpt import GPTConfig
-
-
-def _sum(x: Tensor, residual: Tensor | None, x_bias: Tensor | None, p: float) -> Tensor:
-    x = F.dropout(x if x_bias is None else (x + x_bias).to(x.dtype), p)
-    return x if residual is None else x + residual
 
 
 class StandardDropoutAddNorm(nn.Module):
@@ -49,9 +47,13 @@ class StandardDropoutAddNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias and norm == "layer" else None
         self.norm = norm
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, x_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        residual = _sum(x, residual, x_bias, self.p if self.training else 0.0)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        residual = self.add(x, residual)
         return self.normalise(residual), residual
+
+    def add(self, x: Tensor, residual: Tensor | None, x_bias: Tensor | None = None) -> Tensor:
+        x = F.dropout(x if x_bias is None else x + x_bias, self.p, self.training)
+        return x if residual is None else x + residual
 
     def normalise(self, residual: Tensor) -> Tensor:
         if self.norm == "rms":
@@ -62,20 +64,23 @@ class StandardDropoutAddNorm(nn.Module):
 class StandardGeluMLP(GeluMLP):
     """Two products with a GELU between them, as PyTorch does it."""
 
-    def forward(self, x: Tensor, recompute: bool = False, *, with_bias: bool = True) -> Tensor:
-        inner = F.gelu(F.linear(x, self.up.weight, self.up.bias), approximate=self.approximate)
-        return F.linear(inner, self.down.weight, self.down.bias if with_bias else None)
+    linear = nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y: Tensor = self.down(F.gelu(self.up(x), approximate=self.approximate))
+        return y
 
 
 class StandardGatedMLP(GatedMLP):
     """Three products and a gate, as PyTorch does it."""
 
-    def forward(self, x: Tensor, recompute: bool = False, *, with_bias: bool = True) -> Tensor:
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        x, gated = F.linear(x, up.weight, up.bias), F.linear(x, gate.weight, gate.bias)
-        approximate = _approximate(self.activation)
-        gated = F.silu(gated) if self.activation == "swiglu" else F.gelu(gated, approximate=approximate)
-        return F.linear(gated * x, down.weight, down.bias if with_bias else None)
+    linear = nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        gate, approximate = self.gate_proj(x), _approximate(self.activation)
+        gate = F.silu(gate) if self.activation == "swiglu" else F.gelu(gate, approximate=approximate)
+        y: Tensor = self.down_proj(gate * self.up_proj(x))
+        return y
 
 
 class StandardRoPE(RoPE):
@@ -137,7 +142,10 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> list[Tensor]:
         """Queries, keys and values, each of (batch, sequence, heads, head_dim)."""
         sizes = [heads * self.head_dim for heads in (self.heads, self.key_heads, self.key_heads)]
-        parts = self.qkv(x, sizes) if type(self.qkv) is Linear else self.qkv(x).split(sizes, -1)
+        if is_own(self.qkv, Linear):
+            parts = linear_parts(x, self.qkv.weight, self.qkv.bias, sizes)
+        else:
+            parts = self.qkv(x).split(sizes, -1)
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
     def mix(self, qkv: list[Tensor], rope: nn.Module | None) -> Tensor:
@@ -149,12 +157,32 @@ class Attention(nn.Module):
             return (attention if self.fused else attend)(q, k, v).flatten(2)
 
 
-def _late_bias(product: nn.Module) -> Tensor | None:
-    """The bias that a norm may add in the product's stead: where there will be a backward, which then sums up its
-    gradient on the way. Of nobody else's module, and not of a parameter that is in pieces until its module runs."""
-    if type(product) is not Linear or type(product.bias) is not nn.Parameter or not torch.is_grad_enabled():
+def _late_bias(product: nn.Module, norm: nn.Module | None) -> Tensor | None:
+    """The bias of a matmul that the norm behind it may add in its stead: where there will be a backward, which sums up
+    its gradient on the way. Not of a parameter that is in pieces until its module runs."""
+    own = is_own(product, Linear) and is_own(norm, DropoutAddNorm)
+    if not own or type(product.bias) is not nn.Parameter or not torch.is_grad_enabled():
         return None
     return product.bias
+
+
+def _add_norm(norm: nn.Module, x: Tensor, residual: Tensor | None, x_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What a norm returns: the normalised sum, and the sum. `x_bias` is given to one of ours only."""
+    pair = norm(x, residual) if x_bias is None else norm(x, residual, x_bias=x_bias)
+    if not isinstance(pair, (tuple, list)):
+        raise TypeError("GPT: a norm must return the normalised sum and the sum, as DropoutAddNorm with prenorm=True.")
+    out, total = pair
+    return out, total
+
+
+def _normalise(norm: Any, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a norm returned beside this sum, for an x of this dtype."""
+    out: Tensor
+    if not isinstance(norm, DropoutAddNorm) or torch.is_autocast_enabled(total.device.type):
+        out = norm.normalise(total)
+    else:
+        out = norm.normalise(total.to(torch.promote_types(total.dtype, dtype))).to(dtype)
+    return out
 
 
 class Block(nn.Module):
@@ -168,32 +196,35 @@ class Block(nn.Module):
         self.mlp = _mlp(config)
         self.leaves_biases = config.gpt_block == "optimized"  # to the norms
 
-    def late_bias(self) -> Tensor | None:
-        """What the next norm may add to the x that this block returns, if `forward` is told."""
-        if not self.leaves_biases or type(self.mlp) not in (GeluMLP, GatedMLP):
+    def late_bias(self, norm: nn.Module | None) -> Tensor | None:
+        """What this norm, the next one, may add to the x that this block returns, if `forward` is told."""
+        if not self.leaves_biases or not is_own(self.mlp, GeluMLP, GatedMLP):
             return None
-        return _late_bias(self.mlp.down if type(self.mlp) is GeluMLP else self.mlp.down_proj)  # type: ignore[arg-type]
+        return _late_bias(self.mlp.down if type(self.mlp) is GeluMLP else self.mlp.down_proj, norm)  # type: ignore[arg-type]
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None = None,
         with_bias: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Args: `x_bias` is what was left out of x; without `with_bias`, `late_bias` is left out of the result."""
-        x, residual = self.norm1(x, residual, x_bias=x_bias)
+        x, residual = _add_norm(self.norm1, x, residual, x_bias)
         return self._sublayers(x, residual, rope, with_bias)
 
     def _sublayers(self, x: Tensor, residual: Tensor, rope: nn.Module | None, with_bias: bool) -> tuple[Tensor, Tensor]:
         late = self._attention_bias()
         x = self.attention(x, rope) if late is None else self.attention(x, rope, with_bias=False)
-        x, residual = self.norm2(x, residual, x_bias=late)
+        x, residual = _add_norm(self.norm2, x, residual, late)
         return self._feed(x, with_bias), residual
 
     def _attention_bias(self) -> Tensor | None:
         """What the second norm is to add to what attention returns."""
-        return _late_bias(self.attention.out) if self.leaves_biases and type(self.attention) is Attention else None
+        own = self.leaves_biases and is_own(self.attention, Attention)
+        return _late_bias(self.attention.out, self.norm2) if own else None
 
-    def _feed(self, x: Tensor, with_bias: bool, **options: bool) -> Tensor:
-        return self.mlp(x, **options) if with_bias else self.mlp(x, with_bias=False, **options)
+    def _feed(self, x: Tensor, with_bias: bool, recompute: bool = False) -> Tensor:
+        own = is_own(self.mlp, GeluMLP, GatedMLP)  # else the bias is not left out, and nothing is known of recompute
+        y: Tensor = self.mlp(x, recompute, with_bias=with_bias) if own else self.mlp(x)
+        return y
 
     def recomputed(
         self, how: str, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None = None,
@@ -205,38 +236,65 @@ class Block(nn.Module):
         and attention; norms and activations, which are cheap, and the output product, the smallest, run again.
         """
         if how == "full":
-            return checkpoint(self, x, residual, rope, x_bias, with_bias, use_reentrant=False)
-        if isinstance(self.norm1, DropoutAddNorm) and runs_kernel(x) and not is_traced(x):
+            return _checkpoint(how, self, x, residual, rope, x_bias, with_bias)
+        own = is_own(self.norm1, DropoutAddNorm) and is_own(self.norm2, DropoutAddNorm)
+        if own and is_own(self.attention, Attention) and runs_kernel(x) and not is_traced(x):
             return self._selectively(x, residual, rope, x_bias, with_bias)
-        residual = _sum(x, residual, x_bias, self.norm1.p if self.training else 0.0)
-        contexts = functools.partial(create_selective_checkpoint_contexts, _keeps)
-        return checkpoint(self._from_sum, residual, rope, with_bias, use_reentrant=False, context_fn=contexts)
+        if not is_own(self.norm1, DropoutAddNorm, StandardDropoutAddNorm):
+            return _checkpoint(how, self, x, residual, rope, x_bias, with_bias)
+        total = self.norm1.add(x, residual, x_bias)
+        return _checkpoint(how, self._from_sum, total, x.dtype, rope, with_bias)
 
     def _selectively(
         self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None, with_bias: bool
     ) -> tuple[Tensor, Tensor]:
         """By giving up tensors one by one, which a host can afford that launches op by op."""
         attention, norm1, norm2 = self.attention, self.norm1, self.norm2
-        x, first = norm1(x, residual, x_bias=x_bias)
-        with forgetting(is_memory_of(x), lambda: norm1.normalise(first)):
+        given = x.dtype
+        x, first = _add_norm(norm1, x, residual, x_bias)
+        with forgetting(is_memory_of(x), lambda: _normalise(norm1, first, given)):
             qkv = attention.project(x)
         mixed = attention.mix(qkv, rope)
         late = self._attention_bias()  # now, for what runs again must run alike
-        # With dropout the sum cannot be made twice alike; a small norm is PyTorch's, which saves what it likes.
-        if norm2.p > 0 or (first.is_cuda and first.numel() <= HOST_BOUND):
-            x, second = norm2(attention.project_out(mixed, late is None), first, x_bias=late)
-            with forgetting(is_memory_of(x), lambda: norm2.normalise(second)):
+        branch = attention.project_out(mixed, late is None)
+        # With dropout, in the norm or in a module put in place of the product, the sum cannot be made twice alike; a
+        # small norm is PyTorch's, which saves what it likes.
+        host_bound = first.is_cuda and first.numel() <= HOST_BOUND
+        if norm2.p > 0 or not is_own(attention.out, Linear) or host_bound:
+            narrow = branch.dtype
+            x, second = _add_norm(norm2, branch, first, late)
+            del branch
+            with forgetting(is_memory_of(x), lambda: _normalise(norm2, second, narrow)):
                 return self._feed(x, with_bias, recompute=True), second
         again = Shared(lambda: norm2(attention.project_out(mixed, late is None), first, x_bias=late))
-        branch = attention.project_out(mixed, late is None)
-        # The one tensor of this shape that the norm saves is the sum that it returns.
-        with forgetting(lambda kept: kept.shape == first.shape, lambda: again.take(1, last=True)):
-            x, second = norm2(branch, first, x_bias=late)
+        # Of this shape the norm saves the sum that it returns and, where a scale needs its gradient, the branch.
+        place, shape = branch.untyped_storage()._cdata, first.shape
+
+        def is_sum(saved: Tensor) -> bool:
+            return saved.shape == shape and saved.untyped_storage()._cdata != place
+
+        with forgetting(is_sum, lambda: again.take(1, last=True)):
+            x, second = _add_norm(norm2, branch, first, late)
+        del branch
         with forgetting(is_memory_of(x), lambda: again.take(0)):
             return self._feed(x, with_bias, recompute=True), second
 
-    def _from_sum(self, residual: Tensor, rope: nn.Module | None, with_bias: bool) -> tuple[Tensor, Tensor]:
-        return self._sublayers(self.norm1.normalise(residual), residual, rope, with_bias)
+    def _from_sum(
+        self, residual: Tensor, dtype: torch.dtype, rope: nn.Module | None, with_bias: bool
+    ) -> tuple[Tensor, Tensor]:
+        return self._sublayers(_normalise(self.norm1, residual, dtype), residual, rope, with_bias)
+
+
+def _is_own_block(block: nn.Module) -> TypeGuard[Block]:
+    return is_own(block, Block)
+
+
+def _checkpoint(how: str, region: Any, *inputs: Any) -> Any:
+    """Run a region. "full" keeps nothing of it for backward but what goes in, "selective" large products too."""
+    if how == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keeps)
+        return checkpoint(region, *inputs, use_reentrant=False, context_fn=contexts)
+    return checkpoint(region, *inputs, use_reentrant=False) if how == "full" else region(*inputs)
 
 
 def _keeps(context: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
@@ -252,9 +310,10 @@ def _keeps(context: Any, op: Any, *arguments: Any, **options: Any) -> Checkpoint
 
 
 def _is_plain(table: nn.Module) -> bool:
-    """Whether a table is PyTorch's own, and nobody listens to what it returns: then it need not run by itself."""
-    own = type(table) is nn.Embedding and table.padding_idx is None and table.max_norm is None
-    return own and is_unheard(table)
+    """Whether a table is PyTorch's own without options: then it need not run by itself."""
+    if not is_own(table, nn.Embedding):
+        return False
+    return table.padding_idx is None and table.max_norm is None and not (table.scale_grad_by_freq or table.sparse)
 
 
 @functools.cache
@@ -300,8 +359,10 @@ class GPT(nn.Module):
         """What each block computes again in backward: "none", "selective" or "full"."""
         self.recompute = policies
         for block, how in zip(self.blocks, policies, strict=True):
-            assert isinstance(block, Block)
-            if how in ("selective", "full"):  # what runs again gains nothing by an MLP that would, and holds its inputs
+            if isinstance(block, Block) and how in (
+                "selective",
+                "full",
+            ):  # what runs again gains nothing by an MLP that would, and holds its inputs
                 block.mlp.recompute = False  # type: ignore[assignment]
 
     @staticmethod
@@ -314,13 +375,27 @@ class GPT(nn.Module):
     def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The stream, and the weight of the output layer."""
         tables = [self.token] if self.position is None else [self.token, self.position]
-        stream = torch.bfloat16 if self.config.residual == "bf16" else tables[-1].weight.dtype
+        stream = torch.bfloat16 if self.config.residual == "bf16" else None
         if self.config.gpt_block == "optimized" and all(map(_is_plain, tables)):
-            return tied_embedding(tokens, *(table.weight for table in tables), dtype=stream)
+            weights = [table.weight for table in tables]
+            if len({weight.dtype for weight in weights}) == 1:
+                return tied_embedding(tokens, *weights, dtype=stream)
         x = self.token(tokens)
         if self.position is not None:
             x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        return x.to(stream), self.token.weight
+        head = getattr(self.token, "weight", None)
+        if not isinstance(head, Tensor):
+            raise TypeError("GPT: the output layer is the weight of `token`; give the module in its place a `weight`.")
+        return x if stream is None else x.to(stream), head
+
+    def _late_biases(self) -> list[Tensor | None]:
+        """The bias that each block leaves to the norm behind it, which is the next block's, or the last one."""
+        blocks = list(self.blocks)
+        norms = [block.norm1 if _is_own_block(block) else None for block in blocks[1:]]
+        return [
+            block.late_bias(norm) if _is_own_block(block) else None
+            for block, norm in zip(blocks, [*norms, self.norm], strict=True)
+        ]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         sequence = tokens.shape[1]
@@ -330,15 +405,17 @@ class GPT(nn.Module):
             _compile_ahead(tokens.device, self.config.loss, self.config.vocabulary)
         x, head = self._embed(tokens)
         residual = x_bias = None
-        for block, how in zip(self.blocks, self.recompute, strict=True):
-            assert isinstance(block, Block)
-            late = block.late_bias()  # asked once: who leaves it out and who adds it must be of one mind
-            if how in ("selective", "full") and torch.is_grad_enabled():
+        # Biases are asked for once: who leaves one out and who adds it must be of one mind.
+        for block, how, late in zip(self.blocks, self.recompute, self._late_biases(), strict=True):
+            how = how if torch.is_grad_enabled() else "none"
+            if not _is_own_block(block):
+                x, residual = _checkpoint(how, block, x, residual, self.rope)
+            elif how in ("selective", "full"):
                 x, residual = block.recomputed(how, x, residual, self.rope, x_bias, late is None)
             else:
                 x, residual = block(x, residual, self.rope, x_bias, late is None)
             x_bias = late
-        x, _ = self.norm(x, residual, x_bias=x_bias)
+        x, _ = _add_norm(self.norm, x, residual, x_bias)
         if targets is not None and self.config.loss == "linear_fused":
             return linear_cross_entropy(x, head, targets)
         logits = (linear if self.config.gpt_block == "optimized" else F.linear)(x, head)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tilewright.nn.linear import Linear, is_unheard
+from tilewright.nn.hooks import is_own
+from tilewright.nn.linear import Linear
 from tilewright.nn.recompute import forgetting, is_memory_of
 from tilewright.ops.activation import bias_gelu, geglu, swiglu
 from tilewright.ops.gelu_mlp import fused_gelu_mlp, gelu_mlp
@@ -33,7 +34,7 @@ def _project(
         return down(activate(*inner))
     if torch.compiler.is_compiling():  # which knows what a product need not run again for
         rest = functools.partial(_project, down, activate, again=False)
-        return checkpoint(rest, inner, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(rest, inner, use_reentrant=False)
     activated = activate(*inner)
     with forgetting(is_memory_of(activated), lambda: activate(*inner)):
         return down(activated)
@@ -56,6 +57,8 @@ class GatedMLP(torch.nn.Module):
     (torch.Size([2, 3, 8]), ['down_proj.weight', 'gate_proj.weight', 'up_proj.weight'])
     """
 
+    linear: type[torch.nn.Linear] = Linear
+
     def __init__(
         self,
         width: int,
@@ -71,15 +74,16 @@ class GatedMLP(torch.nn.Module):
         if activation not in _GATED:
             raise ValueError(f"GatedMLP: activation is {activation!r}; choose {', '.join(_GATED)}.")
         self.activation, self.recompute = activation, recompute
-        self.gate_proj = Linear(width, inner, bias, device=device, dtype=dtype)
-        self.up_proj = Linear(width, inner, bias, device=device, dtype=dtype)
-        self.down_proj = Linear(inner, width, bias, device=device, dtype=dtype)
+        self.gate_proj = self.linear(width, inner, bias, device=device, dtype=dtype)
+        self.up_proj = self.linear(width, inner, bias, device=device, dtype=dtype)
+        self.down_proj = self.linear(inner, width, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor, recompute: bool = False, *, with_bias: bool = True) -> torch.Tensor:
-        """Without the bias of its last product, if the caller adds that: see `Linear`."""
-        inner, down = (self.gate_proj(x), self.up_proj(x)), self.down_proj
+        """Without the bias of its last matmul, if the caller adds that: see `Linear`."""
+        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        dtype = torch.promote_types(gate.dtype, up.dtype)  # of somebody else's module it may be another one
         project = down if with_bias else functools.partial(down, with_bias=False)
-        return _project(project, _GATED[self.activation], inner, self.recompute or recompute)
+        return _project(project, _GATED[self.activation], (gate.to(dtype), up.to(dtype)), self.recompute or recompute)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
@@ -100,6 +104,8 @@ class GeluMLP(torch.nn.Module):
     (torch.Size([2, 3, 8]), ['down.bias', 'down.weight', 'up.bias', 'up.weight'])
     """
 
+    linear: type[torch.nn.Linear] = Linear
+
     def __init__(
         self,
         width: int,
@@ -113,24 +119,24 @@ class GeluMLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.approximate, self.recompute = approximate, recompute
-        self.up = Linear(width, inner, bias, device=device, dtype=dtype)
-        self.down = Linear(inner, width, bias, device=device, dtype=dtype)
+        self.up = self.linear(width, inner, bias, device=device, dtype=dtype)
+        self.down = self.linear(inner, width, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor, recompute: bool = False, *, with_bias: bool = True) -> torch.Tensor:
-        """Without the bias of its last product, if the caller adds that: see `Linear`."""
+        """Without the bias of its last matmul, if the caller adds that: see `Linear`."""
         up, down, again = self.up, self.down, self.recompute or recompute
-        if type(down) is Linear and is_unheard(down):
+        if is_own(up, Linear) and is_own(down, Linear):
             tensors = x, up.weight, up.bias, down.weight, down.bias if with_bias else None
             if not again:
                 return gelu_mlp(*tensors, approximate=self.approximate)
             y = fused_gelu_mlp(*tensors, approximate=self.approximate, lean=True)
             if y is not None:
                 return y
+        # The activation adds the bias, and sums up its gradient, where nobody else has a say in it.
+        inner, bias = (linear(x, up.weight), up.bias) if is_own(up, Linear) else (up(x), None)
+        activate = functools.partial(bias_gelu, bias=bias, approximate=self.approximate)
         project = down if with_bias else functools.partial(down, with_bias=False)
-        return _project(project, self._activate, (linear(x, up.weight),), again)
-
-    def _activate(self, inner: torch.Tensor) -> torch.Tensor:
-        return bias_gelu(inner, self.up.bias, approximate=self.approximate)
+        return _project(project, activate, (inner,), again)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"

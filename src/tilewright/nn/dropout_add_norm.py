@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tilewright.ops import dropout_add_norm
+from tilewright.ops.dropout_add_norm import reference
 
 
 class DropoutAddNorm(torch.nn.Module):
@@ -87,6 +88,14 @@ class DropoutAddNorm(torch.nn.Module):
             prenorm=self.prenorm,
             residual_dtype=self.residual_dtype if residual is None else None,
         )
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None, x_bias: torch.Tensor | None) -> torch.Tensor:
+        """The sum that `forward` normalises and returns, in plain PyTorch."""
+        _, total = reference(
+            x, residual, layerscale=self.layerscale, x_bias=x_bias, p=self.p if self.training else 0.0,
+            residual_dtype=self.residual_dtype if residual is None else None,
+        )  # fmt: skip
+        return total
 
     def normalise(self, residual: torch.Tensor) -> torch.Tensor:
         """The norm alone, of a stream to which everything has been added."""

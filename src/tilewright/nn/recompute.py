@@ -1,21 +1,34 @@
-"""Tensors that autograd would keep, and backward makes again instead.
+"""Tensors that autograd would save, and backward computes again instead.
 
-`torch.utils.checkpoint` runs a whole region again, and to leave products out of it watches every op of the region: for
-the host that is twice the work of training. Here a tensor that a cheap op has made, and the product behind it saves, is
+`torch.utils.checkpoint` runs a whole region again, and to leave matmuls out of it watches every op of the region: for
+the host that is twice the work of training. Here a tensor that a cheap op has made, and the matmul behind it saves, is
 given up by name, and only that op runs again.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
+class _Layout(NamedTuple):
+    """What is left of a tensor that was given up."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+    dtype: torch.dtype
+
+
 def forgetting(given_up: Callable[[Tensor], bool], again: Callable[[], Tensor]) -> saved_tensors_hooks:
     """Where ops save a tensor that `given_up` is true of, keep nothing; `again` makes it when backward asks.
+
+    What is saved may be a view, a transpose say; `again` makes the whole tensor, contiguous as it was.
 
     >>> x = torch.randn(3, requires_grad=True)
     >>> y = x.exp()
@@ -27,23 +40,37 @@ def forgetting(given_up: Callable[[Tensor], bool], again: Callable[[], Tensor]) 
     """
     kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
 
-    def pack(kept: Tensor) -> Tensor | torch.Size:
-        return kept.shape if given_up(kept) else kept
+    def pack(saved: Tensor) -> Tensor | _Layout:
+        if not given_up(saved):
+            return saved
+        return _Layout(saved.size(), saved.stride(), saved.storage_offset(), saved.dtype)
 
-    def unpack(kept: Tensor | torch.Size) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def unpack(saved: Tensor | _Layout) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
         (gpu, gpu_on, gpu_dtype), (cpu, cpu_on, cpu_dtype) = kinds  # backward knows nothing of forward's autocast
         with torch.no_grad(), torch.autocast(gpu, gpu_dtype, gpu_on), torch.autocast(cpu, cpu_dtype, cpu_on):
-            return again().view(kept)
+            made = again()
+        if made.dtype != saved.dtype:
+            raise RuntimeError(f"recompute: a {saved.dtype} tensor was saved, and {made.dtype} is what is made again.")
+        return made.contiguous().as_strided(saved.size, saved.stride, saved.offset)
 
     return saved_tensors_hooks(pack, unpack)
 
 
 def is_memory_of(tensor: Tensor) -> Callable[[Tensor], bool]:
-    """Whether another tensor is this one, or a view of it; does not keep it alive."""
-    place = tensor.untyped_storage()._cdata
-    return lambda other: other.untyped_storage()._cdata == place
+    """Whether another tensor is this one, or a view of it, and this one is as it was: nobody has written to it since.
+    Does not keep it alive."""
+    alive, version, storage = weakref.ref(tensor), tensor._version, tensor.untyped_storage()._cdata
+    whole = tensor.is_contiguous() and tensor.storage_offset() == 0
+
+    def test(other: Tensor) -> bool:
+        known = alive()
+        if known is None or known._version != version or other.dtype != known.dtype:
+            return False
+        return whole and other.untyped_storage()._cdata == storage
+
+    return test
 
 
 class Shared:

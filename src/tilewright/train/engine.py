@@ -135,11 +135,11 @@ class Engine:
         if self._static is None:
             self._static = tokens.clone()
             self._warm_up()
-        given, recorded_for = getattr(tokens, "shape", None), getattr(self._static, "shape", None)
-        if given != recorded_for:
+        one, other = (tuple(getattr(batch, "shape", ())) for batch in (self._static, tokens))
+        if one != other:
             raise UserError(
-                f"cuda_graphs: the first batch has shape {tuple(recorded_for or ())} and this one {tuple(given or ())}; "
-                "give all batches one shape, or leave cuda_graphs out."
+                f"cuda_graphs: the first batch has shape {one} and this one {other}; give all batches one shape, or "
+                "leave cuda_graphs out."
             )
         if first not in self._graphs or self._graphs[first][2] != self._addresses():
             self._graphs.pop(first, None)
