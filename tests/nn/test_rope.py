@@ -55,3 +55,12 @@ def test_tables_that_need_no_change_are_not_made_anew():
 def test_rotating_more_than_a_head_is_refused():
     with pytest.raises(ValueError, match="a head has 8 elements"):
         RoPE(8, 10, rotary_dim=10)
+
+
+def test_tables_that_somebody_has_set_survive_a_change_of_dtype():
+    """As those of a longer context, whose wavelengths are stretched."""
+    module = RoPE(8, positions=16).to(DEVICE)
+    module.cos, module.sin = module.cos * 0.5, module.sin * 0.5
+    tables = module.cos.clone(), module.sin.clone()
+    module.to(torch.bfloat16)
+    assert torch.equal(module.cos, tables[0]) and torch.equal(module.sin, tables[1])

@@ -53,11 +53,15 @@ class RoPE(torch.nn.Module):
         return rope_tables(self.positions, self.rotary_dim, base=self.base, device=device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """As every module, but the tables are made anew where a change of dtype or `to_empty` would lose their bits."""
-        was_meta = self.cos.is_meta
+        """As every module, but the tables keep their bits where the dtype changes, whoever made them, and are made where
+        there were none."""
+        before = self.cos, self.sin
         super()._apply(fn, recurse)
-        if self.cos.dtype != torch.float32 or (was_meta and not self.cos.is_meta):
-            self.cos, self.sin = self._tables(self.cos.device)
+        device = self.cos.device
+        if before[0].is_meta and not self.cos.is_meta:
+            self.cos, self.sin = self._tables(device)
+        elif self.cos.dtype != before[0].dtype:
+            self.cos, self.sin = (table.to(device) for table in before)
         return self
 
     def forward(
