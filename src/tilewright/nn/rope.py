@@ -53,7 +53,7 @@ class RoPE(torch.nn.Module):
         return rope_tables(self.positions, self.rotary_dim, base=self.base, device=device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """As every module, but the tables keep their bits where the dtype changes, and are made where there were none."""
+        """As every module, but tables keep their bits where the dtype changes, and are made where there were none."""
         before = self.cos, self.sin
         super()._apply(fn, recurse)
         device = self.cos.device
