@@ -418,5 +418,6 @@ def test_recompute_without_autocast_beside_a_stream_of_another_dtype(weights, st
         model.blocks[0].norm1.residual_dtype = stream
         found.append(gradients(model))
     assert found[0]["loss"].dtype == found[1]["loss"].dtype
-    rough = {} if kernels else {"rtol": 0.05, "atol": 0.01}
-    assert_alike(*found, **rough)
+    for name, expected in found[0].items():  # a number that lies between two of 16 bits may be rounded the other way
+        apart = (found[1][name] - expected).double().norm() / expected.double().norm()
+        assert apart < 0.02, (name, float(apart))
