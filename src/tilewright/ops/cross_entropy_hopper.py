@@ -38,9 +38,14 @@ def launch_config(classes: int, stride: int) -> dict[str, int] | None:
 
 
 def compile_ahead(device: torch.device, classes: int) -> None:
-    """Begins to compile the kernel for so many classes, if it takes them."""
-    if classes % _VECTOR == 0 and _LEAST <= classes <= _MOST:
-        _hopper.compile_ahead(device, SOURCE, cut(classes))
+    """Begins to compile the kernel for so many classes, if it takes them.
+
+    A loss has rows that follow each other or, in `linear_cross_entropy`, that begin at a vector: one configuration for
+    both where rows are whole vectors; where not, the latter.
+    """
+    config = launch_config(classes, -(-classes // _VECTOR) * _VECTOR) if _LEAST <= classes <= _MOST else None
+    if config is not None:
+        _hopper.compile_ahead(device, SOURCE, config)
 
 
 def start(
