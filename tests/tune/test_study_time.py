@@ -11,6 +11,7 @@ from tilewright.tune import jobs, pace, study
 from tilewright.tune.choose import confirmed
 from tilewright.tune.predict import predict
 from tilewright.tune.process import Ended
+from tilewright.tune.search import Search
 from tilewright.tune.settings import Settings
 from tilewright.tune.space import key, open_space, value_of
 from tilewright.tune.study import run
@@ -39,8 +40,10 @@ CACHED = {**COMPILING, "max-autotune": 20.0}  # out of Inductor's cache: who ask
 class World:
     """A GPU on which each lever is a few percent better or worse than its plan, and steps vary."""
 
-    def __init__(self, space, seed, proof, compiling, faster_after=10**9, busy=()):
+    def __init__(self, space, seed, proof, compiling, faster_after=10**9, busy=(), start=4.0, first_steps=None):
         self.space, self.now, self.compiled, self.proof, self.compiling = space, 0.0, set(), proof, compiling
+        self.start = start  # seconds before the first step of a trial
+        self.first_steps = first_steps or {"standard": 2.0, "optimized": 2.0}  # seconds of it by block, but for compile
         self.trials, self.faster_after = 0, faster_after  # so many of them, all are 15 % faster
         self.busy = busy  # with something else, in these trials
         self.chance = random.Random(seed)
@@ -69,8 +72,9 @@ class World:
         step = self.seconds(point) / (1.15 if self.trials > self.faster_after else 1.0)
         step *= 3.3 if self.trials in self.busy else 1.0
         expected = predict(run, MACHINE)
-        first = 2.0 + self.compiling[run.compile] * (0.2 if key(point) in self.compiled else 1.0)
-        took = 10.0 + first + 20 * step  # as on an H200
+        first = self.compiling[run.compile] * (0.2 if key(point) in self.compiled else 1.0)
+        first += self.first_steps[run.model.gpt_block]
+        took = self.start + first + 20 * step  # as on an H200
         self.now += min(took, limits.seconds)
         if took > limits.seconds:
             return Ended("timed out", "It was not done in time.", "", None)
@@ -161,3 +165,23 @@ def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, 
             assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > NEAR[preset] * reached
     assert sum(sure) >= 2 / 3 * len(sure)  # but where what wins was found too late to be run again
     assert sum(given) >= 2 / 3 * len(given)  # what each lever of it gave; where it is compiled, a lever takes a minute
+
+
+# Seconds at 760m: of a process before its first step, of the first step by block, of a proof.
+SLOW = {"start": 8.0, "first_steps": {"standard": 6.0, "optimized": 20.0}, "proof": 55.0}
+HALVED = {"start": 4.0, "first_steps": {"standard": 3.0, "optimized": 10.0}, "proof": 30.0}
+
+
+@pytest.mark.parametrize("tries", [(), PEERS], ids=["alone", "after its peers"])
+@pytest.mark.parametrize("costs", [SLOW, HALVED], ids=["slow", "halved"])
+def test_190_seconds_at_760m_recommend_an_optimized_run(tmp_path, monkeypatch, costs, tries):
+    space = space_of("760m", 16)
+    for seed in range(4):
+        world = World(space, seed, compiling=COMPILING, **costs)
+        answer = tuned(tmp_path / str(seed), monkeypatch, world, 175.0, tuple(map(space.parse, tries)))  # after a probe
+        searched = [record.point for record in answer.records if record.purpose == "search"]
+        assert searched[0] == Search(space, lambda point: predict(space.at(point), MACHINE)).descend(space.origin)
+        assert answer.changes.get("model.gpt_block") == "optimized" and answer.recommended
+        assert answer.proof.verdict == "same within rounding"
+        assert confirmed(answer.records, answer.best)
+        assert world.now < 175.0 + 20.0

@@ -16,10 +16,11 @@ import torch
 
 from tilewright.errors import UserError
 from tilewright.train import loop
+from tilewright.train.figures import Figures
 from tilewright.train.profile import TAKES
 from tilewright.tune import trial
 from tilewright.tune.answer import Proof
-from tilewright.tune.record import OUTCOMES, Measurement
+from tilewright.tune.record import OUTCOMES, PHASES, Measurement
 from tilewright.tune.trial import LOSSES, attempt, explain, outcome_of
 from train.tiny import RUN, as_on_a_cpu  # noqa: F401
 
@@ -29,8 +30,8 @@ pytestmark = [
 TESTS = str(Path(__file__).parents[1])
 JOB = {
     "kind": "measure", "configuration": dataclasses.asdict(RUN), "own_model": "", "path": [TESTS], "warm": 2,
-    "fewest": 5, "most": 9, "least": 0.0, "seconds": 60.0, "spread": 0.0, "stop_above": 0.0, "profile": False,
-    "memory_cap": 0,
+    "fewest": 5, "most": 9, "least": 0.0, "seconds": 60.0, "spread": 0.0, "stop_above": 0.0, "best": 0.0, "widest": 0.0,
+    "profile": False, "memory_cap": 0,
 }  # fmt: skip
 OWN = {**JOB, "configuration": dataclasses.asdict(dataclasses.replace(RUN, micro_batch=0))}  # the whole batch at once
 LONG = {**JOB, "most": 10**6, "seconds": 600.0}
@@ -112,6 +113,34 @@ def test_what_is_hopeless_stops_early_with_what_was_measured():
     assert result["outcome"] == "stopped early" and result["error"] is None
     assert 5 <= len(result["value"]["step_seconds"]) <= 9
     assert len(measured(stop_above=1e9).step_seconds) == 9
+
+
+def counted(times, **changes):
+    """How many of these steps are measured before it is enough."""
+    meter = trial.Meter({**JOB, "warm": 1, "least": 60.0, "most": 10**6, **changes}, 0, lambda event: None)
+    with contextlib.suppress(trial._Enough):
+        for number, seconds in enumerate(times, 1):
+            meter.step(Figures(number, 1.0, 1.0, False, 0.1, 1, seconds, 10.0, 1.0, None, None, "", 1, 1, 1, 0.0), 100)
+    return len(meter.measurement().step_seconds)
+
+
+def test_what_is_slower_than_the_best_beyond_doubt_needs_no_more_steps():
+    times = [0.100, 0.101, 0.102] * 20
+    for best, widest, enough in (
+        (0.095, 0.02, True),
+        (0.1005, 0.02, False),  # it may be as fast
+        (0.095, 0.001, False),  # it is slower, and by how much is hardly known
+        (0.2, 0.02, False),  # it is faster
+        (0.0, 0.02, False),  # there is no best, or this has to be known well
+    ):
+        assert (counted(times, best=best, widest=widest) < 10) is enough, (best, widest)
+
+
+def test_the_phases_of_a_trial_are_told_in_order():
+    for profile, told in ((False, ["warm up"]), (True, ["profile", "warm up"])):
+        _, said = done(profile=profile)
+        found = [event["name"] for event in said if event["event"] == "phase"]
+        assert found == ["device", "build", "first step", *told, "measure"] and set(found) < set(PHASES)
 
 
 def test_micro_batches_keep_the_tokens_of_a_step():
@@ -319,7 +348,8 @@ def test_two_processes_compute_the_same():
         found = [child.finish() for child in (one, other)]
     values = [events[-1]["value"] for events in found]
     assert all(events[-1]["outcome"] == "done" for events in found)
-    assert [event["event"] for event in found[0]] == ["alive", "alive", *["step"] * 11, "result"]
+    told = [event["event"] for event in found[0] if event["event"] != "phase"]
+    assert told == ["alive", "alive", *["step"] * 11, "result"]
     assert values[0]["losses"] == values[1]["losses"][:11] == measured().losses
     assert len(values[0]["step_seconds"]) == len(values[1]["step_seconds"]) == 9
 

@@ -13,12 +13,13 @@ from tilewright.tune.answer import Proof
 from tilewright.tune.choose import CONFIRMATION, MOST_NOISE, NOISE, SHAKEN
 from tilewright.tune.explain import explain
 from tilewright.tune.ledger import Claim
-from tilewright.tune.pace import Pace
+from tilewright.tune.pace import Pace, kind_of
 from tilewright.tune.process import TRIAL, Ended, Limits, run_child
 from tilewright.tune.record import Measurement, Prediction, Record
 from tilewright.tune.settings import Settings, Shown
-from tilewright.tune.space import Point
+from tilewright.tune.space import Point, key
 
+HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
 SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
 
 
@@ -40,10 +41,19 @@ class Jobs:
     def __init__(self, settings: Settings, shown: Shown, pace: Pace) -> None:
         self.settings, self.shown, self.pace, self.space = settings, shown, pace, settings.space
         self.reference = 0.0  # tokens a second of the run as given, when it last ran here
+        self._profiled: dict[str, Measurement] = {}  # by the key of a point: what was measured of it with a profile
         self._to_keep: list[tuple[str, Record]] = []  # for the cache, when it is known how steady the machine was
 
-    def measure(self, claim: Claim, prediction: Prediction | None, worker: str, stop_above: float) -> Record:
-        """Run a trial, or take it from the cache; one whose steps take more seconds than `stop_above` ends early."""
+    def measure(self, claim: Claim, prediction: Prediction | None, worker: str, best: float) -> Record:
+        """Run a trial, or take it from the cache.
+
+        Args:
+            claim: the trial.
+            prediction: of it.
+            worker: who runs it.
+            best: seconds of a step of the best so far: what is slower beyond doubt ends as soon as that is known. 0 for
+                a run whose speed has to be known well, whatever it is.
+        """
         run = self.space.at(claim.point)
         self.shown.trial(claim.purpose, claim.point, prediction)
         # What is kept is compared by the reference it had: so it counts beside the same one only.
@@ -56,24 +66,31 @@ class Jobs:
             found = self._explained(prediction, kept.measurement)
             changes: dict[str, Any] = {"prediction": prediction, "differences": found, "worker": worker}
             return dataclasses.replace(kept, point=claim.point, purpose=claim.purpose, **changes)
-        began, limit = time.time(), self.pace.limit(run.compile)
+        began, limit = time.time(), self.pace.limit(kind_of(run))
         seconds = min(20.0, max(1.0, self.settings.budget / 80))
         # A GPU slows down in its first seconds, until it is as warm as it gets: five steps that agree say little there.
         least = seconds / 2 if self.space.device == "cuda" else 0.0
+        seen = self._profiled.get(key(claim.point))  # one profile of a configuration is enough
         job = {
             **self._job("measure", claim.point), "warm": 3, "fewest": 5, "most": 200,
-            "least": least, "seconds": seconds, "spread": NOISE, "profile": True,
-            "stop_above": stop_above, "memory_cap": int(self.settings.memory_cap or 0),
+            "least": least, "seconds": seconds, "spread": NOISE, "profile": seen is None,
+            "stop_above": HOPELESS * best, "best": (1 + MOST_NOISE) * best, "widest": MOST_NOISE,
+            "memory_cap": int(self.settings.memory_cap or 0),
         }  # fmt: skip
         ended = self._run(job, limit, min(SILENCE, limit))
         measured = Measurement(**ended.value) if ended.value is not None else None
+        if measured is not None and seen is not None:
+            measured = dataclasses.replace(measured, profile=seen.profile, memory=seen.memory)
+        elif measured is not None and measured.profile is not None:
+            self._profiled[key(claim.point)] = measured
         if claim.purpose == "reference" and measured is not None:
             self.reference = measured.tokens_per_second
         record = Record(
             claim.point, claim.purpose, ended.outcome, ended.error, ended.log, prediction, measured,
             self._explained(prediction, measured), began, time.time(), worker, reference=self.reference,
+            phases=ended.phases,
         )  # fmt: skip
-        self.pace.note(run.compile, record.ended - record.began)
+        self.pace.note(kind_of(run), record.ended - record.began)
         if keeps and self.reference and measured is not None and measured.spread < MOST_NOISE:
             self._to_keep.append((name, record))
         return record

@@ -23,7 +23,7 @@ import time
 import uuid
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,11 +166,16 @@ class Ledger:
         """The points that nobody runs yet."""
         return [entry.point for entry in self._entries() if entry.state == TrialState.WAITING]
 
-    def take(self, purpose: str = "") -> Claim | None:
-        """The next that waits, for this worker to run, one of a purpose first; None where none does."""
+    def take(self, purpose: str = "", fits: Callable[[Point], bool] = lambda point: True) -> Claim | None:
+        """The next that waits, for this worker to run, one of a purpose first; None where none does.
+
+        Args:
+            purpose: of those to prefer.
+            fits: whether there is time for a point; one without goes on waiting.
+        """
         while True:
             entries, now = self._entries(), self._storage.now()
-            waiting = [entry for entry in entries if entry.state == TrialState.WAITING]
+            waiting = [entry for entry in entries if entry.state == TrialState.WAITING and fits(entry.point)]
             if not waiting:
                 return None
             # What somebody is about to take comes last.

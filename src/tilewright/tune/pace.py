@@ -5,12 +5,21 @@ from __future__ import annotations
 import statistics
 import time
 
-# Seconds that a trial takes by its compile mode, before one has run: on a CPU, and on a GPU.
+from tilewright.train.config import Train
+
+OPTIMIZED = "optimized"  # the kind of a run whose block has kernels to compile; of others it is the compile mode
+# Seconds that a trial takes by its kind, before one has run: on a CPU, and on a GPU.
 _TUNED = (300.0, 300.0)
 _USUAL = {"none": (10.0, 20.0), "max-autotune": _TUNED, "max-autotune-no-cudagraphs": _TUNED}
 _COMPILED = (20.0, 60.0)
+_KERNELS = (0.0, 12.0)  # more than without it: seconds that the optimized block's kernels take to compile
 _PROOF, _PROOF_TRIALS = 20.0, 2.0  # seconds, or so many trials' where that is longer; but for compiling
 _MARGIN = 1.2
+
+
+def kind_of(run: Train) -> str:
+    """What the time of a trial depends on beside the speed of its steps: what has to be compiled."""
+    return OPTIMIZED if run.compile == "none" and run.model.gpt_block == "optimized" else run.compile
 
 
 class Pace:
@@ -24,7 +33,7 @@ class Pace:
     def __init__(self, budget: float, device: str) -> None:
         self.budget, self._on_gpu = budget, device == "cuda"
         self.began = time.monotonic()
-        self._trials: dict[str, list[float]] = {}  # seconds, by compile mode
+        self._trials: dict[str, list[float]] = {}  # seconds, by kind
         self._proof = 0.0  # seconds, the longest
 
     @property
@@ -35,27 +44,29 @@ class Pace:
     def left(self) -> float:
         return self.budget - self.elapsed
 
-    def note(self, mode: str, seconds: float) -> None:
+    def note(self, kind: str, seconds: float) -> None:
         """What a trial took."""
-        self._trials.setdefault(mode, []).append(seconds)
+        self._trials.setdefault(kind, []).append(seconds)
 
     def note_proof(self, seconds: float) -> None:
         self._proof = max(self._proof, seconds)
 
-    def expected(self, mode: str) -> float:
-        """Seconds that a trial will take: what those of its compile mode took; before there are any, what is usual."""
-        if self._trials.get(mode):
-            return statistics.median(self._trials[mode])
-        return _USUAL.get(mode, _COMPILED)[self._on_gpu]
+    def expected(self, kind: str) -> float:
+        """Seconds that a trial will take: what those of its kind took; before there are any, what is usual."""
+        if self._trials.get(kind):
+            return statistics.median(self._trials[kind])
+        if kind == OPTIMIZED:
+            return self.expected("none") + _KERNELS[self._on_gpu]
+        return _USUAL.get(kind, _COMPILED)[self._on_gpu]
 
-    def limit(self, mode: str, beyond: float = 0.0) -> float:
+    def limit(self, kind: str, beyond: float = 0.0) -> float:
         """Seconds after which a trial has hung, or is not worth its time: a third of all there is, for the dearest.
 
         Args:
-            mode: how it is compiled.
+            kind: of the trial.
             beyond: seconds by which it may overrun the budget.
         """
-        most = max(60.0, min(4 * self.expected(mode), self.budget / 3), self.budget / 6)
+        most = max(60.0, min(4 * self.expected(kind), self.budget / 3), self.budget / 6)
         return max(30.0, min(most, self.left + beyond))
 
     def proof(self, first_step: float = 0.0) -> float:

@@ -4,15 +4,20 @@ A trial may do anything: crash, hang, flood its pipes, leave processes behind. N
 way to die is an outcome with a sentence. The child reads one line of JSON, its job, and says what it does in events,
 one JSON object a line (`tune/trial.py` has them). One loop writes, reads and watches the clock; there are no threads.
 
+A trial is forked from a process that has imported torch already (`tune/forkserver.py`); any other command, and a
+trial where there is no such process, is started anew.
+
 Whose process is whose, where several trials run at once: the child leads a session, and its environment has a token
-that all it starts inherit. Processes are found by session, token and parent, so that those of no other trial are. Only
-one that has left its session, lost its parent and been given an environment without the token is not.
+that all it starts inherit. Processes are found by session, token and parent, so that those of no other trial are. Of
+one that was started anew, a process that has left its session, lost its parent and been given an environment without
+the token is not found. Of one that was forked all are: what loses its parent is the server's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import re
@@ -24,14 +29,15 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewright.tune.record import OUTCOMES, Measurement
+from tilewright.tune import forkserver
+from tilewright.tune.forkserver import TOKEN, Forked, ForkServer
+from tilewright.tune.record import OUTCOMES, PHASES, Measurement
 
 TRIAL = (sys.executable, "-m", "tilewright.tune.trial")
-TOKEN = "TILEWRIGHT_TRIAL"  # the environment variable that tells a trial's processes from all others
 LONGEST_LINE = 16 << 20
 LONGEST_LOG = 64 << 10
 LONGEST_STRAYS = 4 << 10  # of what is on standard output and is no event
@@ -59,12 +65,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a trial ended: a word of OUTCOMES, why, the last that it wrote, and what it gave."""
+    """How a trial ended: a word of OUTCOMES, why, the last that it wrote, what it gave, and where its seconds went."""
 
     outcome: str
     error: str | None
     log: str
     value: dict[str, Any] | None
+    phases: dict[str, float] = field(default_factory=dict)  # seconds, by names of PHASES
 
 
 def run_child(
@@ -93,34 +100,59 @@ def run_child(
 def _run_child(
     job: dict[str, Any], limits: Limits, hear: Callable[[dict[str, Any]], None], command: Sequence[str]
 ) -> Ended:
-    said, token = json.dumps(job).encode() + b"\n", uuid.uuid4().hex
+    began, said, token = time.monotonic(), json.dumps(job).encode() + b"\n", uuid.uuid4().hex
     _adopt_orphans()
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", TOKEN: token}, start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        return Ended("error", f"Its process could not be started: {error}", "", None)
-    assert process.stdin and process.stdout and process.stderr
-    with process.stdin, process.stdout, process.stderr:
-        leader = _process(process.pid)
+    with forkserver.reserved() if command == TRIAL else contextlib.nullcontext() as server:
         try:
-            child = _Child(process, said, hear)
-            ended_as = child.follow(limits)
-        finally:  # Ctrl-C too: take the trial along
-            left = _end(process, leader.began if leader else 0, f"{TOKEN}={token}".encode())
-        child.drain()
+            process, note = _start(command, token, server, limits)
+        except TimeoutError as error:
+            return Ended("timed out", f"It was not done after {limits.seconds:g} s: {error}", "", None)
+        except OSError as error:
+            return Ended("error", f"Its process could not be started: {error}", "", None)
+        assert process.stdin and process.stdout and process.stderr
+        with process.stdin, process.stdout, process.stderr:
+            leader = _process(process.pid)
+            try:
+                child = _Child(process, said, hear, began)
+                ended_as = child.follow(limits)
+            finally:  # Ctrl-C too: take the trial along
+                left = _end(process, leader.began if leader else 0, f"{TOKEN}={token}".encode())
+            child.drain()
+    child.begin_phase("")
+    child.notes += [note] if note else []
     if left:
         child.notes.append(f"still there after SIGKILL: {', '.join(map(str, sorted(left)))}")
-    return _told(child, ended_as, limits, job.get("kind"))
+    return dataclasses.replace(_told(child, ended_as, limits, job.get("kind")), phases=child.phases)
+
+
+def _start(
+    command: Sequence[str], token: str, server: ForkServer | None, limits: Limits
+) -> tuple[Forked | subprocess.Popen[bytes], str]:
+    """A process for a trial, and what there is to say of how it was started."""
+    note = ""
+    if server is not None:
+        try:
+            return server.fork(token, limits.seconds), note
+        except forkserver.Unavailable as error:
+            note = f"started as a new process, for there is none to fork from: {error}"
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", TOKEN: token}, start_new_session=True,
+    ), note  # fmt: skip
 
 
 class _Child:
     """A conversation: what is still to be said to a process, and what it has said."""
 
-    def __init__(self, process: subprocess.Popen[bytes], said: bytes, hear: Callable[[dict[str, Any]], None]) -> None:
-        self.process, self.hear, self.unsaid = process, hear, memoryview(said)
+    def __init__(
+        self,
+        process: Forked | subprocess.Popen[bytes],
+        said: bytes,
+        hear: Callable[[dict[str, Any]], None],
+        began: float,
+    ) -> None:
+        self.process, self.hear, self.unsaid, self.began = process, hear, memoryview(said), began
+        self.phases, self._phase, self._since = dict[str, float](), PHASES[0], began
         self.result: dict[str, Any] | None = None
         self.errors, self.strays, self.notes = bytearray(), bytearray(), list[str]()
         self.line, self.too_long = bytearray(), False  # what has come of a line, and whether to forget the rest of it
@@ -137,7 +169,7 @@ class _Child:
 
     def follow(self, limits: Limits) -> str | None:
         """Listen until the process is gone (None), has said nothing for too long ("hung") or is "timed out"."""
-        deadline = time.monotonic() + limits.seconds
+        deadline = self.began + limits.seconds
         while self.process.poll() is None:
             self._listen()
             now = time.monotonic()
@@ -148,6 +180,12 @@ class _Child:
             if now >= deadline:
                 return "timed out"
         return None
+
+    def begin_phase(self, name: str) -> None:
+        """Count the seconds from here on under another name."""
+        now = time.monotonic()
+        self.phases[self._phase] = self.phases.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = name, now
 
     def drain(self) -> None:
         """Read what was written before the end; half a line at the end of it is a line."""
@@ -208,6 +246,9 @@ class _Child:
         elif self.result is None:  # after the first result nothing counts
             if event["event"] == "result":
                 self.result = event
+                self.begin_phase(PHASES[-1])
+            elif event["event"] == "phase":
+                self.begin_phase(event["name"])
             else:
                 self.hear(event)
             self.heard = time.monotonic()
@@ -225,6 +266,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
     sound = {
         "alive": lambda: isinstance(found.get("what", ""), str),
         "step": lambda: type(found.get("step")) is int and all(_number(found.get(of)) for of in ("seconds", "loss")),
+        "phase": lambda: found.get("name") in PHASES,
         "proof": lambda: isinstance(found.get("value"), dict),
         "result": lambda: True,
     }
@@ -334,12 +376,13 @@ class _Process(NamedTuple):
     began: int  # ticks since the machine started
 
 
-def _end(process: subprocess.Popen[bytes], since: int, token: bytes) -> list[int]:
+def _end(process: Forked | subprocess.Popen[bytes], since: int, token: bytes) -> list[int]:
     """Kill a process and all that it has started since then; what does not go even so."""
     until, quiet, sessions, alive = time.monotonic() + PATIENCE, 0, {process.pid}, list[int]()
+    server = process.server.process.pid if isinstance(process, Forked) else 0
     # Twice nothing: in the middle of an exec a process has no environment to know it by.
     while quiet < 2 and time.monotonic() < until:
-        family = _family(sessions, since, token)
+        family = _family(sessions, since, token, server)
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         for one in family:
@@ -349,17 +392,25 @@ def _end(process: subprocess.Popen[bytes], since: int, token: bytes) -> list[int
                     os.waitpid(one.pid, os.WNOHANG)
         sessions.update(one.session for one in family)  # the dead have a session still, and no environment
         alive = [one.pid for one in family if one.alive]
-        quiet = 0 if alive or process.poll() is None else quiet + 1
+        there = family if server else alive  # the dead too, which a server asks for how they ended
+        quiet = 0 if there or process.poll() is None else quiet + 1
         time.sleep(0.005)
     return alive
 
 
-def _family(sessions: set[int], since: int, token: bytes) -> list[_Process]:
-    """The processes of a trial, the dead among them; none where there is no /proc."""
+def _family(sessions: set[int], since: int, token: bytes, server: int) -> list[_Process]:
+    """The processes of a trial, the dead among them; none where there is no /proc.
+
+    Args:
+        server: whose children are all of this trial; 0 for none.
+    """
     with contextlib.suppress(FileNotFoundError):
         table = [one for name in os.listdir("/proc") if name.isdigit() and (one := _process(int(name)))]
         table = [one for one in table if one.began >= since]
-        family = {one.pid: one for one in table if one.session in sessions or _has(one.pid, token)}
+        family = {
+            one.pid: one for one in table
+            if one.session in sessions or (server and one.parent == server) or _has(one.pid, token)
+        }  # fmt: skip
         while more := {one.pid: one for one in table if one.parent in family and one.pid not in family}:
             family.update(more)
         return list(family.values())

@@ -205,6 +205,7 @@ def _watch(
     name: str, subject: _Subject, run: Train, weights: dict[str, Tensor], reference: Seen | None, say: Say
 ) -> Seen:
     """Make a run, look at its layers and gradients, train it a little; leave nothing of it on the device."""
+    say({"event": "phase", "name": f"proof: {name}"})
     try:
         return _look(name, subject, run, weights, reference, say)
     finally:

@@ -27,6 +27,11 @@ OUTCOMES = {
     "lost": "whoever ran it is gone",
     "duplicate": "somebody else runs the same",
 }
+# Where the seconds of a child go, in order; of a proof the next to last are those of its runs.
+PHASES = (
+    "start", "imports", "device", "build", "first step", "profile", "warm up", "measure", "observe", "proof: float32",
+    "proof: standard", "proof: best", "losses in float32", "exit",
+)  # fmt: skip
 PURPOSES = ("search", "reference", "ablation", "confirmation")
 
 
@@ -122,6 +127,7 @@ class Record:
     reference: float = 0.0  # tokens a second of the run as given, when its worker last ran it
     drift: float = 1.0  # the reference's speed at that time over its first; speeds are divided by it
     doubt: float = 0.0  # how much the reference changed between its runs before and after
+    phases: dict[str, float] = field(default_factory=dict)  # where its seconds went, by names of PHASES
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -1,6 +1,7 @@
 """A study from beginning to end: search, see what each lever gave, prove the winner, answer.
 
-    search     reference, then what `Search` finds most promising, the reference again now and then
+    search     reference, then what the plan predicts to be best, what was asked for, and what `Search` finds most
+               promising; the reference again now and then
     confirm    the best run once more, between two of the reference, and whatever may still be faster than it
     refine     the best run with each of its levers put back; one that gave nothing is put back for good
     prove      the best run beside the standard float32 model; what turns out wrong is struck, and the next is proved
@@ -33,7 +34,7 @@ from tilewright.tune.choose import CONFIRMATION, NOISE, best_of, doubted
 from tilewright.tune.drift import corrected, first_reference
 from tilewright.tune.jobs import Jobs
 from tilewright.tune.ledger import Claim, Ledger, StorageLost
-from tilewright.tune.pace import Pace
+from tilewright.tune.pace import Pace, kind_of
 from tilewright.tune.predict import misfit, predict
 from tilewright.tune.prove import float32
 from tilewright.tune.record import Prediction, Record
@@ -45,7 +46,6 @@ from tilewright.tune.verdict import at_its_own_size
 
 _SEARCH = 0.5  # of the time, at least, is for searching, whatever comes after it would take
 REFERENCE_EVERY = 5  # the run as given is every fifth of the trials
-HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
 _CONFIRMATIONS = 4  # runs that are repeated before the study leaves it at that
 _PROOFS = 3  # runs that may turn out wrong before the study gives up
 _CURVE = 0.04  # of the time, at most, for a few steps of the standard model in float32
@@ -121,7 +121,8 @@ class _Study:
     # The parts of a study
 
     def _work(self) -> None:
-        self.ledger.propose([(point, "search") for point in sorted(self.settings.first, key=self._expected)])
+        asked = sorted(self.settings.first, key=self._expected)
+        self.ledger.propose([(point, "search") for point in (*self._predicted_best(), *asked)])
         while True:
             known, proofs = len(self._read()), len(self.proofs)
             self._search()
@@ -138,6 +139,13 @@ class _Study:
                 self._refine()  # which needs no proof
                 return self._observe()
 
+    def _predicted_best(self) -> list[Point]:
+        """What the plan expects most of, and nothing where it has nothing to say: the first run to try."""
+        if self.search.prediction(self.space.origin) is None:
+            return []
+        guess = self.search.descend(self.space.origin)
+        return [guess] if guess != self.space.origin else []
+
     def _search(self) -> None:
         """What is most promising, as long as there is time; the run as given even where there is none."""
         while not self.records or self.pace.left > max(
@@ -145,7 +153,7 @@ class _Study:
         ):
             self._heed()
             self.ledger.recover()
-            claim = self._take()
+            claim = self._take(fits=self._fits)
             if claim is not None:
                 self._run(claim)
                 continue
@@ -157,6 +165,11 @@ class _Study:
                 time.sleep(_POLL)  # what they find may open a way on
             elif not self._yardstick():
                 return
+
+    def _fits(self, point: Point) -> bool:
+        """Whether a run that waits can end before the rest has to begin; it may not take more than a trial may."""
+        takes = min(self._expected(point), self.pace.limit(kind_of(self.space.at(point))))
+        return takes < self.pace.left - self._end_takes(searching=True)
 
     def _next(self, running: list[Point]) -> tuple[Point | None, str]:
         """What is most promising of what there is still time for; before that, what a change of speed has spoilt."""
@@ -300,7 +313,7 @@ class _Study:
         if best is None or key(best.point) not in self.proofs:
             return
         work = self.ledger.noted(note_of("work", best))
-        limit = min(self.pace.limit(self.space.at(best.point).compile, _OVERRUN), self.pace.left + _OVERRUN)
+        limit = min(self.pace.limit(kind_of(self.space.at(best.point)), _OVERRUN), self.pace.left + _OVERRUN)
         if work is None and limit < self._expected(best.point):
             return self.shown.say("No time is left to observe the kernels of the best run.")
         self.work[key(best.point)] = work or self.jobs.observe(best.point, limit)
@@ -347,9 +360,14 @@ class _Study:
         """The proof, or that a run is wrong at its own batch; where something is drawn by chance, nobody can tell."""
         reference = next((r for r in self.records if r.purpose == "reference" and r.outcome == "done"), None)
         drawn = self.settings.own_model or self.space.start.model.dropout > 0
-        if drawn or reference is None or not reference.measurement or not record.measurement:
+        if drawn or reference is None or not reference.measurement:
             return proof
-        return at_its_own_size(proof, reference.measurement.losses, record.measurement.losses)
+        for run in self.records:  # a second one of the same run may have had fewer steps
+            if run.point == record.point and run.measurement is not None:
+                found = at_its_own_size(proof, reference.measurement.losses, run.measurement.losses)
+                if found is not proof:
+                    return found
+        return proof
 
     def _answer(self, facts: dict[str, Any], interrupted: bool) -> Answer:
         with contextlib.suppress(StorageLost):
@@ -382,13 +400,13 @@ class _Study:
 
     # One trial
 
-    def _take(self, purpose: str = "") -> Claim | None:
-        """The next that waits, one of a purpose first; before it the run as given, where it is time for that."""
+    def _take(self, purpose: str = "", fits: Callable[[Point], bool] = lambda point: True) -> Claim | None:
+        """The next that waits and fits, one of a purpose first; before it the run as given, where it is time for it."""
         failed = [r for r in self.records if r.purpose == "reference" and r.outcome != "done"]
         if self.since >= REFERENCE_EVERY and (self.jobs.reference or len(failed) < 2):
             self.ledger.propose([(self.space.origin, "reference")])
             return self.ledger.take("reference")
-        return self.ledger.take(purpose)
+        return self.ledger.take(purpose, fits)
 
     def _yardstick(self) -> bool:
         """Run the run as given, unless it was the last that ran here or need not run so often; whether anything ran."""
@@ -420,7 +438,7 @@ class _Study:
         try:
             stops = claim.purpose not in ("reference", CONFIRMATION)
             prediction = self.search.prediction(claim.point)
-            record = self.jobs.measure(claim, prediction, self.ledger.worker, self._hopeless() if stops else 0.0)
+            record = self.jobs.measure(claim, prediction, self.ledger.worker, self._best_step() if stops else 0.0)
         except BaseException:  # Ctrl-C: somebody may take it later
             self.ledger.release(claim)
             raise
@@ -430,8 +448,8 @@ class _Study:
             self.jobs.keep(self.records)
         self.shown.record(next((r for r in self.records if r.began == record.began), record), self._best())
 
-    def _hopeless(self) -> float:
-        """Seconds of a step that cannot be the best's any more, as fast as this machine is now; 0: nobody knows."""
+    def _best_step(self) -> float:
+        """Seconds of a step of the best, as fast as this machine is now; 0: nobody knows."""
         best, first = self._best(), first_reference(self.records)
         if (
             best is None
@@ -442,7 +460,7 @@ class _Study:
         ):
             return 0.0
         now = best.tokens_per_second * self.jobs.reference / first
-        return HOPELESS * best.measurement.tokens_per_step / now
+        return best.measurement.tokens_per_step / now
 
     def _predict(self, point: Point) -> Prediction | None:
         return predict(self.space.at(point), self.machine) if not self.settings.own_model else None
@@ -450,7 +468,7 @@ class _Study:
     def _expected(self, point: Point) -> float:
         """Seconds of a trial: what it took the last time, out of caches perhaps; of one that is new, what is usual."""
         took = [record.ended - record.began for record in self.records if record.point == point and record.measurement]
-        return took[-1] if took else self.pace.expected(self.space.at(point).compile)
+        return took[-1] if took else self.pace.expected(kind_of(self.space.at(point)))
 
     # What is known so far
 

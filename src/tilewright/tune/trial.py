@@ -1,10 +1,11 @@
 """One piece of a study's work in a process of its own: measure a run, probe the machine, prove or observe the winner.
 
 A kernel that fails can poison the whole CUDA context of its process, and peak memory is a property of a process: so
-each trial is a fresh `python -m tilewright.tune.trial`. It reads one line of JSON, the job, from standard input, and
-writes one JSON object a line to standard output:
+each trial is a process of its own, forked by `tune.forkserver` or started as `python -m tilewright.tune.trial`. It reads
+one line of JSON, the job, from standard input, and writes one JSON object a line to standard output:
 
     {"event": "alive", "what": "compiling"}                                     something that takes a while begins
+    {"event": "phase", "name": "build"}                                         one of PHASES begins
     {"event": "step", "step": 3, "seconds": 0.1, "loss": 5.2}
     {"event": "proof", "value": {...}}                                          where there is more to come
     {"event": "result", "outcome": "done", "error": null, "value": {...}}       the last one
@@ -70,6 +71,7 @@ def main() -> None:
         events.write(json.dumps(event) + "\n")
         events.flush()
 
+    begin_phase(say, "imports")
     say(attempt(line.decode(errors="replace"), say))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -111,6 +113,11 @@ def _end() -> NoReturn:
     if os.getpgrp() == os.getpid():  # its processes are in a group of their own
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
+
+
+def begin_phase(say: Say, name: str) -> None:
+    """Tell whoever counts the seconds of a trial that they are for something else now."""
+    say({"event": "phase", "name": name})
 
 
 def attempt(line: str, say: Say) -> dict[str, Any]:
@@ -169,12 +176,22 @@ def _first_line(error: BaseException) -> str:
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:300]
 
 
+inherited_file_bytes = 0  # that the process this one was forked from had mapped of files, libraries above all
+
+
+def host_bytes(name: str) -> int:
+    """A figure of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
 def peak_host_bytes() -> int:
-    """The most memory this process has had at once."""
-    status = Path("/proc/self/status")
-    if status.exists():  # on Linux the figure below is inherited from the parent where that had more
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
+    """The most memory this process has had at once.
+
+    What is mapped of files does not count in a child until it is touched there; a run that imports for itself has it.
+    """
+    if Path("/proc/self/status").exists():  # on Linux the figure below is inherited from the parent where it had more
+        return host_bytes("VmHWM") + max(0, inherited_file_bytes - host_bytes("RssFile"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
@@ -204,6 +221,7 @@ def observe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     def step(figures: Figures, steps: int) -> None:
         nonlocal observation
         if figures.step == job["warm"]:
+            begin_phase(say, "observe")
             observation = Observation(_is_compiled())
             observation.begin()
         elif observation is not None:  # it is told of a step when the next is on its way: that one was observed
@@ -233,9 +251,15 @@ def _train(job: Job, say: Say, **told: Callable[..., None]) -> None:
     from tilewright.train.configuration import from_dict
     from tilewright.train.loop import Shown, train
 
+    def begin(facts: dict[str, Any]) -> None:
+        say({"event": "alive", "what": "the first step, which compiles"})
+        begin_phase(say, "first step")
+
     with tempfile.TemporaryDirectory(dir=job.get("folder"), ignore_cleanup_errors=True) as folder:
         config = _short_run(from_dict(job["configuration"]), folder, job["profile"])
-        _cap_memory(config, job["memory_cap"])
+        begin_phase(say, "device")
+        open_device(config, job["memory_cap"])
+        begin_phase(say, "build")
         run: Callable[[Train, Shown], object] = train
         if job["own_model"]:
             from tilewright.tune import own_model
@@ -244,7 +268,7 @@ def _train(job: Job, say: Say, **told: Callable[..., None]) -> None:
             own = own_model.load(job["own_model"], job["path"], seed=config.seed)
             run = functools.partial(own_model.train, own)
         shown = Shown(
-            begin=lambda facts: say({"event": "alive", "what": "the first step, which compiles"}),
+            begin=begin,
             say=lambda text: say({"event": "alive", "what": text}),
             trace=False,
             **told,
@@ -269,16 +293,19 @@ def _short_run(config: Train, folder: str, profile: bool) -> Train:
     )  # fmt: skip
 
 
-def _cap_memory(config: Train, most: int) -> None:
+def open_device(config: Train, most: int = 0) -> None:
+    """Initialise CUDA where the run is on a GPU, and let this process have no more than so many bytes of it."""
     import torch
 
     from tilewright.train.engine import device_of
 
     device = device_of(config)
-    if most and device.type == "cuda":
+    if device.type == "cuda":
         with torch.cuda.device(device):
-            total = torch.cuda.get_device_properties().total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
+            torch.empty(1, device=device)
+            if most:
+                total = torch.cuda.get_device_properties().total_memory
+                torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
 
 
 class Meter:
@@ -288,7 +315,7 @@ class Meter:
     """
 
     def __init__(self, job: Job, profiled: int, say: Say) -> None:
-        self._job, self._say = job, say
+        self._job, self._say, self._profiled = job, say, profiled
         self._skipped = profiled + job["warm"]
         self._counted: list[Figures] = []
         self._losses: list[float] = []
@@ -305,10 +332,13 @@ class Meter:
         self._say({"event": "step", "step": figures.step, "seconds": figures.seconds, "loss": figures.loss})
         if figures.step == 1:
             self._first = figures.seconds
+            begin_phase(self._say, "profile" if self._profiled else "warm up")
         if figures.step <= LOSSES:
             self._losses.append(figures.loss)
         if figures.step <= self._skipped:
             self._began = time.monotonic()
+            if figures.step == self._skipped:
+                begin_phase(self._say, "measure")
             return
         self._counted.append(figures)
         self._decide()
@@ -320,13 +350,25 @@ class Meter:
                 raise _Enough("stopped early")
             if spread(seconds) <= job["spread"] and sum(seconds) >= job["least"]:
                 raise _Enough("done")
+            if self._is_beaten(seconds):
+                raise _Enough("done")
         late = len(seconds) >= 3 and time.monotonic() - self._began >= job["seconds"]  # of two nobody knows the spread
         if (len(seconds) >= job["most"] and sum(seconds) >= job["least"]) or late:
             raise _Enough("done")
 
+    def _is_beaten(self, seconds: list[float]) -> bool:
+        """Whether a run is slower than the best beyond doubt: how much slower decides nothing.
+
+        A GPU grows slower as it warms up, so what is too slow in its first steps stays so. By four standard deviations
+        of the median, and where that is known well enough to be shown.
+        """
+        wide = spread(seconds)
+        return wide <= self._job["widest"] and 0 < self._job["best"] < statistics.median(seconds) * (1 - 2 * wide)
+
     def profile(self, found: dict[str, Any]) -> None:
         self._profile = found
         self._say({"event": "alive", "what": "profiled"})
+        begin_phase(self._say, "warm up")
 
     def measurement(self) -> Measurement:
         """What the steps that counted say."""
@@ -351,13 +393,17 @@ def _probe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     say({"event": "alive", "what": "starting"})
     from tilewright.tune.probe import probe
 
+    begin_phase(say, "measure")
     return "done", probe(job, say)
 
 
 def _prove(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     say({"event": "alive", "what": "starting"})
+    from tilewright.train.configuration import from_dict
     from tilewright.tune.prove import prove
 
+    begin_phase(say, "device")
+    open_device(from_dict(job["configuration"]))
     found = dataclasses.asdict(prove(job, say))
     if job.get("curve"):
         say({"event": "proof", "value": found})  # whatever comes of the rest, it is one without that
@@ -375,6 +421,7 @@ def curve(job: Job, say: Say) -> list[float]:
     from tilewright.train.loop import batch_sizes
     from tilewright.tune.prove import float32, in_small_parts
 
+    begin_phase(say, "losses in float32")
     run = from_dict(job["start"])
     run = in_small_parts(float32(run), batch_sizes(run, 1).global_)
     losses: list[float] = []
@@ -389,7 +436,7 @@ def curve(job: Job, say: Say) -> list[float]:
 
     try:
         whole = {**job, "configuration": dataclasses.asdict(run), "profile": False, "memory_cap": 0}
-        _train(whole, say, step=step)
+        _train(whole, lambda event: say(event) if event["event"] != "phase" else None, step=step)
     except _Enough:
         return losses
     raise RuntimeError("the run ended before its losses were known.")
