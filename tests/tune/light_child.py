@@ -328,6 +328,7 @@ def follow_rule(job):
 def measure(job):
     deed = follow_rule(job) if "configuration" in job else job["do"]
     rule = job.get("light", {})
+    say({"event": "phase", "name": "measure"})
     time.sleep(job.get("delay", rule.get("delay", 0.0)))
     seconds = rule.get("step_seconds", 0.1)
     for step in range(job.get("steps", job.get("warm", 0) + job.get("fewest", 3))):

@@ -86,11 +86,14 @@ def test_the_best_run_is_found_explained_by_its_levers_and_written(tmp_path):
             assert explained == pytest.approx(record.measurement.seconds - record.prediction.seconds, rel=1e-6)
 
 
-def test_runs_that_were_asked_for_come_first(tmp_path):
+def test_what_is_predicted_to_be_best_comes_first_and_then_what_was_asked_for(tmp_path):
     given = settings(tmp_path / "study")
     asked = [given.space.parse(text) for text in ("model.loss=fused, micro_batch=1", "model.attention=flash")]
     answer = run(dataclasses.replace(given, first=tuple(asked)))
-    assert [record.point for record in answer.records if record.purpose == "search"][:2] == asked
+    searched = [record for record in answer.records if record.purpose == "search"]
+    assert [record.point for record in searched][1:3] == asked
+    assert searched[0].prediction.seconds == min(record.prediction.seconds for record in answer.records)
+    assert answer.records[0].purpose == "reference"
     assert answer.changes == BEST
 
 

@@ -126,6 +126,9 @@ def _notes(answer: Answer) -> list[str]:
             if answer.own_model
             else "MFU is n/a: the peak of this machine is not known; give it with log.peak_tflops=TFLOPS."
         )
+    if answer.phases:
+        words = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in answer.phases.items() if seconds >= 0.5)
+        notes.append(f"Where the time went: {words or 'less than a second'}.")
     if answer.discarded:
         words = ", ".join(f"{count} that {why}" for why, count in answer.discarded.items())
         notes.append(f"Left out by the plan: {words}.")

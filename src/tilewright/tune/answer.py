@@ -15,7 +15,7 @@ import yaml
 from tilewright.measure.results import write_text
 from tilewright.train.configuration import write_yaml
 from tilewright.tune.choose import confirmed, latest
-from tilewright.tune.record import Record
+from tilewright.tune.record import PHASES, Record
 from tilewright.tune.space import Space, key
 
 
@@ -55,6 +55,7 @@ class Proof:
     losses: dict[str, list[float]] = field(default_factory=dict)  # "float32", "standard", "best"; as far as they go
     curve: list[float] = field(default_factory=list)  # of the standard model in float32, on the batches of trials
     no_curve: str = ""  # why there is none
+    phases: dict[str, float] = field(default_factory=dict)  # where its seconds went, by names of `record.PHASES`
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any] | None, error: str | None = None) -> Proof:
@@ -67,7 +68,8 @@ class Proof:
         ]
         losses = {name: list(itertools.takewhile(math.isfinite, curve)) for name, curve in tree["losses"].items()}
         curve = [loss for loss in tree.get("curve", ()) if math.isfinite(loss)]
-        return cls(tree["verdict"], tree["why"], layers, losses, curve, tree.get("no_curve", ""))
+        phases = {name: float(seconds) for name, seconds in tree.get("phases", {}).items()}
+        return cls(tree["verdict"], tree["why"], layers, losses, curve, tree.get("no_curve", ""), phases)
 
 
 UNSTEADY = 0.1  # a reference that drifts further than this is no yardstick
@@ -149,6 +151,14 @@ class Answer:
         without = "the standard model in float32 was not trained on the batches of the trials"
         not_yet = "the proof, which trains the standard model in float32, did not run"
         return f"Loss diff is n/a: {(self.no_float32 or (without if self.proof else not_yet)).rstrip('.')}."
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Where the seconds of all trials and of the proof went, by names of `record.PHASES`."""
+        spent = [record.phases for record in self.records if not record.cached]
+        spent += [self.proof.phases] if self.proof is not None else []
+        totals = {name: sum(each.get(name, 0.0) for each in spent) for name in PHASES}
+        return {name: seconds for name, seconds in totals.items() if seconds}
 
     @property
     def drift(self) -> float | None:

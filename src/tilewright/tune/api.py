@@ -62,6 +62,7 @@ def tune(
         answer = tilewright.tune("model.preset=1b", "global_batch=16", budget="8m")
         print(answer.sentences)
     """
+    from tilewright.tune import forkserver
     from tilewright.tune.jobs import probe
     from tilewright.tune.ledger import Ledger
     from tilewright.tune.own_model import check_name
@@ -78,6 +79,7 @@ def tune(
     folder = Path(out) / name
     place = storage or in_folder(folder)
     checked(place)
+    forkserver.start()  # it imports torch while this process does
     limits: dict[str, Any] = {"numerics": numerics, "precision_floor": precision_floor, "search": search}
     continued = resume and not arguments and not model
     if continued:  # as it was begun

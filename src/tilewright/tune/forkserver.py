@@ -53,12 +53,14 @@ class ForkServer:
     """The tuner's side. Starts the process at once, and waits for it when a child is first wanted."""
 
     def __init__(self, command: Sequence[str] = (sys.executable, "-m", "tilewright.tune.forkserver")) -> None:
-        self.environment, self._said, self._ready = dict(os.environ), tempfile.TemporaryFile(), False
+        self.environment, self._ready = dict(os.environ), False
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # of the server's own errors; closed with it
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.codes: dict[int, int] = {}  # exit codes of its children
         with theirs:
             self.process = subprocess.Popen(
-                (*command, str(theirs.fileno()), str(os.getpid())), stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said,
+                (*command, str(theirs.fileno()), str(os.getpid())),
+                stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"}, pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
 

@@ -125,12 +125,11 @@ class Jobs:
         more = {"steps": 8, "seed": start.seed, "curve": curve, "start": dataclasses.asdict(start)}
         ended = self._run({**self._job("prove", point), **more}, limit, limit, hear)
         if proofs and ended.value is None:
-            return Proof.from_dict(
-                {**proofs[0], "no_curve": f"the standard model in float32 did not run: {ended.error}"}
-            )
+            why = f"the standard model in float32 did not run: {ended.error}"
+            return Proof.from_dict({**proofs[0], "no_curve": why, "phases": ended.phases})
         if not proofs:
             self.pace.note_proof(self.pace.elapsed - began)
-        return Proof.from_dict(ended.value, ended.error)
+        return dataclasses.replace(Proof.from_dict(ended.value, ended.error), phases=ended.phases)
 
     def observe(self, point: Point, limit: float) -> list[dict[str, Any]]:
         """The work of a step of the run; nothing where that did not come to an end."""

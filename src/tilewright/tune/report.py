@@ -52,7 +52,8 @@ def page(answer: Answer) -> str:
     body = "\n".join([
         _head(answer), _waterfall(answer, figures), _tradeoff(answer, figures), _kernels(answer, figures),
         _memory(answer, figures), _time(answer, figures), _timeline(answer, figures), _forecast(answer, figures),
-        _proof(answer, figures), _drift(answer, figures), _trials(answer), _machine(answer), _best(answer),
+        _proof(answer, figures), _drift(answer, figures), _trials(answer), _phases(answer), _machine(answer),
+        _best(answer),
     ])  # fmt: skip
     library, script = (text.replace("\r\n", "\n") for text in (get_plotlyjs(), JAVASCRIPT))
     policy = (
@@ -404,6 +405,22 @@ def _error(record: Record) -> str:
     whole = f"{error}\n\n{log}" if len(error) > _ERROR else log
     more = f"<details><summary>log</summary><pre>{html.escape(whole)}</pre></details>" if whole else ""
     return f"<td>{_escape(clean(error, _ERROR))}{more}</td>"
+
+
+def _phases(answer: Answer) -> str:
+    """What the seconds of each trial, and of the proof, went into."""
+    timed = [(label(changes(answer, each.point)), each.phases) for each in answer.records if each.phases]
+    if answer.proof is not None and answer.proof.phases:
+        timed.append(("the proof", answer.proof.phases))
+    if not timed:
+        return _section("Time of the trials", "", _none("Where the seconds of the trials went is not known."))
+    names = list(answer.phases)
+    rows = [
+        [_words(name), *(_number(phases.get(each), "{:.1f} s".format) for each in names)]
+        for name, phases in (*timed, ("together", answer.phases))
+    ]
+    note = "Seconds of each process, from its start to its end; start is all before it does anything."
+    return _section("Time of the trials", note, _table(["Run", *map(_escape, names)], rows))
 
 
 def _machine(answer: Answer) -> str:

@@ -29,6 +29,7 @@ import tilewright
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.train.signals import Signals
+from tilewright.tune import forkserver
 from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, first_step, write_best
 from tilewright.tune.choose import CONFIRMATION, NOISE, best_of, doubted
 from tilewright.tune.drift import corrected, first_reference
@@ -56,7 +57,10 @@ _POLL = 0.5  # seconds between two looks at what other workers do
 
 def run(settings: Settings, shown: Shown | None = None) -> Answer:
     """Run a study, or go on with one, and write its answer; on Ctrl-C what is known so far is the answer."""
-    return _Study(settings, shown or Shown()).run()
+    try:
+        return _Study(settings, shown or Shown()).run()
+    finally:
+        forkserver.stop()
 
 
 class _Study:

@@ -1,8 +1,8 @@
 """One piece of a study's work in a process of its own: measure a run, probe the machine, prove or observe the winner.
 
 A kernel that fails can poison the whole CUDA context of its process, and peak memory is a property of a process: so
-each trial is a process of its own, forked by `tune.forkserver` or started as `python -m tilewright.tune.trial`. It reads
-one line of JSON, the job, from standard input, and writes one JSON object a line to standard output:
+each trial is a process of its own, forked by `tune.forkserver` or started as `python -m tilewright.tune.trial`. It
+reads one line of JSON, the job, from standard input, and writes one JSON object a line to standard output:
 
     {"event": "alive", "what": "compiling"}                                     something that takes a while begins
     {"event": "phase", "name": "build"}                                         one of PHASES begins
