@@ -280,7 +280,7 @@ def _number(value: Any) -> bool:
 
 def _told(child: _Child, ended_as: str | None, limits: Limits, kind: Any) -> Ended:
     """What the end of a child was, in a word and a sentence."""
-    code, notes = child.process.returncode, child.notes
+    code, notes = child.process.returncode or 0, child.notes
     strays, errors = _text(child.strays), _text(child.errors)
     value, last = None, _last_line(errors) or _last_line(strays)
     said = f": {last}" if last else "."
