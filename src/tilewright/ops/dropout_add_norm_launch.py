@@ -136,7 +136,9 @@ def backward_plan(
         added[1],
         rows,
         slices,
-        _op.Launch(kernels.row_sums, device, (given_width, 4096, rms, zero_centered, double), 8) if slices > 2 else None,
+        _op.Launch(kernels.row_sums, device, (given_width, 4096, rms, zero_centered, double), 8)
+        if slices > 2
+        else None,
         _op.Launch(kernels.backward, device, constants, warps),
         _op.Launch(kernels.add_partials, device, (given_width, *added), 4),
     )
