@@ -118,7 +118,7 @@ def test_any_shape(rows, vocabulary):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("vocabulary", [2, 9, 1003, 33001, 65537])
 def test_rows_that_begin_and_end_anywhere(vocabulary, dtype, name):
-    """Rows of no whole number of vectors: one program's and several', contiguous and apart, the target at either end."""
+    """Rows of no whole number of vectors: one program's and several', contiguous and apart, targets at both ends."""
     logits, targets, options = problem(6, vocabulary, dtype, {**OPTIONS[name], "reduction": "sum"})
     for row, target in enumerate((0, 1, vocabulary - 1, vocabulary - 2)):
         targets[row] = target
@@ -437,7 +437,8 @@ def in_registers(monkeypatch):
 
 # Rows of whole vectors for every thread and not, or that begin within one; one for a block, several, fewer than blocks.
 ROWS = [
-    (1, 20480), (301, 50304), (700, 32000), (64, 65536), (40, 22008), (301, 50257), (700, 32003), (64, 65529), (9, 20481),
+    (1, 20480), (301, 50304), (700, 32000), (64, 65536), (40, 22008), (301, 50257), (700, 32003), (64, 65529),
+    (9, 20481),
 ]  # fmt: skip
 
 

@@ -14,8 +14,8 @@ also reads the other half for the sums over the row, out of L2, where its neighb
 kernel of its own takes the sums over the row first: 14 bytes an element in place of 10.
 
 Loads and stores move vectors of 8 elements, at addresses that are multiples of them. A row of another width than a
-multiple of 8 begins within such a vector: its tiles begin there too, `shift` elements before the row's first column, and
-what they hold of the row before is masked. Programs take every eighth row then, or fewer, so that all rows of a program
+multiple of 8 begins within such a vector: its tiles begin there too, `shift` elements before the row's first column,
+and what they hold of the row before is masked. Programs take every eighth row then, or fewer, so that all rows of a program
 have the same shift: its columns lie in the same lanes in every row.
 
 All arithmetic is in COMPUTE: float32, or float64 for float64 input.
@@ -219,8 +219,8 @@ def wide_forward(
         tile = _tile(row, shift, first, rows, WIDTH, BLOCK)
         inside = tile[2]
         z = _residual_sum(
-            x, x_bias, second, residual, rowscale, layerscale, seed, rows, row * WIDTH - shift + first, threshold, scale,
-            row, tile, WIDTH, BLOCK, DROPOUT, COMPUTE,
+            x, x_bias, second, residual, rowscale, layerscale, seed, rows, row * WIDTH - shift + first, threshold,
+            scale, row, tile, WIDTH, BLOCK, DROPOUT, COMPUTE,
         ).to(residual_out.dtype.element_ty)  # fmt: skip
         _store(residual_out, tile, z, WIDTH)
         z = z.to(COMPUTE)

@@ -130,13 +130,14 @@ def backward_plan(
     added = (256, 16) if width <= 2048 else (32, 64)  # partial sums at a time, and columns: few would be few programs
     double = compute == torch.float64
     constants = (given_width, rows, block, chunks, slices == 2, stages, rms, zero_centered, dropout, double)
+    sums = (given_width, 4096, rms, zero_centered, double)
     return BackwardPlan(
         max(1, programs // together) * together,
         together,
         added[1],
         rows,
         slices,
-        _op.Launch(kernels.row_sums, device, (given_width, 4096, rms, zero_centered, double), 8)
+        _op.Launch(kernels.row_sums, device, sums, 8) if slices > 2 else None,
         if slices > 2
         else None,
         _op.Launch(kernels.backward, device, constants, warps),
