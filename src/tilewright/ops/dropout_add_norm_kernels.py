@@ -15,8 +15,8 @@ kernel of its own takes the sums over the row first: 14 bytes an element in plac
 
 Loads and stores move vectors of 8 elements, at addresses that are multiples of them. A row of another width than a
 multiple of 8 begins within such a vector: its tiles begin there too, `shift` elements before the row's first column,
-and what they hold of the row before is masked. Programs take every eighth row then, or fewer, so that all rows of a program
-have the same shift: its columns lie in the same lanes in every row.
+and what they hold of the row before is masked. Programs take every eighth row then, or fewer, so that all rows of a
+program have the same shift: its columns lie in the same lanes in every row.
 
 All arithmetic is in COMPUTE: float32, or float64 for float64 input.
 """

@@ -138,8 +138,6 @@ def backward_plan(
         rows,
         slices,
         _op.Launch(kernels.row_sums, device, sums, 8) if slices > 2 else None,
-        if slices > 2
-        else None,
         _op.Launch(kernels.backward, device, constants, warps),
         _op.Launch(kernels.add_partials, device, (given_width, *added), 4),
     )
