@@ -84,7 +84,7 @@ def test_a_neighbour_is_the_next_round_shape_and_a_round_shape_has_none():
 def test_an_error_a_crash_and_a_hang_are_errors_of_their_cases_and_the_others_are_measured(monkeypatch):
     run_groups = workers.run_groups
     monkeypatch.setattr(
-        workers, "run_groups", lambda *args, **options: run_groups(*args, **options, limit_seconds=15.0)
+        workers, "run_groups", lambda *args, **options: run_groups(*args, **{**options, "limit_seconds": 15.0})
     )
     groups = [drawn_ops.cases("faulty", 8, (6, 5, 4, 3, 2, 1)), drawn_ops.cases("plain", 5, (4, 2))]
     result, said = run(groups)

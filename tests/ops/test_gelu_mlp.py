@@ -422,3 +422,21 @@ def test_an_observer_sees_its_products():
     for name in ("value", "gradient"):
         work = seen[f"tilewright::gelu_mlp.{name}"]
         assert work.flops == 2 * 8192 * 1024 * 4096 and work.seconds > 0
+
+
+def test_odd_sizes_are_padded_to_whole_vectors_with_the_same_result(monkeypatch):
+    linear_op = sys.modules["tilewright.ops.linear"]
+    monkeypatch.setattr(linear_op, "_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(linear_op, "_WORTH_PADDING", 0)
+    sizes, real = [], linear_op.reference
+    monkeypatch.setattr(linear_op, "reference", lambda x, w, b: (sizes.extend(w.shape), real(x, w, b))[1])
+    shapes = ((6, 9), (21, 9), (21,), (9, 21), (9,))
+    leaves = [torch.randn(*shape, device=DEVICE).bfloat16().requires_grad_() for shape in shapes]
+    y = gelu_mlp(*leaves)
+    assert sizes and all(size % 8 == 0 for size in sizes) and y.is_contiguous() and y.shape == (6, 9)
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    expected = reference(*doubles)
+    upstream = torch.randn_like(y)
+    found = [y, *torch.autograd.grad(y, leaves, upstream)]
+    for a, e in zip(found, [expected, *torch.autograd.grad(expected, doubles, upstream.double())], strict=True):
+        assert a.shape == e.shape and (a.double() - e).norm() <= 0.02 * e.norm()

@@ -1003,3 +1003,34 @@ def test_which_gradients_of_parts_a_kernel_takes_as_they_are(monkeypatch):
     assert not op._fits_hopper([part] * 3, cast.to(FP16))
     monkeypatch.setattr(_hopper, "ready", lambda device, *names: False)
     assert not op._fits_hopper([part] * 3, cast)
+
+
+@pytest.mark.parametrize(("width", "out"), [(9, 16), (16, 9), (7, 13), (8, 8)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_odd_sizes_are_padded_to_whole_vectors_with_the_same_result(width, out, biased, monkeypatch):
+    monkeypatch.setattr(op, "_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(op, "_WORTH_PADDING", 0)
+    sizes, real = [], op.reference
+    monkeypatch.setattr(op, "reference", lambda x, w, b: (sizes.extend(w.shape), real(x, w, b))[1])
+    leaves = [torch.randn(*shape, device=DEVICE).bfloat16().requires_grad_() for shape in ((2, 5, width), (out, width))]
+    bias = torch.randn(out, device=DEVICE).bfloat16().requires_grad_() if biased else None
+    y = linear(*leaves, bias)
+    assert sizes and all(size % 8 == 0 for size in sizes) and y.is_contiguous() and y.shape == (2, 5, out)
+    upstream = torch.randn_like(y)
+    leaves = [*leaves, *([bias] if biased else [])]
+    found = [y, *torch.autograd.grad(y, leaves, upstream)]
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    expected = torch.nn.functional.linear(*doubles)
+    expected = [expected, *torch.autograd.grad(expected, doubles, upstream.double())]
+    for a, e in zip(found, expected, strict=True):
+        assert a.shape == e.shape and (a.double() - e).norm() <= 0.01 * e.norm()
+
+
+def test_small_matmuls_and_those_that_somebody_traces_are_not_padded(monkeypatch):
+    monkeypatch.setattr(op, "_DEVICES", ("cuda", "cpu"))
+    x, weight = torch.randn(4, 9).bfloat16(), torch.randn(7, 9).bfloat16()
+    assert not op.is_worth_padding(x, weight)
+    monkeypatch.setattr(op, "_WORTH_PADDING", 0)
+    assert op.is_worth_padding(x, weight) and not op.is_worth_padding(x.float(), weight.float())
+    with FlopCounterMode(display=False):
+        assert not op.is_worth_padding(x, weight)

@@ -1,8 +1,14 @@
-"""Drawn cases: ours beside eager PyTorch, torch.compile and ours at a round shape; compiled ahead, then timed."""
+"""Drawn cases: ours beside eager PyTorch, torch.compile and ours at a round shape.
+
+Many processes compile, each the cases of one shape. What is timed, by them or by Inductor and cuBLASLt's search on
+their behalf, is timed by one process at a time, which has the GPU to itself but for the first calls of others.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import importlib
 import json
 import os
@@ -33,7 +39,8 @@ _DOUBTFUL = {"device": 1.02, "wall": 1.05, NEIGHBOUR: 1.12}
 _SHORT, _LONG = (0.003, 3), (0.01, 10)  # seconds for each implementation, and rounds at least
 _SHORT_WALL, _LONG_WALL = (3, 4), (10, 10)  # rounds, and calls in each
 _SAVE_SECONDS = 10.0
-_COMPILE_SHARE = 0.6  # of the budget at most
+
+_timing: list[str] = []  # not empty while this process has the GPU to itself
 
 Passes = dict[str, Callable[[], object]]
 Figures = dict[str, dict[str, float]]
@@ -54,9 +61,7 @@ class _Shape:
 
     def __init__(self, op: Op, shape: Case, device: str, peers: list[str]) -> None:
         configure(backward_alone=False)
-        torch._inductor.config.compile_threads = (
-            1  # everything is in the cache, or this is the process that puts it there
-        )
+        torch._inductor.config.compile_threads = 1  # each of many processes compiles its own
         torch.compiler.reset()
         self.op, self.device = op, device
         functions: dict[str, Callable[..., Any]] = {OURS: partial(op.ours, shape), "eager": partial(op.eager, shape)}
@@ -103,30 +108,45 @@ def _is_lost(device: str) -> bool:
     return False
 
 
-def compile_cases(shared: dict[str, Any], cases: list[Case]) -> Iterator[Message]:
-    """Make every call of one shape once, for the kernels that this leaves in the caches on disk."""
-    torch.set_num_threads(1)
-    device, shape = shared["device"], None
-    for case in cases:
-        yield "the inputs", None
-        op = _find_table(shared["table"])[case["op"]]
-        shape = shape or _Shape(op, _shape_of(case), device, [peer for peer in shared["peers"] if peer == "compile"])
-        for name, (its_case, function) in shape.implementations(case).items():
-            yield name, None
-            try:
-                _one_pass(function, shape.inputs(its_case))
-                _synchronise(device)
-            except Exception as error:  # fails again, and is reported, where it is measured
-                if _is_lost(device):
-                    raise SystemExit(f"{describe_case(case)}: {sentence(error)}") from error
-        yield "done", None
-    if device == "cuda":
-        torch.cuda.empty_cache()
+@contextlib.contextmanager
+def _alone(path: str) -> Iterator[None]:
+    """Wait until no other process times anything; within itself it is done at once."""
+    if _timing:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        _timing.append(path)
+        try:
+            yield
+        finally:
+            _timing.pop()
+
+
+@functools.cache
+def _tune_alone(path: str) -> None:
+    """Let Inductor and our search for cuBLASLt's algorithms time theirs alone, too."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    for owner, name in ((CachingAutotuner, "benchmark_all_configs"), (_cublaslt.Plan, "_choose")):
+        setattr(owner, name, _locked(getattr(owner, name), path))
+
+
+def _locked(function: Callable[..., Any], path: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*inputs: Any, **options: Any) -> Any:
+        with _alone(path):
+            return function(*inputs, **options)
+
+    return call
 
 
 def time_cases(shared: dict[str, Any], cases: list[Case]) -> Iterator[Message]:
-    """Time every implementation at every case of one shape."""
-    device, shape = shared["device"], None
+    """Compile every implementation at every case of one shape, and time it."""
+    device, lock, shape = shared["device"], shared["lock"], None
+    if device == "cuda":
+        torch.set_num_threads(1)
+        _tune_alone(lock)
     _cublaslt.Plan.choices = 0  # a user's process sees a few shapes, and searches for each
     for index, case in enumerate(cases):
         yield "the inputs", None
@@ -135,17 +155,23 @@ def time_cases(shared: dict[str, Any], cases: list[Case]) -> Iterator[Message]:
         passes: Passes = {}
         errors: dict[str, str] = {}
         compiled: list[str] = []
+        inputs: dict[str, list[torch.Tensor]] = {}  # one set for all that get the same case
         for name, (its_case, function) in shape.implementations(case).items():
             yield name, None
             try:
+                made = inputs.setdefault(_identity(its_case), [])
+                made.extend([] if made else shape.inputs(its_case))
                 with _listening(compiled if name == OURS else []):
-                    passes[name] = _one_pass(function, shape.inputs(its_case))
+                    passes[name] = _one_pass(function, made)
                     _synchronise(device)
             except Exception as error:
                 errors[name] = sentence(error)
         yield "timing", None
+        if device == "cuda":
+            torch.cuda.empty_cache()  # others need it
         try:
-            figures = _measure(passes, device, errors)
+            with _alone(lock):
+                figures = _measure(passes, device, errors)
         except Exception as error:
             figures = {}
             errors.setdefault(OURS, sentence(error))
@@ -155,10 +181,11 @@ def time_cases(shared: dict[str, Any], cases: list[Case]) -> Iterator[Message]:
             figures["errors"] = errors
         yield "done", figures
         passes.clear()
+        inputs.clear()
         if _is_lost(device):
             os._exit(1)  # between two cases: the next gets a process with a context of its own
-    if device == "cuda":
-        torch.cuda.empty_cache()
+        if device == "cuda":
+            torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
@@ -250,20 +277,16 @@ def compare(
     """Compile and time all groups, as far as the budget reaches; what there is, is saved as it comes."""
     began = time.monotonic()
     result: dict[str, Any] = head(name, ask) if device == "cuda" else {"benchmark": name, "machine": {"gpu": None}}
-    result |= {"seed": ask.seed, "budget_seconds": ask.budget, "seconds": {}, "cases": []}
+    result |= {"seed": ask.seed, "budget_seconds": ask.budget, "seconds": 0, "cases": []}
     groups = _left_to_do(groups, ask, result)
     ceilings = Ceilings(1e11, 1e12)
     measured: list[Case] = result["cases"]
-    failed: dict[str, str] = {}
     deadline = began + (ask.budget or float("inf"))
-    shared = {"table": table, "device": device, "peers": list(peers)}
     cases = [case for group in groups for case in group]
-    tasks: list[workers.Group] = [(shared, group) for group in groups]
 
-    with _own_caches():
-        compile_until = began + _COMPILE_SHARE * (ask.budget or float("inf"))
-        done = _compile_all(tasks, ask, failed, compile_until)
-        result["seconds"]["compile"] = round(time.monotonic() - began)
+    with _own_caches() as folder:
+        shared = {"table": table, "device": device, "peers": list(peers), "lock": os.path.join(folder, "lock")}
+        tasks: list[workers.Group] = [(shared, group) for group in groups]
         if device == "cuda":
             ceilings = measure_ceilings()
             torch.cuda.empty_cache()
@@ -291,13 +314,9 @@ def compare(
             ask.progress(f"{describe_case(case)}: {why}")
             keep(case, {"errors": {OURS: why}})
 
-        for case in cases:  # what ended a process once does so again
-            if (why := failed.get(_identity(case))) is not None:
-                keep(case, {"errors": {OURS: why}})
-        sound = [(shared, [case for case in group if _identity(case) not in failed]) for _, group in tasks]
-        sound = [task for task in sound if task[1]]
-        sound.sort(key=lambda task: _identity(task[1][0]) not in done)  # first those that are compiled
-        workers.run_groups(f"{__name__}:time_cases", sound, 1, report=keep, fail=lose, deadline=deadline)
+        workers.run_groups(
+            f"{__name__}:time_cases", tasks, ask.jobs, report=keep, fail=lose, limit_seconds=240.0, deadline=deadline
+        )
     _conclude(result, cases, began)
     ask.save(result)
     for line in summary_lines(result):
@@ -309,32 +328,11 @@ def _identity(case: Case) -> str:
     return json.dumps(case, sort_keys=True)
 
 
-def _compile_all(tasks: list[workers.Group], ask: Ask, failed: dict[str, str], deadline: float) -> set[str]:
-    """Run every case once, in many processes; the cases that came through, and in `failed` those that ended one."""
-    done: set[str] = set()
-    if ask.jobs < 2 or not tasks:
-        return done
-    total, began = sum(len(cases) for _, cases in tasks), time.monotonic()
-
-    def note(case: Case, _: Any) -> None:
-        done.add(_identity(case))
-        if len(done) % 100 == 0:
-            ask.progress(f"compiled {len(done)} of {total} cases, {time.monotonic() - began:.0f} s")
-
-    def lose(case: Case, why: str) -> None:
-        ask.progress(f"{describe_case(case)}: {why}")
-        failed[_identity(case)] = why
-
-    workers.run_groups(f"{__name__}:compile_cases", tasks, ask.jobs, report=note, fail=lose, deadline=deadline)
-    ask.progress(f"compiled {len(done)} of {total} cases in {time.monotonic() - began:.0f} s")
-    return done
-
-
 def _conclude(result: dict[str, Any], cases: list[Case], began: float) -> None:
     """Write the summary of all that is measured, and what has not been reached."""
     reached = {_identity(each["case"]) for each in result["cases"]}
     result["not_reached"] = [describe_case(case) for case in cases if _identity(case) not in reached]
-    result["seconds"]["all"] = round(time.monotonic() - began)
+    result["seconds"] = round(time.monotonic() - began)
     result["summary"] = summarise(result["cases"])
 
 
@@ -364,14 +362,14 @@ def _fact(result: dict[str, Any], name: str) -> Any:
 
 
 @contextlib.contextmanager
-def _own_caches() -> Iterator[None]:
-    """Empty caches on disk for what this run compiles, which its processes share."""
+def _own_caches() -> Iterator[str]:
+    """Empty caches on disk for what this run compiles, which its processes share, in a folder that goes with it."""
     names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     before = {name: os.environ.get(name) for name in names}
     with tempfile.TemporaryDirectory(prefix="tilewright-shapes-", ignore_cleanup_errors=True) as folder:
         os.environ.update({name: os.path.join(folder, part) for name, part in names.items()})
         try:
-            yield
+            yield folder
         finally:
             for name, value in before.items():
                 if value is None:

@@ -1,8 +1,7 @@
 """Every op at shapes drawn from a seed, against eager PyTorch, torch.compile and itself at the next round shape.
 
 A shape is what a kernel is compiled for; each is called with several row counts, which torch.compile takes as dynamic.
-First, many processes compile everything into caches of this run. Then one process measures it, alone on the GPU:
-forward and backward together. `OPS` declares each op once.
+Many processes compile, and one at a time measures: forward and backward together. `OPS` declares each op once.
 """
 
 from __future__ import annotations

@@ -146,8 +146,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     missing = result["not_reached"]
     if missing:
         lines.append(f"{len(missing)} cases were not reached within the budget; the first: {missing[0]}")
-    seconds = result["seconds"]
-    lines.append(f"{seconds['all']} s, of which compiling took {seconds['compile']} s; seed {result['seed']}")
+    lines.append(f"{result['seconds']} s; seed {result['seed']}")
     return lines
 
 

@@ -21,7 +21,7 @@ def bench(
     quick: bool = typer.Option(False, help="A few cases only."),
     only: str = typer.Option("", help="Those cases whose label, as it is printed, has this in it."),
     jobs: int = typer.Option(
-        None, help="Processes that compile ahead; 1: none. [default: 8, for shapes all cores but 2]"
+        None, help="Processes that compile; 1: none of its own. [default: 8, for shapes all cores but 2]"
     ),
     seed: int = typer.Option(0, help="Of the cases that shapes draws."),
     cases: int = typer.Option(200, help="How many cases shapes draws for each op."),

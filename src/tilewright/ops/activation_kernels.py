@@ -240,7 +240,7 @@ def plan(
     else:
         tile = most_columns = 512 if kernel is backward else 1024
     block = min(most_columns, max(16, 1 << (width - 1).bit_length()))
-    while block > 256 and -(-width // block) * block * 15 > width * 16:  # lanes without a column idle
+    while block > 32 and -(-width // block) * block * 15 > width * 16:  # lanes without a column idle
         block //= 2
     rows, columns = tile // block, -(-width // block)
     constants = (width, rows, block, vector, activation, gated, gated and dtypes[1] is None, dtypes[0].itemsize)

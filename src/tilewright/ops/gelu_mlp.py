@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from tilewright.measure import work
 from tilewright.ops import _cublaslt, _cuda, _hopper, _op
 from tilewright.ops.activation import bias_gelu
-from tilewright.ops.linear import linear
+from tilewright.ops.linear import is_worth_padding, linear, pad
 from tilewright.plan.cost import Cost, product
 
 __all__ = ["cost", "fused_gelu_mlp", "gelu_mlp", "reference"]
@@ -170,7 +170,13 @@ def gelu_mlp(
     True
     """
     y = fused_gelu_mlp(x, up, up_bias, down, down_bias, approximate=approximate)
-    return linear(bias_gelu(linear(x, up), up_bias, approximate=approximate), down, down_bias) if y is None else y
+    if y is not None:
+        return y
+    if is_worth_padding(x, up) or is_worth_padding(x, down.t()):
+        biases = [None if bias is None else pad(bias, 0) for bias in (up_bias, down_bias)]
+        padded = pad(x, -1), pad(up, 0, 1), biases[0], pad(down, 0, 1), biases[1]
+        return gelu_mlp(*padded, approximate=approximate)[..., : len(down)].contiguous()
+    return linear(bias_gelu(linear(x, up), up_bias, approximate=approximate), down, down_bias)
 
 
 def fused_gelu_mlp(

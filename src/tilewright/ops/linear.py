@@ -45,6 +45,8 @@ __all__ = ["cost", "linear", "linear_parts", "reference"]
 _ONCE = "linear has no second derivative: leave out create_graph=True, or use torch.nn.functional.linear."
 _DEVICES = ("cuda",)
 _TILE = 192  # rows and columns of a tile of the weight's gradient
+_VECTOR = 8  # elements of 16 bits: 16 bytes
+_WORTH_PADDING = 4e9  # FLOPs
 _SHORT = 2048  # inner dimension up to which a bias is better added by a kernel of ours, as far as was measured
 
 Tensor = torch.Tensor
@@ -315,8 +317,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         ``(..., out)`` in the dtype of the product.
 
-    cuBLASLt computes bfloat16 and float16 on a GPU where ``in`` and ``out`` are multiples of 8 and the product has at
-    least 20 GFLOP; everything else is plain PyTorch.
+    cuBLASLt computes bfloat16 and float16 on a GPU where ``in`` and ``out`` are multiples of 8 and the matmul has at
+    least 20 GFLOP; everything else is plain PyTorch. Where they are no multiples of 8, and the matmul has at least 4
+    GFLOP, zeros are added up to the next one: what cuBLAS has for such sizes is several times as slow.
 
     >>> import torch
     >>> x, weight, bias = torch.randn(2, 3, 8), torch.randn(16, 8), torch.randn(16)
@@ -325,8 +328,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     inputs = _prepared(x, weight, bias)
     if inputs is None:
+        if is_worth_padding(x, weight):
+            y = linear(pad(x, -1), pad(weight, 0, 1), None if bias is None else pad(bias, 0))
+            return y[..., : len(weight)].contiguous()
         return reference(x, weight, bias)
     return (_registered if torch.compiler.is_compiling() else _eager)(*inputs)
+
+
+def pad(x: Tensor, *dimensions: int) -> Tensor:
+    """The tensor with zeros behind it in these dimensions, up to the next multiple of 8.
+
+    >>> pad(torch.ones(3, 9), 1).shape
+    torch.Size([3, 16])
+    """
+    behind = [0] * (2 * x.ndim)
+    for dimension in dimensions:
+        behind[2 * (x.ndim - 1 - dimension % x.ndim) + 1] = -x.shape[dimension] % _VECTOR
+    return F.pad(x, behind) if any(behind) else x
+
+
+def is_worth_padding(x: Tensor, weight: Tensor) -> bool:
+    """Whether a matmul takes longer than to copy its operands into whole vectors. A compiler pads by itself."""
+    features_out, features_in = weight.shape
+    whole = features_out % _VECTOR == features_in % _VECTOR == 0
+    if whole or x.device.type not in _DEVICES or 2 * x.numel() * features_out < _WORTH_PADDING:
+        return False
+    return _dtype(x) in _cublaslt.HALVES and not _op.is_traced(x, weight)
 
 
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> tuple[Tensor, ...]:
