@@ -146,7 +146,8 @@ def launched(monkeypatch):
     launch = _op.Launch.__call__
 
     def record(self, grid, tensors, scalars):
-        seen.append(tensors)
+        if not _op._rehearsing:
+            seen.append(tensors)
         launch(self, grid, tensors, scalars)
 
     monkeypatch.setattr(_op.Launch, "__call__", record)

@@ -96,3 +96,20 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     )
     assert done.returncode == 0, done
+
+
+def test_a_job_that_a_daemon_starts_is_finished_before_the_program_ends():
+    """Autograd's threads are daemons to Python, and what they start would be, too."""
+    done = run(
+        """
+began = threading.Event()
+def work():
+    began.set()
+    time.sleep(0.3)
+    os.write(1, b"x")
+starter = threading.Thread(target=lambda: Job(work).start(), daemon=True)
+starter.start()
+began.wait()
+"""
+    )
+    assert done.returncode == 0 and done.stdout == "x", done

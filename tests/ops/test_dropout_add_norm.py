@@ -233,7 +233,7 @@ def test_the_order_of_a_sum_over_a_row_depends_on_norm_width_and_its_dtype_alone
         orders = set()
         for x, weight, dropout in itertools.product(DTYPES, (None, *DTYPES), (False, True)):
             tensors = (x, *[None] * 4, weight, *[None] * 4, stored)
-            _, launch = launches.forward_launch.__wrapped__(torch.device("cpu"), width, tensors, rms, False, dropout)
+            *_, launch = launches.forward_launch.__wrapped__(torch.device("cpu"), width, tensors, rms, False, dropout)
             shape = launch.constants[1:4] if launch.kernel is kernels.forward else launch.constants[1:2]
             orders.add((launch.kernel.fn.__name__, shape, launch.warps))
         assert len(orders) == 1, (width, orders)
@@ -596,11 +596,12 @@ def test_every_width_and_dtype_has_a_shape_that_triton_and_the_gpu_can_take(monk
                 bias = dtypes[7] if dtypes is full else None
                 loaded = sum(d.itemsize for d in (*dtypes[:4], dtypes[5], bias) if d is not None)
                 assert stages == 1 or (stages - 1) * rows * block * chunks * loaded < shared_memory
-            rows, launch = launches.forward_launch.__wrapped__(
+            rows, together, launch = launches.forward_launch.__wrapped__(
                 device, width, (x, *[None] * 8, x, residual), False, False, True
             )
             block = launch.constants[1]
             assert all(n & (n - 1) == 0 for n in (rows, block, launch.warps)) and 1 <= launch.warps <= 32
+            assert together == (1 if width % 8 == 0 else 8) and plan.together == together
             assert block >= width or rows == 1
 
 

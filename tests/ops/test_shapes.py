@@ -83,6 +83,8 @@ def assert_as_near_as_torch(actual, peer, truth):
         error, torchs = relative_error(a, t), relative_error(p, t)
         cut = 2.1 if DEVICE == "cpu" and a.dtype == torch.bfloat16 else 1.0
         allowed = cut * (2.0 * torchs + ulp(a.dtype) / 2) + 4 * ulp(torch.float32)
+        if a.ndim == 0:  # the mean of many logits that were rounded: by chance torch's may be off by nothing
+            allowed += ulp(actual[1].dtype) / 128
         assert error <= allowed, f"tensor {index}: error {error:.2e} > {allowed:.2e}, torch's is {torchs:.2e}"
 
 

@@ -58,7 +58,8 @@ def _enqueue(function: Callable[[], None]) -> None:
         _queue.append(function)
         if _threads < _MOST_THREADS:
             _threads += 1
-            threading.Thread(target=_work, name=f"tilewright-compile-{_threads}").start()
+            # Said outright: a thread that autograd's starts would be a daemon, which a compiler does not survive at exit.
+            threading.Thread(target=_work, name=f"tilewright-compile-{_threads}", daemon=False).start()
 
 
 def _work() -> None:
