@@ -58,7 +58,7 @@ def _enqueue(function: Callable[[], None]) -> None:
         _queue.append(function)
         if _threads < _MOST_THREADS:
             _threads += 1
-            # Said outright: a thread that autograd's starts would be a daemon, which a compiler does not survive at exit.
+            # Not a daemon, which what a thread of autograd's starts would be: a compiler does not survive that at exit.
             threading.Thread(target=_work, name=f"tilewright-compile-{_threads}", daemon=False).start()
 
 
