@@ -555,18 +555,18 @@ def test_row_counts_of_a_bucket_share_one_search(emulator, clock, monkeypatch):
     choose = _cublaslt.Plan._choose
 
     def search(plan, *rest):
-        searches.append(plan.what)
+        searches.append(plan.bucket)
         choose(plan, *rest)
 
     monkeypatch.setattr(_cublaslt.Plan, "_choose", search)
-    for rows in range(225, 257):  # one bucket
+    for rows in range(225, 257):  # one bucket for each alignment that memory here happens to have
         left, out = numbers(rows, 16, grad=False), torch.empty(rows, 8, dtype=BF16)
         assert _cublaslt.product(left, right, out)
         assert_near_truth([out], [left.double() @ right.double()], reduced=1)
-    assert len(searches) == 1 and emulator.launched[-1][1] == 1
+    assert len(set(searches)) == len(searches) <= 3 and emulator.launched[-1][1] == 1
     for rows in range(1, 2049):
         assert _cublaslt.product(numbers(rows, 16, grad=False), right, torch.empty(rows, 8, dtype=BF16))
-    assert len(searches) <= 4 * 11
+    assert len(set(searches)) == len(searches) <= 3 * 4 * 11
 
 
 def test_buckets_are_near_and_few():
