@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import gc
 import importlib
 import json
 import os
@@ -167,6 +168,7 @@ def time_cases(shared: dict[str, Any], cases: list[Case]) -> Iterator[Message]:
             except Exception as error:
                 errors[name] = sentence(error)
         yield "timing", None
+        gc.freeze()  # compilers leave millions of objects, which every collection before a loop of calls would visit
         if device == "cuda":
             torch.cuda.empty_cache()  # others need it
         try:
