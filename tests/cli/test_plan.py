@@ -137,10 +137,17 @@ def test_planning_starts_without_torch_and_at_once():
         "try: main()\nexcept SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'plotly' not in sys.modules and 'numpy' not in sys.modules"
     )
-    times = []
-    while not times or (min(times) >= 0.6 and len(times) < 10):  # 0.3 s on an idle machine, twice that on a busy one
+
+    def cpu_seconds(code):
+        """Its own time, whatever else the machine does; a core that two share is slower for either."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)  # its own time, whatever else the machine does
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(times) < 0.6
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    # 0.3 s on an idle machine. On a busy one, beside what the libraries of any such command line take there.
+    times, libraries = [cpu_seconds(code)], []
+    while min(times) >= max(0.6, 3.5 * min(libraries, default=0.0)) and len(times) < 10:
+        libraries.append(cpu_seconds("import typer, rich.console, omegaconf, yaml"))
+        times.append(cpu_seconds(code))
+    assert min(times) < max(0.6, 3.5 * min(libraries, default=0.0))

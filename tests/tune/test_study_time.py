@@ -159,12 +159,15 @@ def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, 
         done = [record.tokens_per_second / first for record in answer.records if record.outcome == "done"]
         assert answer.ratio >= 0.99 * max(done)
         sure.append(confirmed(answer.records, answer.best))
-        given += [lever.tokens_per_second is not None for lever in answer.ablations]
+        given.append([lever.tokens_per_second is not None for lever in answer.ablations])
         if not tries:
             reached = world.seconds(answer.best.point)
             assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > NEAR[preset] * reached
     assert sum(sure) >= 2 / 3 * len(sure)  # but where what wins was found too late to be run again
-    assert sum(given) >= 2 / 3 * len(given)  # what each lever of it gave; where it is compiled, a lever takes a minute
+    # What each lever of it gave: two of three, where one compiled lever takes a minute, in half of the studies that also
+    # run three peers. Putting a lever back may itself find the best, with no time left for the levers of that one.
+    shown = [sum(levers) >= 2 / 3 * len(levers) for levers in given]
+    assert sum(shown) >= (0.5 if tries else 0.75) * len(shown)
 
 
 # Seconds at 760m: of a process before its first step, of the first step by block, of a proof.
