@@ -113,3 +113,19 @@ began.wait()
 """
     )
     assert done.returncode == 0 and done.stdout == "x", done
+
+
+def test_an_interrupt_is_no_result():
+    """Who interrupts a compiler in a notebook may call it again."""
+    calls = []
+
+    def work():
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return 7
+
+    job = Job(work)
+    with pytest.raises(KeyboardInterrupt):
+        job.result()
+    assert job.result() == 7 == job.result() and len(calls) == 2

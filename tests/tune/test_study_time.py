@@ -164,8 +164,8 @@ def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, 
             reached = world.seconds(answer.best.point)
             assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > NEAR[preset] * reached
     assert sum(sure) >= 2 / 3 * len(sure)  # but where what wins was found too late to be run again
-    # What each lever of it gave: two of three, where one compiled lever takes a minute, in half of the studies that also
-    # run three peers. Putting a lever back may itself find the best, with no time left for the levers of that one.
+    # What each lever of it gave: two of three, where one compiled lever takes a minute, in half of the studies that
+    # also run three peers. Putting a lever back may itself find the best, with no time left for the levers of that one.
     shown = [sum(levers) >= 2 / 3 * len(levers) for levers in given]
     assert sum(shown) >= (0.5 if tries else 0.75) * len(shown)
 

@@ -48,8 +48,13 @@ class Job(Generic[T]):
             return  # another thread has begun
         try:
             self._done.set_result(self._function())
-        except BaseException as error:
+        except Exception as error:
             self._done.set_exception(error)
+        except BaseException:  # Ctrl-C is no result: whoever asks next runs it again
+            waited_for = self._done
+            self._prepare()
+            waited_for.set_exception(RuntimeError("the thread that ran it was interrupted"))
+            raise
 
 
 def _enqueue(function: Callable[[], None]) -> None:
@@ -59,7 +64,10 @@ def _enqueue(function: Callable[[], None]) -> None:
         if _threads < _MOST_THREADS:
             _threads += 1
             # Not a daemon, which what a thread of autograd's starts would be: a compiler does not survive that at exit.
-            threading.Thread(target=_work, name=f"tilewright-compile-{_threads}", daemon=False).start()
+            try:
+                threading.Thread(target=_work, name=f"tilewright-compile-{_threads}", daemon=False).start()
+            except RuntimeError:  # the system has no more threads; who wants the result runs the job
+                _threads -= 1
 
 
 def _work() -> None:

@@ -64,9 +64,11 @@ def _tile(row, shift, first, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHO
 def _load(x, tile, WIDTH: tl.constexpr, COMPUTE: tl.constexpr):
     """The elements of a tile, 0 where there are none."""
     at, _column, inside, touched, _full = tile
-    loaded = tl.load(x + at, touched, 0.0).to(COMPUTE)
-    if WIDTH % 8 != 0:
-        loaded = tl.where(inside, loaded, 0.0)
+    if WIDTH % 8 == 0 or x.dtype.element_ty.primitive_bitwidth > 16:
+        # A vector of wider elements has more than the 16 bytes that a tensor is aligned to, and could end behind it.
+        loaded = tl.load(x + at, inside, 0.0).to(COMPUTE)
+    else:
+        loaded = tl.where(inside, tl.load(x + at, touched, 0.0).to(COMPUTE), 0.0)
     return loaded
 
 

@@ -329,7 +329,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     inputs = _prepared(x, weight, bias)
     if inputs is None:
         if is_worth_padding(x, weight):
-            y = linear(pad(x, -1), pad(weight, 0, 1), None if bias is None else pad(bias, 0))
+            y = reference(pad(x, -1), pad(weight, 0, 1), None if bias is None else pad(bias, 0))
             return y[..., : len(weight)].contiguous()
         return reference(x, weight, bias)
     return (_registered if torch.compiler.is_compiling() else _eager)(*inputs)

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from tilewright.ops import _cublaslt, _op
 from tilewright.ops.cross_entropy import AHEAD, Options, begin, check_loss, launch, scale
 from tilewright.ops.cross_entropy import reference as loss_of_logits
-from tilewright.ops.linear_cross_entropy_memory import A_TOKEN, way_of, without
+from tilewright.ops.linear_cross_entropy_memory import A_TOKEN, LARGEST, way_of, without
 from tilewright.plan.cost import linear_cross_entropy as cost
 
 __all__ = ["cost", "linear_cross_entropy", "reference"]
@@ -130,8 +130,8 @@ def _run(
     targets, rows = targets.reshape(-1), targets.numel()
     wanted = needs_x or needs_weight or needs_bias
     memory = memory or max(_LEAST * classes * dtype.itemsize, min(_MOST, rows * classes * dtype.itemsize // 8))
-    if classes % _VECTOR:  # cuBLAS counts the elements of what lies between a few columns in 32 bits
-        memory = min(memory, (2**31 - 1) * dtype.itemsize)
+    if classes % _VECTOR:
+        memory = min(memory, LARGEST * dtype.itemsize)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     lse = targets.new_zeros(rows, dtype=compute) if wants_lse else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None

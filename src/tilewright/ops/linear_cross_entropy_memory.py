@@ -13,13 +13,14 @@ A_TOKEN = 64  # bytes, beside its logits: loss, a count, and what a second pass 
 _ALIGNED = 128  # bytes, where a tensor begins
 _SUMMED_FROM = 512  # tokens a chunk: the product of a smaller one takes less time than adding it to a sum
 _TILE = 256  # rows of a tile of the large products
+LARGEST = 2**31 - 1  # elements of a matrix of which a few columns are multiplied: cuBLAS counts these in 32 bits
 
 Tensor = torch.Tensor
 
 
 def _room(memory: int, each: int, most: int) -> int:
     """How many of `each` bytes fit, in whole tiles, and evenly: the last part is no smaller than it must be."""
-    tile = _TILE if memory // each >= 4 * _TILE else 16
+    tile = _TILE if min(memory // each, most) >= 4 * _TILE else 16
     fits = max(tile, memory // each // tile * tile)
     parts = max(1, -(-most // fits))
     return max(tile, -(-most // (tile * parts)) * tile)
@@ -106,7 +107,8 @@ def way_of(
             chunk = _room(without(memory, A_TOKEN * rows), all_of_it, rows)
     scratch, home = _Scratch(tokens, idle), None
     if again and dweight is not None:
-        chunk = max(chunk, _room(dweight.numel() // pitch, 1, rows))
+        most = LARGEST if classes % 8 else dweight.numel()
+        chunk = max(chunk, _room(min(most, dweight.numel()) // pitch, 1, rows))
         home = dweight.view(-1)[: chunk * pitch] if chunk * pitch <= dweight.numel() else None
     buffer = tokens.new_empty(chunk, pitch) if home is None else home.view(chunk, pitch)
     if pitch > classes:

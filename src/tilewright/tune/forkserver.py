@@ -98,14 +98,18 @@ class ForkServer:
 
     def hear(self, seconds: float) -> dict[str, Any] | None:
         """The next message, or None where there is none in so many seconds; raises Unavailable when it is gone."""
-        if not select.select([self._control], [], [], max(0.0, seconds))[0]:
-            return None
-        with contextlib.suppress(ConnectionError):
+        try:
+            if not select.select([self._control], [], [], max(0.0, seconds))[0]:
+                return None
             if message := self._control.recv(_LONGEST):
                 found: dict[str, Any] = json.loads(message)
                 if "ended" in found:
                     self.codes[found["ended"]] = found["code"]
+                if "pid" in found:  # another process had this number before
+                    self.codes.pop(found["pid"], None)
                 return found
+        except (OSError, ValueError) as error:  # of a socket that was closed
+            raise Unavailable(str(error)) from error
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").strip().splitlines()
         raise Unavailable(lines[-1] if lines else "its process has ended")
@@ -152,14 +156,16 @@ class Forked:
 
 
 _lock = threading.Lock()  # of the server: held while a trial runs
+_starting = threading.Lock()
 _server: ForkServer | None = None
 
 
 def start() -> None:
     """Let a server begin to import, while there is something else to do."""
     global _server
-    if sys.platform == "linux" and _server is None:
-        _server = ForkServer()
+    with _starting:
+        if sys.platform == "linux" and _server is None:
+            _server = ForkServer()
 
 
 @contextlib.contextmanager
@@ -172,16 +178,24 @@ def reserved() -> Iterator[ForkServer | None]:
     try:
         # What a library reads when it is imported has to be as the trial wants it.
         if _server is not None and (_server.process.poll() is not None or _server.environment != dict(os.environ)):
-            stop()
+            _close()
         start()
         yield _server
     finally:
         _lock.release()
 
 
-@atexit.register
 def stop() -> None:
-    """End the server, if there is one."""
+    """End the server, unless a trial of another thread runs: that thread's study ends it."""
+    if _lock.acquire(blocking=False):
+        try:
+            _close()
+        finally:
+            _lock.release()
+
+
+@atexit.register
+def _close() -> None:
     global _server
     if _server is not None:
         _server.close()
