@@ -61,11 +61,6 @@ def plain(q, k, v):
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-@pytest.fixture(autouse=True)
-def small_ones_too(monkeypatch):
-    monkeypatch.setattr(module, "HOST_BOUND", 0)
-
-
 # Thread t of a warp has rows t // 4 and the one 8 below of its 16; of every 8 columns 2 (t % 4) and the next.
 EIGHT, THREAD, DOWN, RIGHT = torch.meshgrid(*map(torch.arange, (8, 128, 2, 2)), indexing="ij")
 ROW, COLUMN = THREAD // 32 * 16 + THREAD % 32 // 4 + 8 * DOWN, 8 * EIGHT + THREAD % 4 * 2 + RIGHT

@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 import torch
 
@@ -16,13 +14,6 @@ from ops.contract import (
     randn,
 )
 from tilewright.ops.embedding import embedding, reference, tied_embedding
-
-OP = sys.modules["tilewright.ops.embedding"]
-
-
-@pytest.fixture(autouse=True)
-def kernels_at_every_size(monkeypatch):
-    monkeypatch.setattr(OP, "HOST_BOUND", -1)
 
 
 def draw(classes, *shape):

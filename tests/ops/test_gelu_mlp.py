@@ -427,7 +427,7 @@ def test_an_observer_sees_its_products():
 def test_odd_sizes_are_padded_to_whole_vectors_with_the_same_result(monkeypatch):
     linear_op = sys.modules["tilewright.ops.linear"]
     monkeypatch.setattr(linear_op, "_DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(linear_op, "_WORTH_PADDING", 0)
+    monkeypatch.setattr(linear_op, "WORTH_PADDING", 0)
     sizes, real = [], linear_op.reference
     monkeypatch.setattr(linear_op, "reference", lambda x, w, b: (sizes.extend(w.shape), real(x, w, b))[1])
     shapes = ((6, 9), (21, 9), (21,), (9, 21), (9,))

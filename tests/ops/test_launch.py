@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -152,7 +151,6 @@ def launches(monkeypatch):
 @pytest.mark.parametrize(("loss", "residual", "width"), [("linear_fused", "auto", 52), ("fused", "bf16", 54)])
 def test_forward_foresees_what_backward_launches(loss, residual, width, launches, monkeypatch):
     """Of widths that no other test has, so that all launches are new."""
-    monkeypatch.setattr(sys.modules["tilewright.ops.embedding"], "HOST_BOUND", 0)
     options = dict(gpt_block="optimized", loss=loss, residual=residual, activation="gelu_tanh", dropout=0.0)
     model = GPT(GPTConfig(width=width, layers=2, heads=1, vocabulary=width + 9, sequence=32, **options))
     tokens = torch.randint(width, (2, 32))
@@ -166,7 +164,6 @@ def test_forward_foresees_what_backward_launches(loss, residual, width, launches
 
 
 def test_a_gate_and_a_table_foresee_their_backward(launches, monkeypatch):
-    monkeypatch.setattr(sys.modules["tilewright.ops.embedding"], "HOST_BOUND", 0)
     gate, up = (torch.randn(3, 5, 44, requires_grad=True) for _ in range(2))
     geglu(gate, up).sum().backward()
     assert {name for _, name, _ in launches.actual - launches.foreseen} == {"tilewright::activation.forward"}

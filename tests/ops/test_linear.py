@@ -1009,7 +1009,7 @@ def test_which_gradients_of_parts_a_kernel_takes_as_they_are(monkeypatch):
 @pytest.mark.parametrize("biased", [True, False])
 def test_odd_sizes_are_padded_to_whole_vectors_with_the_same_result(width, out, biased, monkeypatch):
     monkeypatch.setattr(op, "_DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(op, "_WORTH_PADDING", 0)
+    monkeypatch.setattr(op, "WORTH_PADDING", 0)
     sizes, real = [], op.reference
     monkeypatch.setattr(op, "reference", lambda x, w, b: (sizes.extend(w.shape), real(x, w, b))[1])
     leaves = [torch.randn(*shape, device=DEVICE).bfloat16().requires_grad_() for shape in ((2, 5, width), (out, width))]
@@ -1030,7 +1030,7 @@ def test_small_matmuls_and_those_that_somebody_traces_are_not_padded(monkeypatch
     monkeypatch.setattr(op, "_DEVICES", ("cuda", "cpu"))
     x, weight = torch.randn(4, 9).bfloat16(), torch.randn(7, 9).bfloat16()
     assert not op.is_worth_padding(x, weight)
-    monkeypatch.setattr(op, "_WORTH_PADDING", 0)
+    monkeypatch.setattr(op, "WORTH_PADDING", 0)
     assert op.is_worth_padding(x, weight) and not op.is_worth_padding(x.float(), weight.float())
     with FlopCounterMode(display=False):
         assert not op.is_worth_padding(x, weight)

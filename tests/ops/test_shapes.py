@@ -5,7 +5,6 @@ The seed is printed at the start of the run and in every failure; TILEWRIGHT_SEE
 
 import dataclasses
 import os
-import sys
 
 import pytest
 import torch
@@ -23,12 +22,6 @@ from tilewright.ops.rope import reference as rope
 SEED = int(os.environ["TILEWRIGHT_SEED"])  # which conftest.py sees to
 SCALE, CASES = (Scale(2**20, (0.0, 1e8), 3e11), 25) if DEVICE == "cuda" else (TINY, 4)
 ONE_EACH = {name: dataclasses.replace(op, row_counts=1) for name, op in OPS.items()}
-
-
-@pytest.fixture(autouse=True)
-def kernels_at_every_size(monkeypatch):
-    for name in ("dropout_add_norm", "embedding", "attention"):
-        monkeypatch.setattr(sys.modules[f"tilewright.ops.{name}"], "HOST_BOUND", -1, raising=False)
 
 
 def implementations(shape):

@@ -27,7 +27,7 @@ from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.nn.hooks import is_own
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
 from tilewright.ops import _hopper, cross_entropy, cross_entropy_hopper, linear, linear_cross_entropy, linear_parts
-from tilewright.ops._op import is_traced, runs_kernel, triton_ready
+from tilewright.ops._op import is_host_bound, is_traced, runs_kernel, triton_ready
 from tilewright.ops.attention import attention
 from tilewright.ops.attention import compile_ahead as compile_attention_ahead
 from tilewright.ops.attention import reference as attend
@@ -259,7 +259,7 @@ class Block(nn.Module):
         branch = attention.project_out(mixed, late is None)
         # With dropout, in the norm or in a module put in place of the product, the sum cannot be made twice alike; a
         # small norm is PyTorch's, which saves what it likes.
-        host_bound = first.is_cuda and first.numel() <= HOST_BOUND
+        host_bound = is_host_bound(first, HOST_BOUND)
         if norm2.p > 0 or not is_own(attention.out, Linear) or host_bound:
             narrow = branch.dtype
             x, second = _add_norm(norm2, branch, first, late)

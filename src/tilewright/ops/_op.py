@@ -57,6 +57,17 @@ def has_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > (watch is not None and watch.is_mode)
 
 
+def is_host_bound(x: torch.Tensor, most: int, *others: torch.Tensor | None) -> bool:
+    """Whether an eager call with an `x` of at most `most` elements is left to PyTorch's own ops.
+
+    The host takes longer than the device for a call this small, and PyTorch's backward, which is C++, takes less of it
+    than ours, which is Python. A compiler or a captured graph takes the host out of the way: kernels run at every size.
+    """
+    if not x.is_cuda or x.numel() > most or is_traced(x, *others):
+        return False
+    return not torch._C._cuda_isCurrentStreamCapturing()
+
+
 def eager(function: type[torch.autograd.Function]) -> Any:
     """`function.apply` without the wrapping for function transforms, which `runs_kernel` has ruled out."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]

@@ -30,7 +30,9 @@ __all__ = ["embedding", "reference", "tied_embedding"]
 
 _NAME = "embedding"
 _ONCE = "embedding has no second derivative: leave out create_graph=True, or use torch.nn.functional.embedding."
-HOST_BOUND = 65536  # elements up to which an eager call is the host's time alone
+HOST_BOUND = 4 * 2**20  # elements of the result up to which PyTorch's own ops run an eager call,
+_UNSORTED = 3072  # of so many tokens at most, whose gradient they compute without sorting them
+_TIED = 65536  # the same where the table's other gradient would have to be added
 
 Tensor = torch.Tensor
 
@@ -41,7 +43,8 @@ def reference(
     """Token and position embeddings in plain PyTorch: the definition."""
     x = torch.nn.functional.embedding(tokens, weight)
     if position is not None:
-        x = x + position[: tokens.shape[-1]]
+        length = tokens.shape[-1]
+        x = x + (position if len(position) == length else position[:length])
     return x if dtype is None else x.to(dtype)
 
 
@@ -108,7 +111,9 @@ def embedding(
     >>> embedding(torch.tensor([[1, 2, 3]]), weight, position).shape
     torch.Size([1, 3, 4])
     """
-    return tied_embedding(tokens, weight, position, dtype=dtype)[0]
+    _check(tokens, weight, position, dtype)
+    most = min(_UNSORTED, HOST_BOUND // max(1, weight.shape[1]))
+    return _look_up(tokens, weight, position, dtype, most)[0]
 
 
 def tied_embedding(
@@ -127,7 +132,14 @@ def tied_embedding(
     torch.Size([1, 3, 10])
     """
     _check(tokens, weight, position, dtype)
-    host_bound = tokens.numel() * weight.shape[1] <= HOST_BOUND
+    return _look_up(tokens, weight, position, dtype, min(_TIED, HOST_BOUND) // max(1, weight.shape[1]))
+
+
+def _look_up(
+    tokens: Tensor, weight: Tensor, position: Tensor | None, dtype: torch.dtype | None, most: int
+) -> tuple[Tensor, Tensor]:
+    """The embeddings and the table; up to `most` tokens of an eager call are left to PyTorch's own ops."""
+    host_bound = _op.is_host_bound(tokens, most, weight, position)
     if host_bound or not _op.runs_kernel(weight) or _op.is_traced(tokens, weight, position):
         return reference(tokens, weight, position, dtype), weight
     x, alias = _eager(tokens, weight, position, dtype or weight.dtype)

@@ -32,12 +32,13 @@ import torch.nn.functional as F
 from tilewright.measure import work
 from tilewright.ops import _cublaslt, _cuda, _hopper, _op
 from tilewright.ops.activation import bias_gelu
-from tilewright.ops.linear import is_worth_padding, linear, pad
+from tilewright.ops.linear import WORTH_PADDING, is_worth_padding, linear, pad
 from tilewright.plan.cost import Cost, product
 
 __all__ = ["cost", "fused_gelu_mlp", "gelu_mlp", "reference"]
 
 _NAME = "gelu_mlp"
+HOST_BOUND = 4 * 2**20  # elements between the matmuls up to which PyTorch's own ops run an eager call
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 _linear: Any = sys.modules["tilewright.ops.linear"]  # the module; its name in the package is the function's
 
@@ -169,6 +170,11 @@ def gelu_mlp(
     >>> torch.allclose(gelu_mlp(x, up, None, down), reference(x, up, None, down), atol=1e-4)
     True
     """
+    _check(x, up, up_bias, down, down_bias, approximate)
+    if 2 * x.numel() * len(up) < WORTH_PADDING:  # nor is any matmul worth a kernel of ours
+        most = HOST_BOUND * x.shape[-1] // max(1, len(up))
+        if _op.is_host_bound(x, most, up, up_bias, down, down_bias):
+            return reference(x, up, up_bias, down, down_bias, approximate=approximate)
     y = fused_gelu_mlp(x, up, up_bias, down, down_bias, approximate=approximate)
     if y is not None:
         return y

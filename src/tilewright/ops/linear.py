@@ -46,7 +46,7 @@ _ONCE = "linear has no second derivative: leave out create_graph=True, or use to
 _DEVICES = ("cuda",)
 _TILE = 192  # rows and columns of a tile of the weight's gradient
 _VECTOR = 8  # elements of 16 bits: 16 bytes
-_WORTH_PADDING = 4e9  # FLOPs
+WORTH_PADDING = 4e9  # FLOPs
 _SHORT = 2048  # inner dimension up to which a bias is better added by a kernel of ours, as far as was measured
 
 Tensor = torch.Tensor
@@ -351,7 +351,7 @@ def is_worth_padding(x: Tensor, weight: Tensor) -> bool:
     """Whether a matmul takes longer than to copy its operands into whole vectors. A compiler pads by itself."""
     features_out, features_in = weight.shape
     whole = features_out % _VECTOR == features_in % _VECTOR == 0
-    if whole or x.device.type not in _DEVICES or 2 * x.numel() * features_out < _WORTH_PADDING:
+    if whole or x.device.type not in _DEVICES or 2 * x.numel() * features_out < WORTH_PADDING:
         return False
     return _dtype(x) in _cublaslt.HALVES and not _op.is_traced(x, weight)
 

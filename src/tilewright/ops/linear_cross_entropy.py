@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.ops import _cublaslt, _op
-from tilewright.ops.cross_entropy import AHEAD, Options, begin, check_loss, launch, scale
+from tilewright.ops.cross_entropy import AHEAD, Options, begin, check_loss, cross_entropy, launch, scale
 from tilewright.ops.cross_entropy import reference as loss_of_logits
 from tilewright.ops.linear_cross_entropy_memory import A_TOKEN, LARGEST, way_of, without
 from tilewright.plan.cost import linear_cross_entropy as cost
@@ -40,6 +40,7 @@ __all__ = ["cost", "linear_cross_entropy", "reference"]
 
 _NAME = "linear_cross_entropy"
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
+HOST_BOUND = 32 * 2**20  # logits up to which an eager call leaves the matmuls to PyTorch
 _MOST = 512 * 10**6  # bytes of logits at a time, unless told otherwise
 _LEAST = 1024  # tokens at a time, unless told otherwise: the matmuls of fewer do not fill a GPU
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
@@ -398,6 +399,14 @@ def linear_cross_entropy(
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
         )  # fmt: skip
         return (loss, lse.detach()) if return_lse else loss
+    tensors = (weight, bias, targets, class_weight)
+    plain = memory is None and sum_dtype is None and all(t is None or t.dtype == x.dtype for t in (weight, bias))
+    if plain and _op.is_host_bound(x, HOST_BOUND * x.shape[-1] // len(weight), *tensors):
+        return cross_entropy(
+            F.linear(x, weight, bias), targets, weight=class_weight, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
+            return_lse=return_lse, inplace=True,
+        )  # fmt: skip
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
     how = (reduction == "mean", memory or 0, sum_dtype is not None, return_lse)
     inputs = (x, weight, bias, targets, class_weight, *options, *how, *needs)
