@@ -35,6 +35,39 @@ def _span(width: int) -> tuple[int, int]:
     return (width, 1) if width % 8 == 0 else (width + 7, 8)
 
 
+def _forward_apart(span: int, rms: bool) -> tuple[int, int, int]:
+    """Rows, block and warps of forward for rows of more than 256 lanes that begin anywhere in a vector.
+
+    Their masks take registers: tiles are short.
+    """
+    if span <= 640:
+        return 4, 128, 4
+    if span <= 1024:
+        return 2, 256, 4
+    if span <= 2560:
+        return 1, 512, 2
+    if span > 9216:
+        return 1, 2048, 16 if rms else 4
+    chunks = -(-span // 1024)
+    return 1, 1024, 8 if chunks in (6, 7) or (rms and chunks > 4) else 4
+
+
+def _backward_apart(span: int, rms: bool) -> tuple[int, int, int, int]:
+    """Rows, block, warps and programs a processor of backward for rows of up to 2048 lanes that begin anywhere."""
+    if span <= 128:
+        block = max(16, _power_of_two(span))
+        return 2048 // block, block, 8, 4
+    if span <= 256:
+        return 1 + rms, 256, 1, 8
+    if span <= 384:
+        return 2, 128, 1, 8
+    if span <= 512:
+        return 1, 512, 1, 4 + 4 * rms
+    if span <= 1024 and rms:
+        return 1, 512, 1, 8
+    return (1, 512, 2, 4) if span <= 1536 else (1, 1024, 4, 2)
+
+
 @functools.cache
 def forward_launch(
     device: torch.device, width: int, dtypes: tuple[Any, ...], rms: bool, zero_centered: bool, dropout: bool
@@ -52,9 +85,8 @@ def forward_launch(
     block = max(16, _power_of_two(span))
     rows, full = max(1, 1024 // block), element > 2
     narrow = stored == 2 and 512 < width <= 1024  # tiles of 256: 768 columns are three of them, with no lane idle
-    if together > 1 and span > 512:
-        block, _ = _chunks(span, 2048, 256)
-        warps, early = max(2, block // 256), True
+    if together > 1 and span > 256:
+        (rows, block, warps), early = _forward_apart(span, rms), False
     elif rms and block > 8192:
         block, warps, early = 4096 if stored == 2 else block, 16, stored > 2 or width > 12288
     elif rms and narrow and width < 1024:
@@ -107,20 +139,28 @@ def backward_plan(
             rows, warps, programs = 2, 4, 2 * programs
         else:
             warps, programs = (2, 6 * programs) if width <= 1024 else (4, 3 * programs)
+    elif together > 1 and width <= 2048:
+        rows, block, warps, more = _backward_apart(width, rms)
+        chunks, programs = -(-width // block), more * programs
     elif width <= 2048:
         block = max(16, _power_of_two(width))
         rows = max(2, min(4096 // block, _power_of_two(6144 // element // width + 1) // 2))
         warps, stages, programs = (8, 4, programs) if block == 2048 else (4, 3, 2 * programs)
     elif width <= _WIDEST_TILE:
         block, chunks = _chunks(width, 2048)
+        if chunks > 5 or (together > 1 and width > 4096):  # more, or with masks, and they leave no registers
+            block, chunks = 2048, -(-width // 2048)
         warps, programs = block // 256, programs * 2048 // block
         stages = 4 if block == 2048 and chunks <= 3 else 3
+    elif width <= 2 * _WIDEST_TILE and (together > 1 or width <= 8704):
+        # Half a row with masks leaves no registers, and half a row little above 4096 columns many lanes idle.
+        block, slices, warps = 1024, -(-width // 1024), 4
+        programs = 4 * programs // slices
     elif 12288 < width <= 2 * _WIDEST_TILE and rms and (element == 2 or not dropout):
         block, warps, stages = 2 * _WIDEST_TILE, 32, 1
     elif width <= 2 * _WIDEST_TILE:
-        slices = 2
-        block, chunks = _chunks(-(-width // 2), 2048)
-        warps, programs = block // 256, programs // 2
+        slices, block, warps, programs = 2, 2048, 8, programs // 2
+        chunks = -(-width // (slices * block))
         loaded += dtypes[0].itemsize + dtypes[2].itemsize + (0 if dtypes[6] is None else dtypes[6].itemsize)
     else:
         block, slices, warps = 2048, -(-width // 2048), 8
