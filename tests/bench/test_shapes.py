@@ -155,7 +155,8 @@ def test_every_op_is_measured_at_tiny_sizes(monkeypatch):
 
 def figures(ours, eager, spread=0.01, clock="device", **more):
     row = lambda median: {"median": median, "spread": spread}  # noqa: E731
-    return {"case": {"op": "a", "rows": 1}, clock: {"tilewright": row(ours), "eager": row(eager)}, "long": True, **more}
+    marks = dict.fromkeys(verdict.CLOCKS.values(), True)
+    return {"case": {"op": "a", "rows": 1}, clock: {"tilewright": row(ours), "eager": row(eager)}, **marks, **more}
 
 
 def test_a_difference_within_the_spread_is_a_tie():
@@ -166,6 +167,15 @@ def test_a_difference_within_the_spread_is_a_tie():
     # One clock's noise is not the other's.
     noisy = [figures(1.0, 1.0, spread=0.5, clock="wall")] * 19
     assert verdict.summarise([*noisy, figures(1.05, 1.0, spread=0.01)])["a"]["device"]["behind"] == behind
+
+
+def test_a_case_in_which_all_wait_for_the_host_is_judged_by_wall_time_alone():
+    wall = {name: {"median": 3.0, "spread": 0.0} for name in ("tilewright", "eager")}
+    summary = verdict.summarise([figures(2.0, 1.0, wall=wall)])["a"]
+    assert not summary["device"]["cases"] and summary["wall"]["cases"] == 1 and not summary["wall"]["behind"]
+    wall["tilewright"] = {"median": 2.1, "spread": 0.0}  # which the device takes
+    summary = verdict.summarise([figures(2.0, 1.0, wall=wall)])["a"]
+    assert len(summary["device"]["behind"]) == 1
 
 
 def test_a_time_below_the_limit_is_an_error_and_what_the_l2_holds_is_no_part_of_the_limit():

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 PEERS = ("eager", "compile")
 NEIGHBOUR = "neighbour"  # ours, at the round shape
-CLOCKS = ("device", "wall")
+CLOCKS = {"device": "long", "wall": "long_wall"}  # and the mark of a case that was measured for longer by it
+# Where the host takes so many times as long as the device, for ours and for every peer, nobody waits for the device.
+_HOST_BOUND = 1.25
 THROUGHPUT = 0.85  # of the neighbour's, at least
 # Below these seconds launches are all that counts: a smaller shape is no quicker, and its throughput lower by that.
 _LATENCY = 50e-6
@@ -57,8 +59,19 @@ def add_shares(case: Case, figures: Measured, op: Op, ceilings: Ceilings, l2_byt
             figures["latency_bound"] = True
 
 
+def is_host_bound(measured: Measured) -> bool:
+    """Whether all implementations wait for the host: the case is judged by wall time alone."""
+    device, wall = measured.get("device", {}), measured.get("wall", {})
+    return bool(wall) and all(
+        name in device and wall[name]["median"] > _HOST_BOUND * device[name]["median"] for name in wall
+    )
+
+
 def ratio(measured: Measured, clock: str) -> float | None:
-    """Ours over the best peer by a clock: above 1, ours is slower. None where either is missing."""
+    """Ours over the best peer by a clock: above 1, ours is slower. None where either is missing, or nobody waits for
+    it."""
+    if clock == "device" and is_host_bound(measured):
+        return None
     times = {name: each["median"] for name, each in measured.get(clock, {}).items()}
     peers = [times[name] for name in PEERS if name in times]
     return times[OURS] / min(peers) if peers and OURS in times else None
@@ -66,7 +79,9 @@ def ratio(measured: Measured, clock: str) -> float | None:
 
 def noise(cases: list[Measured], clock: str) -> float:
     """By how much the same code differs from itself in 95 % of the long measurements, in which a case may be behind."""
-    spreads = sorted(each["spread"] for case in cases if case.get("long") for each in case.get(clock, {}).values())
+    spreads = sorted(
+        each["spread"] for case in cases if case.get(CLOCKS[clock]) for each in case.get(clock, {}).values()
+    )
     return spreads[math.ceil(0.95 * len(spreads)) - 1] if spreads else 0.0
 
 

@@ -14,7 +14,7 @@ import torch
 
 # Larger than any L2: writing it between two runs evicts what the first left there.
 _FLUSH_BYTES = 256 * 2**20
-_HEAD_START = 3_000_000  # cycles the device is kept busy before a call, about one and a half milliseconds
+_CYCLES_PER_SECOND = 2e9  # of a GPU, at the most
 
 
 @dataclass(frozen=True)
@@ -77,19 +77,22 @@ def interleaved_event_time(functions: Functions, *, seconds: float = 0.1, least_
     if not sound:
         return {}, errors
     torch.cuda.synchronize()
-    began = time.perf_counter()
+    began, host = time.perf_counter(), 0.0
     for function in sound.values():
         flush.zero_()
+        called = time.perf_counter()
         function()
+        host = max(host, time.perf_counter() - called)
     torch.cuda.synchronize()
     rounds = min(100, max(least_rounds, round(seconds * len(sound) / (time.perf_counter() - began) / SEATS)))
+    head_start = int(_CYCLES_PER_SECOND * min(2e-3, 2e-4 + 2 * host))
     seats = [(name, seat) for name in sound for seat in range(SEATS)]
     events: dict[tuple[str, int], list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {seat: [] for seat in seats}
     for order in turns(seats, rounds):
         for seat in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
-            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(head_start)  # type: ignore[no-untyped-call]
             start.record()
             sound[seat[0]]()
             end.record()
