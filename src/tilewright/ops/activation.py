@@ -41,8 +41,8 @@ def reference(
 ) -> torch.Tensor:
     """The three functions in plain PyTorch: the definition. `activation` is "silu", "gelu_tanh" or "gelu"."""
     dtype = _op.compute_dtype(gate)
-    inputs = [None if tensor is None else tensor.to(dtype) for tensor in (gate, up, bias)]
-    return _compute(*inputs, activation, gated).to(gate.dtype)
+    up, bias = (None if tensor is None else tensor.to(dtype) for tensor in (up, bias))
+    return _compute(gate.to(dtype), up, bias, activation, gated).to(gate.dtype)
 
 
 def _compute(gate: Any, up: Any, bias: Any, activation: str, gated: bool) -> torch.Tensor:
