@@ -332,8 +332,6 @@ def test_recompute_runs_the_products_again_that_it_says(block, lever, again):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_selective_recompute_of_a_fused_block_gives_up_what_is_cheap(style, dropout, monkeypatch):
     """After forward no norm's output is left, and of the sums one a block; backward runs one product again, if any."""
-    for module in ("tilewright.models.gpt", "tilewright.ops.dropout_add_norm"):
-        monkeypatch.setattr(sys.modules[module], "HOST_BOUND", 0)  # as a large one does it
     config = dataclasses.replace(STYLES[style], gpt_block="optimized", recompute="selective", dropout=dropout)
     model = GPT(config).to(DEVICE)
     names = {id(m): name for block in model.blocks for name, m in block.named_modules()}

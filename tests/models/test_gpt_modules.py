@@ -389,7 +389,6 @@ NORMS = {
     ("options", "recompute"), [*[(name, "selective") for name in NORMS], ("layerscale, dropout", "full")]
 )
 def test_recompute_has_the_gradients_of_none_whatever_the_norms_are(options, recompute, kernels, autocast, monkeypatch):
-    monkeypatch.setattr(gpt, "HOST_BOUND", 0)
     if not kernels:  # what a compiler takes
         monkeypatch.setattr(gpt, "runs_kernel", lambda x: False)
     if NORMS[options].get("p") and recompute == "selective" and not kernels:
@@ -409,7 +408,6 @@ def test_recompute_has_the_gradients_of_none_whatever_the_norms_are(options, rec
 @pytest.mark.parametrize("kernels", [True, False])
 def test_recompute_without_autocast_beside_a_stream_of_another_dtype(weights, stream, kernels, monkeypatch):
     """The residual stream in another dtype than that of the matmuls: from the first norm's `residual_dtype` on."""
-    monkeypatch.setattr(gpt, "HOST_BOUND", 0)
     if not kernels:
         monkeypatch.setattr(gpt, "runs_kernel", lambda x: False)
     found = []

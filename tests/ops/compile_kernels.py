@@ -101,13 +101,14 @@ def activation(dtype: torch.dtype, width: int, kind: str, form: str, bias: torch
     up, single = dtype if form == "separate" else None, torch.float32
     inputs, vector = (dtype, up, bias), 16 // dtype.itemsize
     arguments = (H200, width, inputs, vector, kind, form != "plain")
-    types = [POINTER[t] for t in inputs]
-    plan = activation_kernels.plan(activation_kernels.forward, *arguments, ())
-    yield "forward", resources(plan.launch, [*types, POINTER[dtype], "i64", "i64", "i64"])
+    flat = bias is None and form != "packed"
+    types, scalars = [POINTER[t] for t in inputs], ["i64", "i32", "i64", "i64"]
+    plan = activation_kernels.plan(activation_kernels.forward, *arguments, (), flat)
+    yield "forward", resources(plan.launch, [*types, POINTER[dtype], *scalars])
     needs = (True, up is not None, bias is not None)
-    plan = activation_kernels.plan(activation_kernels.backward, *arguments, needs)
+    plan = activation_kernels.plan(activation_kernels.backward, *arguments, needs, flat)
     outputs = [POINTER[dtype], POINTER[up], POINTER[bias and single]]
-    yield "backward", resources(plan.launch, [POINTER[dtype], *types, *outputs, "i64", "i64", "i64"])
+    yield "backward", resources(plan.launch, [POINTER[dtype], *types, *outputs, *scalars])
 
 
 def attention(head_dim: int):

@@ -61,7 +61,7 @@ def compiled(tmp_path_factory):
         (("cross_entropy", BF, 50304, False), True),
         (("cross_entropy", BF, 128256, False), True),
         (("cross_entropy", F32, 128256, True), True),
-        (("activation", BF, 8192, "silu", "separate", None), True),
+        (("activation", BF, 1024, "silu", "separate", None), True),
         (("activation", BF, 11008, "gelu", "packed", F32), True),
         (("activation", F32, 8192, "gelu_tanh", "plain", F32), True),
         (("activation", BF, 8192, "gelu", "separate", BF), True),

@@ -27,11 +27,10 @@ from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.nn.hooks import is_own
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
 from tilewright.ops import _hopper, cross_entropy, cross_entropy_hopper, linear, linear_cross_entropy, linear_parts
-from tilewright.ops._op import is_host_bound, is_traced, runs_kernel, triton_ready
+from tilewright.ops._op import forcing_kernels, is_traced, runs_kernel, triton_ready
 from tilewright.ops.attention import attention
 from tilewright.ops.attention import compile_ahead as compile_attention_ahead
 from tilewright.ops.attention import reference as attend
-from tilewright.ops.dropout_add_norm import HOST_BOUND
 from tilewright.ops.embedding import tied_embedding
 from tilewright.ops.rope import reference as rotate
 from tilewright.plan.gpt import GPTConfig
@@ -245,6 +244,7 @@ class Block(nn.Module):
         total = self.norm1.add(x, residual, x_bias)
         return _checkpoint(how, self._from_sum, total, x.dtype, rope, with_bias)
 
+    @forcing_kernels()
     def _selectively(
         self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None, with_bias: bool
     ) -> tuple[Tensor, Tensor]:
@@ -257,10 +257,8 @@ class Block(nn.Module):
         mixed = attention.mix(qkv, rope)
         late = self._attention_bias()  # now, for what runs again must run alike
         branch = attention.project_out(mixed, late is None)
-        # With dropout, in the norm or in a module put in place of the product, the sum cannot be made twice alike; a
-        # small norm is PyTorch's, which saves what it likes.
-        host_bound = is_host_bound(first, HOST_BOUND)
-        if norm2.p > 0 or not is_own(attention.out, Linear) or host_bound:
+        # With dropout, in the norm or in a module put in place of the matmul, the sum cannot be made twice alike.
+        if norm2.p > 0 or not is_own(attention.out, Linear):
             narrow = branch.dtype
             x, second = _add_norm(norm2, branch, first, late)
             del branch

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from tilewright.ops._op import forcing_kernels, kernels_are_forced
+
 
 class _Layout(NamedTuple):
     """What is left of a tensor that was given up."""
@@ -38,6 +40,7 @@ def forgetting(given_up: Callable[[Tensor], bool], again: Callable[[], Tensor]) 
     >>> torch.autograd.grad(z.sum(), x)[0].allclose(2 * (2 * x).exp())
     True
     """
+    forced = kernels_are_forced()
     kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
 
     def pack(saved: Tensor) -> Tensor | _Layout:
@@ -49,7 +52,8 @@ def forgetting(given_up: Callable[[Tensor], bool], again: Callable[[], Tensor]) 
         if isinstance(saved, Tensor):
             return saved
         (gpu, gpu_on, gpu_dtype), (cpu, cpu_on, cpu_dtype) = kinds  # backward knows nothing of forward's autocast
-        with torch.no_grad(), torch.autocast(gpu, gpu_dtype, gpu_on), torch.autocast(cpu, cpu_dtype, cpu_on):
+        autocast = torch.autocast(gpu, gpu_dtype, gpu_on), torch.autocast(cpu, cpu_dtype, cpu_on)
+        with torch.no_grad(), autocast[0], autocast[1], forcing_kernels(forced):
             made = again()
         if made.dtype != saved.dtype:
             raise RuntimeError(f"recompute: a {saved.dtype} tensor was saved, and {made.dtype} is what is made again.")

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,13 +57,36 @@ def has_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > (watch is not None and watch.is_mode)
 
 
+class _Forced(threading.local):
+    is_on = False
+
+
+_forced = _Forced()
+
+
+def kernels_are_forced() -> bool:
+    """Whether this thread is inside of `forcing_kernels`."""
+    return _forced.is_on
+
+
+@contextlib.contextmanager
+def forcing_kernels(on: bool = True) -> Iterator[None]:
+    """Run kernels at every size: what runs twice, for recompute, must run alike."""
+    before, _forced.is_on = _forced.is_on, on
+    try:
+        yield
+    finally:
+        _forced.is_on = before
+
+
 def is_host_bound(x: torch.Tensor, most: int, *others: torch.Tensor | None) -> bool:
     """Whether an eager call with an `x` of at most `most` elements is left to PyTorch's own ops.
 
     The host takes longer than the device for a call this small, and PyTorch's backward, which is C++, takes less of it
     than ours, which is Python. A compiler or a captured graph takes the host out of the way: kernels run at every size.
+    Under autocast they do, too, since PyTorch rounds a gradient to 16 bits that ours computes in float32.
     """
-    if not x.is_cuda or x.numel() > most or is_traced(x, *others):
+    if not x.is_cuda or x.numel() > most or _forced.is_on or torch.is_autocast_enabled() or is_traced(x, *others):
         return False
     return not torch._C._cuda_isCurrentStreamCapturing()
 

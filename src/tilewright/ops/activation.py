@@ -25,8 +25,7 @@ from tilewright.plan.cost import activation as cost
 __all__ = ["bias_gelu", "cost", "geglu", "reference", "swiglu"]
 
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
-_FLAT = 1024  # elements of a row that divides evenly into tiles, where rows are nobody's concern
-_LEAST_FLAT = 16  # and as many at least, where rows begin anywhere
+_FLAT = 1024  # elements of a row, where rows are nobody's concern
 HOST_BOUND = 4 * 2**20  # elements of gate up to which PyTorch's own ops run an eager call
 _ONCE = "activation has no second derivative: leave out create_graph=True, or use its `reference`."
 
@@ -85,8 +84,9 @@ def _by_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 def _prepare(
     kernel: str, gate: torch.Tensor, up: torch.Tensor | None, bias: torch.Tensor | None, activation: str, gated: bool,
     needs: tuple[bool, ...] = (),
-) -> tuple[Any, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[int, int, int]]:  # fmt: skip
-    """The plan of a kernel, the inputs as it takes them, and its scalars: rows and the distances between them."""
+) -> tuple[Any, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[int, int, int, int]]:  # fmt: skip
+    """The plan of a kernel, the inputs as it takes them, and its scalars: rows, columns of a last one that is not
+    whole, and the distances between rows."""
     from tilewright.ops import activation_kernels as kernels
 
     width, item, rows = _width(gate, up, gated), gate.itemsize, gate.numel() // gate.shape[-1]
@@ -94,18 +94,17 @@ def _prepare(
     up, up_stride = (None, gate_stride) if up is None else _by_rows(up)
     (bias,) = _op.packed((bias,))
     alone = bias is None and (up is not None or not gated)  # a packed gate has up in its rows
-    if alone and gate_stride == up_stride == width:
-        flat = min(gate.numel() & -gate.numel(), _FLAT)  # a power of two that divides all of it
-        if flat == _FLAT or (flat >= _LEAST_FLAT and width % (16 // item)):
-            rows, width, gate_stride, up_stride = gate.numel() // flat, flat, flat, flat
+    flat, left = alone and gate_stride == up_stride == width, 0
+    if flat:
+        (rows, left), width, gate_stride, up_stride = divmod(gate.numel(), _FLAT), _FLAT, _FLAT, _FLAT
     aligned = 16 | gate.data_ptr() | gate_stride * item | width * item
     if up is not None:
         aligned |= up.data_ptr() | up_stride * item
     # The lowest bit that is set anywhere: a multiple of so many bytes is where every row starts.
     vector = (aligned & -aligned) // item
     dtypes = _op.dtypes((gate, up, bias))
-    plan = kernels.plan(getattr(kernels, kernel), gate.device, width, dtypes, vector, activation, gated, needs)
-    return plan, (gate, up, bias), (rows, gate_stride, up_stride)
+    plan = kernels.plan(getattr(kernels, kernel), gate.device, width, dtypes, vector, activation, gated, needs, flat)
+    return plan, (gate, up, bias), (rows, left, gate_stride, up_stride)
 
 
 def _forward(
@@ -114,7 +113,7 @@ def _forward(
     out = gate.new_empty((*gate.shape[:-1], _width(gate, up, gated)))
     if out.numel():
         plan, inputs, scalars = _prepare("forward", gate, up, bias, activation, gated)
-        plan.launch((plan.groups(scalars[0]) * plan.columns, 1), (*inputs, out), scalars)
+        plan.launch((plan.groups(*scalars[:2]) * plan.columns, 1), (*inputs, out), scalars)
     return out
 
 
@@ -133,7 +132,7 @@ def _backward(
     if not dout.numel():
         return [dgate, dup, torch.zeros_like(bias) if needs[2] and bias is not None else None]
     plan, inputs, scalars = _prepare("backward", gate, up, bias, activation, gated, tuple(needs))
-    groups, dbias, partials = plan.groups(scalars[0]), None, None
+    groups, dbias, partials = plan.groups(*scalars[:2]), None, None
     if needs[2] and bias is not None:
         partials = gate.new_empty((groups, len(bias)), dtype=_op.compute_dtype(gate))
     tensors = (*_op.packed((dout,)), *inputs, dgate, dup, partials)

@@ -4,7 +4,8 @@ A program takes one tile, loads of it what it needs in vectors of 16 bytes, and 
 nothing is shared. In backward with a bias as many programs as the device holds walk down the rows instead, each in its
 own block of columns: the bias stays in registers, and so do the sums of its gradient, which each program writes once,
 for the caller to add up in a fixed order. Rows may lie apart in memory: the two halves of one tensor are
-read, and their gradients written, where they are.
+read, and their gradients written, where they are. Where rows are contiguous and nothing is a row's own, all elements
+are taken as rows of a length that suits (FLAT), whatever the width is; `left` of them are behind the last whole one.
 
 Arithmetic is in COMPUTE, float32 or float64 for float64 input, and in powers of two; SIZE is the input's bytes.
 """
@@ -126,11 +127,26 @@ def _load(
     return z, y
 
 
-@triton.jit(do_not_specialize=["rows", "gate_stride", "up_stride"])
+@triton.jit
+def _forward_tile(
+    gate, up, bias, out, gate_bias, up_bias, first, column, rows, width, gate_stride, up_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    SIZE: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    row = first + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    z, y = _load(
+        gate, up, bias, gate_bias, up_bias, row, column, inside, gate_stride, up_stride, GATED, VECTOR, COMPUTE
+    )  # fmt: skip
+    value, _slope = _activate(z, ACTIVATION, SIZE)
+    tl.store(out + _at(row, column, WIDTH, VECTOR), (value * y).to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows", "left", "gate_stride", "up_stride"])
 def forward(
-    gate, up, bias, out, rows: tl.int64, gate_stride: tl.int64, up_stride: tl.int64,
+    gate, up, bias, out, rows: tl.int64, left: tl.int32, gate_stride: tl.int64, up_stride: tl.int64,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, FLAT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """out = activation(gate + bias) * (up + bias). PACKED: up lies behind gate, WIDTH further on in each row."""
     COMPUTE: tl.constexpr = tl.float64 if SIZE == 8 else tl.float32
@@ -140,24 +156,27 @@ def forward(
     if PACKED:
         up = gate + WIDTH
     gate_bias, up_bias = _load_bias(bias, column, WIDTH, GATED, COMPUTE)
-    row = first + tl.arange(0, ROWS)
-    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    z, y = _load(
-        gate, up, bias, gate_bias, up_bias, row, column, inside, gate_stride, up_stride, GATED, VECTOR, COMPUTE
-    )  # fmt: skip
-    value, _slope = _activate(z, ACTIVATION, SIZE)
-    tl.store(out + _at(row, column, WIDTH, VECTOR), (value * y).to(out.dtype.element_ty), inside)
+    if FLAT and first + ROWS > rows:  # a mask that cuts vectors, for this program alone
+        _forward_tile(
+            gate, up, bias, out, gate_bias, up_bias, first, column, rows + 1, left, gate_stride, up_stride,
+            WIDTH, ROWS, VECTOR, ACTIVATION, GATED, SIZE, COMPUTE,
+        )  # fmt: skip
+    else:
+        _forward_tile(
+            gate, up, bias, out, gate_bias, up_bias, first, column, rows, WIDTH, gate_stride, up_stride,
+            WIDTH, ROWS, VECTOR, ACTIVATION, GATED, SIZE, COMPUTE,
+        )  # fmt: skip
 
 
 @triton.jit
 def _backward_tile(
-    dout, gate, up, bias, dgate, dup, gate_bias, up_bias, first, column, rows, gate_stride, up_stride,
+    dout, gate, up, bias, dgate, dup, gate_bias, up_bias, first, column, rows, width, gate_stride, up_stride,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, SIZE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradients of a tile and returns them."""
     row = first + tl.arange(0, ROWS)
-    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    inside = (row < rows)[:, None] & (column < width)[None, :]
     z, y = _load(
         gate, up, bias, gate_bias, up_bias, row, column, inside, gate_stride, up_stride, GATED, VECTOR, COMPUTE
     )  # fmt: skip
@@ -174,11 +193,12 @@ def _backward_tile(
     return gate_gradient, up_gradient
 
 
-@triton.jit(do_not_specialize=["rows", "gate_stride", "up_stride"])
+@triton.jit(do_not_specialize=["rows", "left", "gate_stride", "up_stride"])
 def backward(
-    dout, gate, up, bias, dgate, dup, partials, rows: tl.int64, gate_stride: tl.int64, up_stride: tl.int64,
+    dout, gate, up, bias, dgate, dup, partials, rows: tl.int64, left: tl.int32, gate_stride: tl.int64,
+    up_stride: tl.int64,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, FLAT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of gate and up, those that are not None, and the sums of both over a program's rows."""
     COMPUTE: tl.constexpr = tl.float64 if SIZE == 8 else tl.float32
@@ -190,18 +210,23 @@ def backward(
         if dgate is not None:
             dup = dgate + WIDTH
     gate_bias, up_bias = _load_bias(bias, column, WIDTH, GATED, COMPUTE)
-    if bias is None:
+    if FLAT and (group + 1) * ROWS > rows:  # a mask that cuts vectors, for this program alone
         _backward_tile(
-            dout, gate, up, bias, dgate, dup, gate_bias, up_bias, group * ROWS, column, rows, gate_stride, up_stride,
-            WIDTH, ROWS, VECTOR, ACTIVATION, GATED, PACKED, SIZE, COMPUTE,
+            dout, gate, up, bias, dgate, dup, gate_bias, up_bias, group * ROWS, column, rows + 1, left, gate_stride,
+            up_stride, WIDTH, ROWS, VECTOR, ACTIVATION, GATED, PACKED, SIZE, COMPUTE,
+        )  # fmt: skip
+    elif bias is None:
+        _backward_tile(
+            dout, gate, up, bias, dgate, dup, gate_bias, up_bias, group * ROWS, column, rows, WIDTH, gate_stride,
+            up_stride, WIDTH, ROWS, VECTOR, ACTIVATION, GATED, PACKED, SIZE, COMPUTE,
         )  # fmt: skip
     else:
         gate_sums = tl.zeros([ROWS, BLOCK], COMPUTE)
         up_sums = tl.zeros([ROWS, BLOCK], COMPUTE)
         for start in tl.range(group * ROWS, rows, (tl.num_programs(0) // COLUMNS).to(tl.int64) * ROWS, num_stages=4):
             gate_gradient, up_gradient = _backward_tile(
-                dout, gate, up, bias, dgate, dup, gate_bias, up_bias, start, column, rows, gate_stride, up_stride,
-                WIDTH, ROWS, VECTOR, ACTIVATION, GATED, PACKED, SIZE, COMPUTE,
+                dout, gate, up, bias, dgate, dup, gate_bias, up_bias, start, column, rows, WIDTH, gate_stride,
+                up_stride, WIDTH, ROWS, VECTOR, ACTIVATION, GATED, PACKED, SIZE, COMPUTE,
             )  # fmt: skip
             gate_sums += gate_gradient
             up_sums += up_gradient
@@ -222,16 +247,16 @@ class Plan(NamedTuple):
     columns: int  # how many tiles lie side by side
     most: int | None  # the most groups of programs, one below the other; None: one for each tile
 
-    def groups(self, rows: int) -> int:
-        """How many groups of programs `rows` rows take."""
-        tiles = -(-rows // self.rows)
+    def groups(self, rows: int, left: int) -> int:
+        """How many groups of programs `rows` rows take, and what is left behind them."""
+        tiles = -(-rows // self.rows) + (left > 0)
         return tiles if self.most is None else min(tiles, self.most)
 
 
 @functools.cache
 def plan(
     kernel: Any, device: torch.device, width: int, dtypes: tuple[Any, ...], vector: int, activation: str, gated: bool,
-    needs: tuple[bool, ...],
+    needs: tuple[bool, ...], flat: bool,
 ) -> Plan:  # fmt: skip
     """How a kernel runs on a gate, up and bias of these dtypes, where `needs` says which gradients are absent."""
     walks = kernel is backward and dtypes[2] is not None
@@ -243,6 +268,7 @@ def plan(
     while block > 32 and -(-width // block) * block * 15 > width * 16:  # lanes without a column idle
         block //= 2
     rows, columns = tile // block, -(-width // block)
-    constants = (width, rows, block, vector, activation, gated, gated and dtypes[1] is None, dtypes[0].itemsize)
+    packed = gated and dtypes[1] is None
+    constants = (width, rows, block, vector, activation, gated, packed, flat, dtypes[0].itemsize)
     most = max(1, _op.multiprocessors(device) * 4 // columns) if walks else None
     return Plan(_op.Launch(kernel, device, constants, 4), rows, columns, most)

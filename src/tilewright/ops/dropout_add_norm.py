@@ -417,6 +417,7 @@ def _by_torch(
             or not (p < 1.0 and eps >= 0.0)
             or (bias is not None and (weight is None or norm != "layer"))
             or torch.is_autocast_enabled()
+            or _op.kernels_are_forced()
             or (torch._C._len_torch_dispatch_stack() and _op.has_mode())
             or torch._C._cuda_isCurrentStreamCapturing()
         ):

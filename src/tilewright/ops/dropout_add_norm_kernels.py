@@ -181,13 +181,24 @@ def forward(
     mean = tl.zeros([ROWS], COMPUTE)
     if not RMS:
         mean = tl.sum(total, 1) / WIDTH
-        tl.store(statistics + rows + row, mean, row < rows)
     squares = tl.zeros([ROWS, BLOCK], COMPUTE)
+    drift = tl.zeros([ROWS, BLOCK], COMPUTE)
     for chunk in tl.static_range(CHUNKS):
         inside = _tile(row, shift, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE)[2]
         distance = tl.where(inside, tiles[chunk].to(COMPUTE) - mean[:, None], 0.0)
         squares += distance * distance
-    rstd = tl.rsqrt(tl.sum(squares, 1) / WIDTH + tl.full([], eps, COMPUTE))
+        drift += distance
+    if RMS or residual_out.dtype.element_ty.primitive_bitwidth <= 16:
+        variance = tl.sum(squares, 1) / WIDTH
+    else:
+        # The mean of the distances is what rounding has taken from the mean: beside a mean much larger than the
+        # standard deviation it counts. 16 bits have lost more by themselves.
+        variance, error = tl.split(tl.sum(tl.join(squares, drift), 1) / WIDTH)
+        variance -= error * error
+        mean += error
+    if not RMS:
+        tl.store(statistics + rows + row, mean, row < rows)
+    rstd = tl.rsqrt(variance + tl.full([], eps, COMPUTE))
     tl.store(statistics + row, rstd, row < rows)
     if not EARLY:
         for chunk in tl.static_range(CHUNKS):

@@ -31,7 +31,7 @@ __all__ = ["embedding", "reference", "tied_embedding"]
 _NAME = "embedding"
 _ONCE = "embedding has no second derivative: leave out create_graph=True, or use torch.nn.functional.embedding."
 HOST_BOUND = 4 * 2**20  # elements of the result up to which PyTorch's own ops run an eager call,
-_UNSORTED = 3072  # of so many tokens at most, whose gradient they compute without sorting them
+_FEW = 512  # of so many tokens at most: their kernel for a few reads all tokens for each column
 _TIED = 65536  # the same where the table's other gradient would have to be added
 
 Tensor = torch.Tensor
@@ -112,7 +112,7 @@ def embedding(
     torch.Size([1, 3, 4])
     """
     _check(tokens, weight, position, dtype)
-    most = min(_UNSORTED, HOST_BOUND // max(1, weight.shape[1]))
+    most = min(_FEW, HOST_BOUND // max(1, weight.shape[1]))
     return _look_up(tokens, weight, position, dtype, most)[0]
 
 

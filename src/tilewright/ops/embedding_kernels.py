@@ -118,7 +118,7 @@ def join(
 def _block(width: int) -> int:
     """Columns of a tile."""
     block = min(256, max(16, triton.next_power_of_2(width)))
-    while block > 64 and -(-width // block) * block * 5 > width * 6:  # lanes without a column idle
+    while block > 128 and -(-width // block) * block * 5 > width * 6:  # lanes without a column idle
         block //= 2
     return block
 

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from tilewright.ops import _cublaslt, _op
 from tilewright.ops.cross_entropy import AHEAD, Options, begin, check_loss, cross_entropy, launch, scale
 from tilewright.ops.cross_entropy import reference as loss_of_logits
+from tilewright.ops.linear import is_worth_padding, pad
 from tilewright.ops.linear_cross_entropy_memory import A_TOKEN, LARGEST, way_of, without
 from tilewright.plan.cost import linear_cross_entropy as cost
 
@@ -372,7 +373,8 @@ def linear_cross_entropy(
             bytes a token, lies in the memory of x's gradient where that has room and one pass is enough, and is part of
             these bytes where not, but for what is more than half of them. More is faster, up to a point. Of a 16-bit
             weight, twice 4 bytes an element of it make room for the sum of its gradient in float32. (Under autocast the
-            weight in its dtype comes on top.)
+            weight in its dtype comes on top; so do copies of x and weight where the width is no multiple of 8, with
+            zeros up to the next one.)
         sum_dtype: ``torch.float32``: what lies in memory of a sum over chunks is float32, also of a 16-bit weight's
             gradient. Where `memory` has no room for that, a fourth product takes the place of the sum. Left out: such
             a sum may lie in 16 bits between chunks, three more than bfloat16 has; additions are in float32 always.
@@ -401,12 +403,15 @@ def linear_cross_entropy(
         return (loss, lse.detach()) if return_lse else loss
     tensors = (weight, bias, targets, class_weight)
     plain = memory is None and sum_dtype is None and all(t is None or t.dtype == x.dtype for t in (weight, bias))
-    if plain and _op.is_host_bound(x, HOST_BOUND * x.shape[-1] // len(weight), *tensors):
+    whole = x.shape[-1] % _VECTOR == len(weight) % _VECTOR == 0
+    if plain and whole and _op.is_host_bound(x, HOST_BOUND * x.shape[-1] // len(weight), *tensors):
         return cross_entropy(
             F.linear(x, weight, bias), targets, weight=class_weight, ignore_index=ignore_index,
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
             return_lse=return_lse, inplace=True,
         )  # fmt: skip
+    if x.shape[-1] % _VECTOR and is_worth_padding(x, weight):
+        x, weight = pad(x, -1), pad(weight, 1)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
     how = (reduction == "mean", memory or 0, sum_dtype is not None, return_lse)
     inputs = (x, weight, bias, targets, class_weight, *options, *how, *needs)
