@@ -328,6 +328,22 @@ def memory(result: dict[str, Any]) -> str:
     return f"{machine(result)}\n\n{markdown([*header, ''], rows)}"
 
 
+def shapes(result: dict[str, Any]) -> str:
+    """Drawn cases of every op: how many are behind, by which clock, and the worst."""
+
+    def judged(part: dict[str, Any], wrong: str) -> list[str]:
+        worst = f"{part['worst']['ratio']:.2f}" if part["worst"] else ""
+        return [f"{len(part[wrong])} of {part['cases']}", worst]
+
+    rows = [
+        [name, *judged(op["device"], "behind"), *judged(op["wall"], "behind"), *judged(op["neighbour"], "below")]
+        for name, op in result["summary"].items()
+    ]
+    header = ["op", "device: behind", "worst", "wall: behind", "worst", "below 85 % of the round shape", "worst"]
+    count = sum(op["cases"] for op in result["summary"].values())
+    return f"{count} cases, seed {result['seed']}. {machine(result)}\n\n{markdown(header, rows)}"
+
+
 def train(*results: dict[str, Any]) -> str:
     """Every lever of `tilewright train`, beside what its group is compared with."""
     text, groups = "\n\n".join(dict.fromkeys(map(machine, results))) + "\n", {}
@@ -375,6 +391,7 @@ TABLES: dict[str, Callable[..., str]] = {
         loss_curves,
         memory,
         rope,
+        shapes,
         train,
         tune,
         tuned,

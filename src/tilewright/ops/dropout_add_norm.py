@@ -403,8 +403,9 @@ def _by_torch(
 
     Up to some 4 million elements the device idles most of the time, and what counts is the host. There, three ops
     whose backward is C++ take less of it than one whose backward is Python. A compiler or a captured graph takes the
-    host out of the way, so under those the kernel runs at every size. This runs before the arguments are checked, and
-    is as short as it can be: it looks at what PyTorch would take and we would not, and leaves the rest to PyTorch.
+    host out of the way, so under those the kernel runs at every size; so it does with dropout, whose mask must not
+    depend on who draws it. This runs before the arguments are checked, and is as short as it can be: it looks at what
+    PyTorch would take and we would not, and leaves the rest to PyTorch.
     """
     if torch.compiler.is_dynamo_compiling() or type(x) not in _op.PLAIN or not x.is_cuda or x.numel() > HOST_BOUND:
         return None
@@ -414,7 +415,7 @@ def _by_torch(
             residual.dtype is not dtype
             or residual.shape != shape
             or not (x_bias is None or (x_bias.shape == shape[-1:] and x_bias.dtype is dtype))
-            or not (p < 1.0 and eps >= 0.0)
+            or not (p == 0.0 and eps >= 0.0)
             or (bias is not None and (weight is None or norm != "layer"))
             or torch.is_autocast_enabled()
             or _op.kernels_are_forced()
@@ -424,7 +425,7 @@ def _by_torch(
             return None
         if x_bias is not None:
             x = x + x_bias
-        total = (x if p == 0.0 else torch.dropout(x, p, True)) + residual  # in place it takes autograd longer
+        total = x + residual  # in place it takes autograd longer
         width = (shape[-1],)  # a slice of a shape takes three times as long
         if norm == "layer":
             return torch.layer_norm(total, width, weight, bias, eps), total

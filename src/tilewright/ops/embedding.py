@@ -31,7 +31,7 @@ __all__ = ["embedding", "reference", "tied_embedding"]
 _NAME = "embedding"
 _ONCE = "embedding has no second derivative: leave out create_graph=True, or use torch.nn.functional.embedding."
 HOST_BOUND = 4 * 2**20  # elements of the result up to which PyTorch's own ops run an eager call,
-_FEW = 512  # of so many tokens at most: their kernel for a few reads all tokens for each column
+_FEW = 1024  # of so many tokens at most: their kernel for a few reads all tokens for each column
 _TIED = 65536  # the same where the table's other gradient would have to be added
 
 Tensor = torch.Tensor

@@ -44,6 +44,7 @@ _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use 
 HOST_BOUND = 32 * 2**20  # logits up to which an eager call leaves the matmuls to PyTorch
 _MOST = 512 * 10**6  # bytes of logits at a time, unless told otherwise
 _LEAST = 1024  # tokens at a time, unless told otherwise: the matmuls of fewer do not fill a GPU
+_MANY = 128  # tokens: for fewer it takes longer to copy the weight than to multiply by it as it is
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
 _VECTOR = 8  # classes: 16 bytes of them. A matmul over, or into, another number of them is up to 8 times as slow
 
@@ -410,7 +411,7 @@ def linear_cross_entropy(
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
             return_lse=return_lse, inplace=True,
         )  # fmt: skip
-    if x.shape[-1] % _VECTOR and is_worth_padding(x, weight):
+    if x.shape[-1] % _VECTOR and targets.numel() >= _MANY and is_worth_padding(x, weight):
         x, weight = pad(x, -1), pad(weight, 1)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
     how = (reduction == "mean", memory or 0, sum_dtype is not None, return_lse)
