@@ -117,7 +117,7 @@ def test_a_budget_that_is_too_small(run):
 @pytest.mark.parametrize("damage", ["flipped", "truncated"])
 def test_a_damaged_checkpoint(run, tmp_path, damage):
     run()
-    file = next((tmp_path / "run" / "checkpoints" / "step-00000006").glob("*.distcp"))
+    file = next((tmp_path / "run" / "checkpoints" / "step-00000006").glob("*.bin"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content if damage == "flipped" else content[:-100])

@@ -77,7 +77,7 @@ def test_a_large_state_is_written_by_several_threads(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=True)
     checkpoints.save(1, large, {})
     checkpoints.close()
-    assert len(list(newest(tmp_path).glob("*.distcp"))) == 4
+    assert len(list(newest(tmp_path).glob("*.bin"))) == 4
     loaded = blank(large)
     load(newest(tmp_path), loaded)
     assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in large["model"].items())
@@ -204,12 +204,10 @@ def rank_of_two(rank, folder):
         checkpoints.load_newest(loaded)
     dist.barrier()
     if rank == 1:  # its own file cannot be written
-        (folder / f".writing-2-{checkpoints._writer}" / "__1_0.distcp").mkdir(parents=True)
+        (folder / f".writing-2-{checkpoints._writer}" / "1-0.bin").mkdir(parents=True)
     dist.barrier()
     checkpoints.save(2, tensors, {"step": 2})
-    with pytest.raises(
-        UserError, match="Is a directory writing .*__1_0.distcp; the previous .* step-00000001 is whole"
-    ):
+    with pytest.raises(UserError, match="Is a directory writing .*1-0.bin; the previous .* step-00000001 is whole"):
         checkpoints.wait()
     checkpoints.close()
 
@@ -219,7 +217,7 @@ def test_two_ranks_write_one_checkpoint_and_one_process_reads_it(tmp_path):
     run_ranks(rank_of_two, 2, folder)
     assert folders(folder) == ["step-00000001"]
     path = folder / "step-00000001"
-    assert {"__0_0.distcp", "__1_0.distcp"} <= json.loads((path / "manifest.json").read_text())["files"].keys()
+    assert {"0-0.bin", "1-0.bin"} <= json.loads((path / "manifest.json").read_text())["files"].keys()
     tensors, facts = read(path, "model")
     assert facts == {"step": 1} and torch.equal(tensors["sharded"], torch.arange(24.0).view(6, 4))
     assert read(path, "random-1")[0]["state"].tolist() == [1, 1, 1]

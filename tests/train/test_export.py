@@ -116,3 +116,23 @@ def test_the_model_of_a_run_comes_back_in_its_own_dtype(tmp_path, fields):
             load_model(tmp_path / "run")
     with pytest.raises(UserError, match="There is no checkpoint"):
         load_model(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"layers": 10**9}, {"sequence": 10**12}, {"width": 10**12, "heads": 1}, {"width": 2**62}, {"width": 48.5},
+        {"width": "x"}, {"layers": True}, {"width": -48}, {"layers": []}, {"gpt_block": "os.system"}, {"norm": {}},
+        {"vocabulary": 10**400}, {"dropout": None}, {"kv_heads": 10**9},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_forged_shape_is_refused_before_anything_is_built(tmp_path, forged):
+    model = gpt(**LLAMA)
+    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=False)
+    checkpoints.save(1, {"model": model.state_dict()}, {
+        "configuration": {"model": {**dataclasses.asdict(model.config), **forged}}
+    })  # fmt: skip
+    with pytest.raises(UserError, match="does not say which GPT|are not of the GPT it names") as found:
+        load_model(tmp_path)
+    assert "\n" not in str(found.value)

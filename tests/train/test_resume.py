@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_but_none_that_is_whole_is_
 
 
 def _flip(path):
-    file = next(path.glob("*.distcp"))
+    file = next(path.glob("*.bin"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -2,7 +2,7 @@
 
 A checkpoint is written in a hidden folder and renamed once it is whole and on the disk, so every `step-...` folder is
 a whole one, and older ones are deleted only after that. What the disk breaks later shows when it is loaded: every file
-is compared with the manifest first (`checkpoint_files` has the layout, and why no object is ever unpickled).
+is compared with the manifest first (`checkpoint_files` has the layout, in which nothing is a pickle).
 
 Asynchronous, `save` returns as soon as the tensors are copied to the host; a thread hashes and writes the copies. What
 goes wrong there is raised by the next `save`, `wait` or `close`.
@@ -32,27 +32,27 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from tilewright.errors import UserError
 from tilewright.train.checkpoint_files import (
     FACTS,
     MANIFEST,
+    TENSORS,
     DamagedCheckpoint,
-    HashedFiles,
+    File,
     Reader,
-    TensorsOnly,
+    SavedTensor,
     Writer,
     manifest_text,
     name_of,
     read_facts,
     read_manifest,
-    read_metadata,
+    read_tensors,
     short,
     step_of,
-    tensors_of,
     verify,
+    write_file,
 )
 
 # DCP says so at every save of a single process, which here is no surprise.
@@ -177,24 +177,24 @@ class Checkpoints:
 
     def _write(self, step: int, flat: dict[str, Tensor], facts: str) -> None:
         writing = self.folder / f".writing-{step}-{self._writer}"
-        files, problem = HashedFiles(), None
         large = sum(tensor.numel() * tensor.element_size() for tensor in flat.values()) > _LARGE
+        rank = 0 if self._group is None else dist.get_rank(self._group)
+        writer, problem = Writer(writing, rank, _THREADS if large else 1), None
         try:
             state_dict_saver.save(
                 flat,
-                storage_writer=Writer(writing, files, _THREADS if large else 1),
+                storage_writer=writer,
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=self._group,
                 no_dist=self._group is None,
             )
         except CheckpointException as error:
             problem = _first_failure(error)
-        written = _gather((files.files, problem or files.problem), self._group)
+        written = _gather((writer.files, problem), self._group)
         problem = next((problem for _, problem in written if problem), None)
         if problem is None and self._is_first:
-            files.files = {name: entry for part, _ in written for name, entry in part.items()}
             try:
-                self._publish(step, writing, files, facts)
+                self._publish(step, writing, {name: file for part, _ in written for name, file in part.items()}, facts)
             except OSError as error:
                 problem = error
         problem = next(filter(None, _gather(problem, self._group)), None)
@@ -203,10 +203,10 @@ class Checkpoints:
                 shutil.rmtree(writing, ignore_errors=True)
             raise UserError(self._explain(step, problem)) from problem
 
-    def _publish(self, step: int, writing: Path, files: HashedFiles, facts: str) -> None:
+    def _publish(self, step: int, writing: Path, files: dict[str, File], facts: str) -> None:
         """Complete a folder that has all tensors, and give it its name."""
-        files.write(writing / FACTS, facts)
-        files.write(writing / MANIFEST, manifest_text(files.files))
+        files[FACTS] = write_file(writing / FACTS, [facts.encode()])
+        write_file(writing / MANIFEST, [manifest_text(files).encode()])
         _sync_folder(writing)
         final = self.folder / name_of(step)
         replaced = self.folder / f".replaced-{final.name}"
@@ -271,45 +271,52 @@ def load(path: Path, tensors: Mapping[str, Any], group: Any = None) -> dict[str,
     """
     flat = flatten(tensors)
     wanted = set().union(*_gather(list(flat), group))
-    problem = metadata = None
+    problem = None
+    saved: dict[str, SavedTensor] = {}
     facts: dict[str, Any] = {}
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     try:
-        metadata, facts = _open(path, group)
-        _compare(path, metadata, flat, wanted)
+        files, saved, facts = _open(path)
+        _compare(path, saved, flat, wanted)
+        verify(path, files, sorted(files)[rank::ranks])  # the ranks each their share
     except UserError as error:
         problem = error
     _agree(problem, group)
-    assert metadata is not None
-    _fill(path, metadata, flat, group)
+    _fill(path, saved, flat, group)
     return facts
 
 
 def read(path: Path, section: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A section of a checkpoint as it was saved, on the CPU, flat, and the checkpoint's facts."""
-    metadata, facts = _open(path, None)
-    inside = {name: entry for name, entry in tensors_of(metadata).items() if name.startswith(f"{section}/")}
+    files, saved, facts = _open(path)
+    inside = {name: tensor for name, tensor in saved.items() if name.startswith(f"{section}/")}
     if not inside:
         raise UserError(f"The checkpoint {path} has no section {section!r}; choose one that `tilewright` has written.")
-    try:
-        flat = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in inside.items()}
-    except RuntimeError as error:
-        raise DamagedCheckpoint.at(path, ".metadata", f"lists what cannot be ({short(error)})") from error
-    _fill(path, metadata, flat, None)
+    needed, there = (
+        sum(tensor.bytes for tensor in inside.values()),
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
+    if needed > there:
+        raise UserError(
+            f"The {section} of {path} takes {needed / 2**30:,.1f} GiB and this machine has {there / 2**30:,.1f} GiB of "
+            "memory; read it on a larger one."
+        )
+    verify(path, files, files)
+    flat = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in inside.items()}
+    _fill(path, saved, flat, None)
     return {name.removeprefix(f"{section}/"): tensor for name, tensor in flat.items()}, facts
 
 
-def _open(path: Path, group: Any) -> tuple[Metadata, dict[str, Any]]:
-    """Verify a checkpoint, the ranks each their share of the files, and read what is no tensor."""
+def _open(path: Path) -> tuple[dict[str, File], dict[str, SavedTensor], dict[str, Any]]:
+    """The files of a checkpoint, its tensors and its facts; verified but for the files of the tensors."""
     if not path.is_dir():
         raise UserError(f"There is no checkpoint {path}; give the path of a step-... folder.")
     files = read_manifest(path)
-    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    verify(path, files, sorted(files)[rank::ranks])
-    return read_metadata(path, files), read_facts(path)
+    verify(path, files, (TENSORS, FACTS))
+    return files, read_tensors(path, files), read_facts(path)
 
 
-def _compare(path: Path, metadata: Metadata, flat: dict[str, Tensor], wanted: set[str]) -> None:
-    saved = tensors_of(metadata)
+def _compare(path: Path, saved: dict[str, SavedTensor], flat: dict[str, Tensor], wanted: set[str]) -> None:
     advice = "resume with the model and optimizer it was saved with, or start in another folder"
     sections = {name.split("/")[0] for name in wanted}
     for name in saved:
@@ -318,17 +325,21 @@ def _compare(path: Path, metadata: Metadata, flat: dict[str, Tensor], wanted: se
     for name, tensor in flat.items():
         if name not in saved:
             raise UserError(f"The checkpoint {path} has no {name}, which this run has; {advice}.")
-        size, dtype = saved[name].size, saved[name].properties.dtype
-        if (size, dtype) != (tensor.shape, tensor.dtype):
-            there, here = f"{tuple(size)} in {dtype}", f"{tuple(tensor.shape)} in {tensor.dtype}"
+        shape, dtype = saved[name].shape, saved[name].dtype
+        if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
+            there, here = f"{shape} in {dtype}", f"{tuple(tensor.shape)} in {tensor.dtype}"
             raise UserError(f"The checkpoint {path} has {name} as {there}, this run as {here}; {advice}.")
 
 
-def _fill(path: Path, metadata: Metadata, flat: dict[str, Tensor], group: Any) -> None:
-    reader = Reader(path, metadata)
+def _fill(path: Path, saved: dict[str, SavedTensor], flat: dict[str, Tensor], group: Any) -> None:
+    reader = Reader(path, saved)
     try:
         state_dict_loader.load(
-            flat, storage_reader=reader, planner=TensorsOnly(), process_group=group, no_dist=group is None
+            flat,
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+            no_dist=group is None,
         )
     except CheckpointException as error:
         problem = _first_failure(error)

@@ -1,54 +1,69 @@
 """What a checkpoint is on disk, and how one is read that nobody vouches for.
 
     step-00000042/
-      __0_0.distcp ...   the tensors, as torch.distributed.checkpoint (DCP) writes them
-      .metadata          DCP's list of them: name, shape, dtype, which bytes of which file
-      facts.json         everything that is no tensor
-      manifest.json      the size and SHA-256 of each of the above; written last
+      0-0.bin ...     the tensors of rank 0, thread 0 ...: the bytes of one chunk after the other, little-endian
+      tensors.json    of each tensor its dtype, its shape and its chunks: which part of it lies where
+      facts.json      everything that is no tensor
+      manifest.json   the size and SHA-256 of each of the above, and a SHA-256 of itself; written last
 
-Hashes are taken of the bytes on their way to the disk, so nothing is read back. They find what a disk or a copy broke;
-they do not find malice, for who forges a file can forge the manifest too. `.metadata` is a pickle that DCP would load
-as it comes, and DCP would unpickle whatever that declares to be no tensor. So here it passes an unpickler that knows
-the few classes it is made of, has to list tensors alone and files of the manifest alone, and tensors are read by
-``torch.load(weights_only=True)``.
+Hashes are taken of the bytes on their way to the disk, so nothing is read back. They find what a disk or a copy broke.
+They do not find malice, for who forges a file can forge the manifest too. So nothing here is a pickle, and
+`tensors.json` is believed only where every chunk is accounted for: the chunks of a tensor cut it like a grid, without
+gap or overlap, and the chunks in a file fill it from its first byte to its last. What is loaded is then never more than
+what lies on the disk, and every element of it comes from there.
+
+torch.distributed.checkpoint (DCP) decides which rank saves and loads which chunk; files are read and written here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import math
 import os
-import pickle
 import re
 import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
 
 from tilewright.errors import UserError
 
-SCHEMA = 1
-FACTS, MANIFEST, METADATA = "facts.json", "manifest.json", ".metadata"
+SCHEMA = 2
+FACTS, MANIFEST, TENSORS = "facts.json", "manifest.json", "tensors.json"
 _STEP = re.compile(r"step-([0-9]{8,})")
-_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.]+")
+_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.-]+")
 _HASHERS = 4  # files hashed at once
+_LARGEST_JSON = 1 << 26  # bytes, so that nobody's list fills the memory
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 48  # of a tensor
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+    and (dtype.is_floating_point or dtype.is_complex or re.fullmatch(r"torch\.(bool|u?int(8|16|32|64))", str(dtype)))
+}
 
 
 class File(TypedDict):
@@ -56,6 +71,30 @@ class File(TypedDict):
 
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor, and where its bytes are."""
+
+    at: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class DamagedCheckpoint(UserError):
@@ -81,126 +120,151 @@ def step_of(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-class _Stream:
-    """A file on its way to the disk, and the hash of what went in.
-
-    DCP writes in threads of which all but one lose their errors. So an error is kept here, for `Checkpoints` to look
-    at, and what comes after it is dropped.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.size, self.hash = path, 0, hashlib.sha256()
-        self.problem: OSError | None = None
-        self._file: io.BufferedWriter | None = None
-        with self._keep_problem():
-            self._file = open(path, "wb")  # noqa: SIM115 - closed by close()
-
-    @contextlib.contextmanager
-    def _keep_problem(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.problem = self.problem or OSError(error.errno, error.strerror, str(self.path))
-
-    def write(self, data: Any) -> int:
-        if self._file is not None and self.problem is None:
-            with self._keep_problem():
-                self._file.write(data)
-        self.hash.update(data)
-        written = memoryview(data).nbytes
-        self.size += written
-        return written
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        """Nothing: all of it is flushed, and to the disk, when the file is closed."""
-
-    def close(self) -> None:
-        if self._file is None:
-            return
-        file, self._file = self._file, None
-        with self._keep_problem():
-            try:
-                file.flush()
-                os.fsync(file.fileno())
-            finally:
-                file.close()
+# Writing
 
 
-class HashedFiles(FileSystem):
-    """DCP's file system; knows afterwards what was written, and what went wrong."""
+def write_file(path: Path, pieces: Iterable[Any]) -> File:
+    """Write a file through to the disk; its size, and the hash of what went in."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+                digest.update(piece)
+                size += memoryview(piece).nbytes
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # which Python leaves out for a write
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
-    def __init__(self) -> None:
+
+class Writer(StorageWriter):
+    """Writes what a rank saves, in several files at once; `files` has their sizes and hashes."""
+
+    def __init__(self, folder: Path, rank: int, threads: int) -> None:
+        self.folder, self.rank, self.threads = folder, rank, threads
         self.files: dict[str, File] = {}
-        self.problem: OSError | None = None
 
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:  # type: ignore[override]
-        stream = _Stream(Path(path))
-        try:
-            yield stream
-        finally:
-            stream.close()
-            self.problem = self.problem or stream.problem
-        self.files[stream.path.name] = {"bytes": stream.size, "sha256": stream.hash.hexdigest()}
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self.files = {}
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
 
-    def write(self, path: Path, text: str) -> None:
-        """A small file of our own."""
-        with self.create_stream(path, "wb") as stream:
-            stream.write(text.encode())
-        if self.problem:
-            raise self.problem
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        shares: list[list[WriteItem]] = [[] for _ in range(self.threads)]
+        sizes = [0] * self.threads
+        for item in sorted(plan.items, key=_size, reverse=True):
+            least = sizes.index(min(sizes))
+            shares[least].append(item)
+            sizes[least] += _size(item)
+        with ThreadPoolExecutor(self.threads) as pool:
+            written = pool.map(lambda number: self._write_share(number, shares[number], planner), range(self.threads))
+            results = [result for part in written for result in part]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write_share(self, number: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        name, results, end = f"{self.rank}-{number}.bin", [], 0
+
+        def pieces() -> Iterator[Any]:
+            nonlocal end
+            for item in items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, Tensor)
+                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                results.append(WriteResult(item.index, data.nbytes, (name, end)))
+                end += data.nbytes
+                yield data
+
+        if items:
+            self.files[name] = write_file(self.folder / name, pieces())
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {result.index: result.storage_data for part in results for result in part}
+        tree = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            chunks = []
+            for chunk in tensor.chunks:
+                if math.prod(chunk.sizes):
+                    file, offset = places[MetadataIndex(name, chunk.offsets)]
+                    chunks.append({"at": [*chunk.offsets], "shape": [*chunk.sizes], "file": file, "offset": offset})
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            tree[name] = {"dtype": dtype, "shape": [*tensor.size], "chunks": chunks}
+        self.files[TENSORS] = write_file(self.folder / TENSORS, [json.dumps(tree).encode()])
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
 
 
-class Writer(FileSystemWriter):
-    """DCP's writer over `HashedFiles`; says nothing of the machine's paths."""
+def _size(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
-    def __init__(self, folder: Path, files: HashedFiles, threads: int) -> None:
-        super().__init__(folder, sync_files=False, thread_count=threads)
-        self.fs = files
 
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()
+# The manifest
 
 
 def manifest_text(files: dict[str, File]) -> str:
     """The one way in which a manifest is written; any other text is not one of ours."""
-    return json.dumps({"schema": SCHEMA, "files": files}, indent=1, sort_keys=True) + "\n"
+    return _sealed({"schema": SCHEMA, "files": files})
+
+
+def _sealed(content: dict[str, Any]) -> str:
+    """JSON with a hash of itself, which tells a damaged field from that of another version."""
+    seal = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**content, "sha256": seal}, indent=1, sort_keys=True) + "\n"
 
 
 def read_manifest(folder: Path) -> dict[str, File]:
     """The files of a checkpoint by name, from its manifest."""
-    try:
-        _require_plain_file(folder, MANIFEST)
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
-        manifest = json.loads(text)
-        if isinstance(manifest, dict) and type(manifest.get("schema")) is int and manifest["schema"] > SCHEMA:
-            raise UserError(f"{folder} was written by a newer Tilewright; install that one to read it.")
-        files = manifest["files"]
-        sound = (
-            manifest_text(files) == text and {FACTS, METADATA} <= files.keys() and all(map(_is_entry, files.items()))
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise DamagedCheckpoint.at(folder, MANIFEST, f"cannot be read ({short(error)})") from error
-    if not sound:
+    manifest, text = _read_json(folder, MANIFEST)
+    schema, files = manifest.get("schema"), manifest.get("files")
+    sealed = "sha256" in manifest
+    if sealed and _sealed({name: value for name, value in manifest.items() if name != "sha256"}) != text:
+        raise DamagedCheckpoint.at(folder, MANIFEST, "is not what was saved")
+    if sealed and type(schema) is int and schema > SCHEMA:
+        raise UserError(f"{folder} was written by a newer Tilewright; install that one to read it.")
+    if not sealed and type(schema) is int and schema < SCHEMA:
+        raise UserError(f"{folder} was written by an older Tilewright, in format {schema}; choose another out.")
+    sound = sealed and schema == SCHEMA and isinstance(files, dict) and {FACTS, TENSORS} <= files.keys()
+    if not sound or not isinstance(files, dict) or not all(map(_is_entry, files.items())):
         raise DamagedCheckpoint.at(folder, MANIFEST, "is not what was saved")
     return files
 
 
-def _is_entry(item: tuple[Any, Any]) -> bool:
+def _is_entry(item: tuple[str, Any]) -> bool:
     name, entry = item
     return bool(
-        _PLAIN_NAME.fullmatch(name) and entry.keys() == {"bytes", "sha256"}
+        _PLAIN_NAME.fullmatch(name) and isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
         and type(entry["bytes"]) is int and type(entry["sha256"]) is str
     )  # fmt: skip
+
+
+def _read_json(folder: Path, name: str) -> tuple[dict[str, Any], str]:
+    """An object of JSON from a small file, and its text."""
+    if _require_plain_file(folder, name) > _LARGEST_JSON:
+        raise DamagedCheckpoint.at(folder, name, f"is larger than {_LARGEST_JSON >> 20} MiB")
+    try:
+        text = (folder / name).read_text(encoding="utf-8")
+        tree = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpoint.at(folder, name, f"cannot be read ({short(error)})") from error
+    if not isinstance(tree, dict):
+        raise DamagedCheckpoint.at(folder, name, "holds no object")
+    return tree, text
 
 
 def verify(folder: Path, files: dict[str, File], names: Iterable[str]) -> None:
@@ -229,6 +293,8 @@ def _require_plain_file(folder: Path, name: str) -> int:
         found = os.lstat(folder / name)
     except FileNotFoundError:
         raise DamagedCheckpoint.at(folder, name, "is missing") from None
+    except OSError as error:
+        raise DamagedCheckpoint.at(folder, name, f"cannot be read ({short(error)})") from error
     if not stat.S_ISREG(found.st_mode):
         raise DamagedCheckpoint.at(folder, name, "is no plain file")
     return found.st_size
@@ -236,98 +302,151 @@ def _require_plain_file(folder: Path, name: str) -> int:
 
 def read_facts(folder: Path) -> dict[str, Any]:
     """What a checkpoint says of itself besides tensors."""
+    return _read_json(folder, FACTS)[0]
+
+
+# The list of tensors, of whose contents nothing is believed
+
+
+def read_tensors(folder: Path, files: dict[str, File]) -> dict[str, SavedTensor]:
+    """The tensors of a checkpoint by name; refuse a list that does not fit together or does not fit the files."""
+    tree, _ = _read_json(folder, TENSORS)
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedCheckpoint.at(folder, FACTS, f"cannot be read ({short(error)})") from error
-    if not isinstance(facts, dict):
-        raise DamagedCheckpoint.at(folder, FACTS, "holds no facts")
-    return facts
+        tensors = {name: _parse_tensor(name, entry) for name, entry in tree.items()}
+        _check_files(tensors, files)
+    except ValueError as error:
+        raise DamagedCheckpoint.at(folder, TENSORS, f"cannot be: {short(error)}") from error
+    return tensors
 
 
-_CLASSES: dict[tuple[str, str], Any] = {
-    (known.__module__, known.__qualname__): known
-    for known in (
-        Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata,
-        _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size, torch.serialization._get_layout,
+def _parse_tensor(name: str, entry: Any) -> SavedTensor:
+    if not name.isprintable() or len(name) > 1000:
+        raise ValueError(f"{name!r:.100} is no name of a tensor")
+    entry = _fields(name, entry, "chunks", "dtype", "shape")
+    shape, dtype = _sizes(name, entry["shape"]), entry["dtype"]
+    if type(dtype) is not str or dtype not in _DTYPES:
+        raise ValueError(f"{name!r} has no dtype that PyTorch knows")
+    if not isinstance(entry["chunks"], list):
+        raise ValueError(f"the chunks of {name!r} are no list")
+    chunks = []
+    for found in entry["chunks"]:
+        chunk = _fields(name, found, "at", "file", "offset", "shape")
+        at, part = _sizes(name, chunk["at"]), _sizes(name, chunk["shape"])
+        if type(chunk["offset"]) is not int or type(chunk["file"]) is not str:
+            raise ValueError(f"a chunk of {name!r} is in no file")
+        size = math.prod(part) * _DTYPES[dtype].itemsize
+        chunks.append(Chunk(at, part, chunk["file"], chunk["offset"], size))
+    if not _is_grid(shape, chunks):
+        raise ValueError(f"the chunks of {name!r} do not make up the whole of it")
+    return SavedTensor(_DTYPES[dtype], shape, tuple(chunks))
+
+
+def _fields(name: str, entry: Any, *expected: str) -> dict[str, Any]:
+    if not isinstance(entry, dict) or sorted(entry) != list(expected):
+        raise ValueError(f"the entry of {name!r} has not the fields {', '.join(expected)}")
+    return entry
+
+
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS or any(type(n) is not int for n in value):
+        raise ValueError(f"{name!r} has a shape that is no list of whole numbers")
+    if any(n < 0 for n in value) or math.prod(max(1, n) for n in value) > _MOST_ELEMENTS:
+        raise ValueError(f"{name!r} has a shape that cannot be")
+    return tuple(value)
+
+
+def _is_grid(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
+    """Whether chunks cut a tensor like a grid, along each dimension at the same places, and each cell is there once.
+
+    That is how sharding cuts, over any number of meshes; and it takes one pass to check, whatever is forged.
+
+    >>> halves = [Chunk((0,), (3,), "", 0, 0), Chunk((3,), (2,), "", 0, 0)]
+    >>> _is_grid((5,), halves), _is_grid((6,), halves), _is_grid((5,), halves[:1])
+    (True, False, False)
+    """
+    if not math.prod(shape) or not chunks:
+        return not math.prod(shape) and not chunks
+    if any(not len(chunk.at) == len(chunk.shape) == len(shape) for chunk in chunks):
+        return False
+    cuts = [sorted({chunk.at[dimension] for chunk in chunks}) for dimension in range(len(shape))]
+    ends = [dict(zip(cut, [*cut[1:], size], strict=True)) for cut, size in zip(cuts, shape, strict=True)]
+    return (
+        len({chunk.at for chunk in chunks}) == len(chunks) == math.prod(map(len, cuts))
+        and all(cut[0] == 0 for cut in cuts)
+        and all(
+            at + size == end[at] and size > 0
+            for chunk in chunks
+            for at, size, end in zip(chunk.at, chunk.shape, ends, strict=True)
+        )
     )
-}  # fmt: skip
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Loads what DCP's list of tensors is made of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _CLASSES:
-            return _CLASSES[module, name]
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
-
-
-def read_metadata(folder: Path, files: dict[str, File]) -> Metadata:
-    """DCP's list of tensors, of whose contents nothing is believed."""
-    try:
-        with open(folder / METADATA, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError("it is no list of tensors")
-        for name, tensor in metadata.state_dict_metadata.items():
-            _check_tensor(name, tensor)
-        for info in metadata.storage_data.values():
-            _check_place(info, files)
-    except Exception as error:  # what a forged pickle can be is without end
-        raise DamagedCheckpoint.at(folder, METADATA, f"cannot be read ({short(error)})") from error
-    return metadata
+def _check_files(tensors: dict[str, SavedTensor], files: dict[str, File]) -> None:
+    """Refuse chunks that overlap in their file, leave some of it out, or are in none."""
+    ends = {name: 0 for name in files if name not in (FACTS, TENSORS)}
+    chunks = sorted((chunk for tensor in tensors.values() for chunk in tensor.chunks), key=lambda one: one.offset)
+    for chunk in chunks:
+        if chunk.file not in ends:
+            raise ValueError(f"{chunk.file!r:.100} is no file of the checkpoint")
+        if chunk.offset != ends[chunk.file]:
+            raise ValueError(f"chunks overlap in {chunk.file} or leave a gap")
+        ends[chunk.file] += chunk.bytes
+    for name, end in ends.items():
+        if end != files[name]["bytes"]:
+            raise ValueError(f"its chunks take {end} bytes of {name}, which has {files[name]['bytes']}")
 
 
-def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a list that `read_metadata` has checked, and that has nothing else."""
-    return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
+# Loading
 
 
-def _check_tensor(name: Any, tensor: Any) -> None:
-    # What is no tensor DCP would unpickle, and pieces that do not make up the whole it would load in part.
-    if type(name) is not str or type(tensor) is not TensorStorageMetadata:
-        raise TypeError(f"{name!r:.100} is no tensor")
-    if type(tensor.size) is not torch.Size or not isinstance(tensor.properties.dtype, torch.dtype):
-        raise TypeError(f"{name!r:.100} has no shape or dtype")
-    if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
-        raise ValueError(f"{name!r:.100} is not whole")
+class Reader(StorageReader):
+    """Reads chunks of a list that was checked; remembers which file it reads."""
 
+    def __init__(self, folder: Path, tensors: dict[str, SavedTensor]) -> None:
+        self.folder, self.tensors, self.reading = folder, tensors, TENSORS
+        self.chunks = {
+            MetadataIndex(name, chunk.at): chunk for name, tensor in tensors.items() for chunk in tensor.chunks
+        }
 
-def _check_place(info: Any, files: dict[str, File]) -> None:
-    if type(info) is not _StorageInfo or type(info.relative_path) is not str or info.relative_path not in files:
-        raise ValueError(f"{getattr(info, 'relative_path', info)!r:.100} is no file of the checkpoint")
-    if info.transform_descriptors:
-        raise ValueError("it asks for a transformation that nothing here writes")
-    if not 0 <= info.offset <= info.offset + info.length <= files[info.relative_path]["bytes"]:
-        raise ValueError(f"a tensor lies outside of {info.relative_path}")
-
-
-class Reader(FileSystemReader):
-    """DCP's reader, of a list that was checked; remembers which file it reads."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self.metadata, self.reading = metadata, METADATA
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
+        return Metadata({
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape),
+                [ChunkStorageMetadata(torch.Size(chunk.at), torch.Size(chunk.shape)) for chunk in tensor.chunks],
+            )
+            for name, tensor in self.tensors.items()
+        })  # fmt: skip
 
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
-        self.reading = sinfo.relative_path
-        return super()._slice_file(file, sinfo)
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
 
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
 
-class TensorsOnly(DefaultLoadPlanner):
-    """DCP's planner; never unpickles an object."""
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            chunk, dtype = self.chunks[item.storage_index], self.tensors[item.storage_index.fqn].dtype
+            self.reading = chunk.file
+            raw = np.fromfile(self.folder / chunk.file, np.uint8, chunk.bytes, offset=chunk.offset)
+            tensor = torch.from_numpy(raw).view(dtype).reshape(chunk.shape)
+            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                tensor = tensor.narrow(dimension, offset, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(tensor)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        raise TypeError(f"{read_item.dest_index.fqn} is no tensor")
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
 
 
 def short(error: BaseException) -> str:

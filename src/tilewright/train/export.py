@@ -23,8 +23,10 @@ from tilewright.measure.results import write_json
 from tilewright.models import GPT
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train.checkpoint import newest, read
+from tilewright.train.configuration import from_dict
 
 _EPSILON = 1e-5  # of the norms in `models.gpt`
+_MOST_POSITIONS = 1 << 28  # times the size of a head: two million with heads of 128
 _ACTIVATIONS = {
     "gelu_tanh": "gelu_new", "gelu": "gelu", "swiglu": "silu", "geglu_tanh": "gelu_pytorch_tanh", "geglu": "gelu",
 }  # fmt: skip
@@ -155,15 +157,21 @@ def load_model(source: Path) -> GPT:
     state, facts = read(path, "model")
     try:
         fields = facts["configuration"]["model"]
-        config = GPTConfig(**{field.name: fields[field.name] for field in dataclasses.fields(GPTConfig)})
-    except (KeyError, TypeError) as error:
+        given = {field.name: fields[field.name] for field in dataclasses.fields(GPTConfig)}
+        checked = vars(from_dict({"model": given}).model)
+        config = GPTConfig(**{name: checked[name] for name in given})
+    except (KeyError, TypeError, UserError) as error:
         raise UserError(f"{path} does not say which GPT it is of; give a checkpoint of `tilewright train`.") from error
-    with torch.device("meta"):
-        model = GPT(config)
+    other = UserError(f"The weights of {path} are not of the GPT it names; give another checkpoint.")
+    # A forged shape must not be built: a block takes memory even without weights, and so do the tables of positions.
+    if config.layers > len(state) or config.sequence * config.head_dim > _MOST_POSITIONS:
+        raise other
     try:
+        with torch.device("meta"):
+            model = GPT(config)
         model.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        raise UserError(f"The weights of {path} are not of the GPT it names; give another checkpoint.") from error
+    except (RuntimeError, TypeError) as error:  # the latter where a size overflows
+        raise other from error
     if model.rope is not None:
         model.rope.to_empty(device="cpu")  # which makes its tables anew
     return model
