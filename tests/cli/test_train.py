@@ -98,6 +98,42 @@ def test_a_wrong_type_in_a_file(run, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_data_that_is_not_there_whether_or_not_the_run_is_done(run):
+    assert_refused(run("data.paths=[nope]"), "There is no file or folder 'nope'", "correct the path")
+    run()
+    assert_refused(run("data.paths=[nope]"), "There is no file or folder 'nope'", "correct the path")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK", "RANK"])
+@pytest.mark.parametrize("value", ["abc", "-1", "1.5", ""])
+def test_an_environment_that_torchrun_did_not_set(run, monkeypatch, name, value):
+    for each, good in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(each, good)
+    monkeypatch.setenv(name, value)
+    assert_refused(run(), f"{name} is {value!r}", "unset")
+
+
+def test_a_world_without_its_address(run, monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert_refused(run(), "MASTER_ADDR", "torchrun")
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts(run, tmp_path):
+    done = run("model.width=16384", "model.layers=200", "model.sequence=4096")
+    assert_refused(done, "GiB", "this machine has", "micro_batch", "tilewright plan train")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_validation_loss_is_a_line_of_its_own(run):
+    _, out, _ = run("eval.every=2", "eval.samples=3")
+    assert re.findall(r"step (\d+): validation loss \d\.\d{4} of 3 sequences held out", out) == ["2", "4", "6"]
+    _, out, _ = run("eval.every=2", "eval.samples=3", "steps=8", "--json")
+    events = [json.loads(line) for line in out.splitlines()]
+    assert events[-1]["validation_loss"] == [e for e in events if e["event"] == "step"][-1]["validation_loss"] > 0
+
+
 def test_batches_that_cannot_be(run, tmp_path):
     assert_refused(run("micro_batch=3", "global_batch=8"), "global batch 8", "choose numbers that divide")
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,8 @@
 """A run that was interrupted, in any way and at any moment, ends with the bits of one that was not."""
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from tilewright.errors import UserError
-from tilewright.train import checkpoint
+from tilewright.train import checkpoint, checkpoint_files
 from tilewright.train.figures import read as read_figures
 from tilewright.train.loop import Shown, train
 from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401
@@ -298,3 +300,84 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(tmp_path, async
 
 if __name__ == "__main__":
     nursery()
+
+
+# Other data than the checkpoint's
+
+
+def text_of(folder, name, seed, size=4000):
+    path = folder / name
+    path.write_bytes(random.Random(seed).randbytes(size))
+    return {"paths": [str(path)], "workers": 0}
+
+
+OTHER = {
+    "other text of the same length": ({"data": {"seed": 9}}, "not the data .* was trained on"),
+    "more text": ({"data": {"seed": 1, "size": 5000}}, "5,000 tokens here, 4,000 there"),
+    "another order": ({"seed": 1}, "data.seed is 1 and the checkpoint's run had 0"),
+    "no order": ({"shuffle": False}, "data.shuffle is False and the checkpoint's run had True"),
+    "random tokens": ({"kind": "synthetic", "paths": []}, "data.kind is 'synthetic' .* had 'text'"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_a_folder_with_a_checkpoint_of_other_data_is_refused_and_left_as_it_is(tmp_path, case):
+    data = text_of(tmp_path, "a", 1)
+    trained(tiny(tmp_path / "run", steps=2, data=data))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    changes, says = OTHER[case]
+    changes = dict(changes)
+    if "data" in changes:
+        changes = text_of(tmp_path, "b", **changes.pop("data"))
+    with pytest.raises(UserError, match=says) as found:
+        trained(tiny(tmp_path / "run", steps=4, data={**data, **changes}))
+    assert "another out" in str(found.value) and "\n" not in str(found.value)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_the_same_data_elsewhere_is_the_same_data(tmp_path):
+    trained(tiny(tmp_path / "run", steps=2, data=text_of(tmp_path, "a", 1)))
+    assert len(trained(tiny(tmp_path / "run", steps=4, data=text_of(tmp_path, "b", 1)))) == 2
+
+
+def test_another_held_out_share_is_other_data(tmp_path):
+    data = text_of(tmp_path, "a", 1)
+    trained(tiny(tmp_path / "run", steps=2, data=data, eval={"every": 2, "held_out": 0.1}))
+    with pytest.raises(UserError, match="eval.held_out is 0.2 and the checkpoint's run had 0.1"):
+        trained(tiny(tmp_path / "run", steps=4, data=data, eval={"every": 2, "held_out": 0.2}))
+    with pytest.raises(UserError, match="eval.held_out is 0.0 and the checkpoint's run had 0.1"):  # every: 0
+        trained(tiny(tmp_path / "run", steps=4, data=data))
+
+
+def test_a_branch_may_have_other_data_and_says_so(tmp_path):
+    trained(tiny(tmp_path / "run", steps=2, data=text_of(tmp_path, "a", 1)))
+    path, said = tmp_path / "run" / "checkpoints" / "step-00000002", []
+    branch = tiny(
+        tmp_path / "branch", steps=4, data=text_of(tmp_path, "b", 2), checkpoint={"resume": str(path)}
+    )  # fmt: skip
+    assert len(trained(branch, say=said.append)) == 2
+    assert any("not the data" in line for line in said)
+    assert len(trained(dataclasses.replace(branch, steps=5))) == 1  # by now it has a checkpoint of its own
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"step": -1}, {"step": "2"}, {"samples": 2**80}, {"samples": 1.5}, {"samples": None}, {"recent_losses": 3},
+        {"recent_losses": [[1, "x"]]}, {"recent_losses": [[1, float("nan")]]}, {"recent_losses": [[1]]},
+        {"configuration": None}, {"configuration": {"model": []}}, {"data": "text"}, {"skipped_in_a_row": []},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_forged_facts_are_a_sentence(tmp_path, forged):
+    trained(tiny(tmp_path, steps=1, data=text_of(tmp_path, "a", 1)))
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    facts = json.loads((folder / "facts.json").read_text()) | forged
+    text = json.dumps(facts).encode()
+    files = checkpoint_files.read_manifest(folder)
+    (folder / "facts.json").write_bytes(text)
+    files["facts.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    (folder / "manifest.json").write_text(checkpoint_files.manifest_text(files))
+    with pytest.raises(UserError, match="facts.json .* of a run") as found:
+        trained(tiny(tmp_path, steps=2, data=text_of(tmp_path, "a", 1)))
+    assert "\n" not in str(found.value)

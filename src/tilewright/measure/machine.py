@@ -22,6 +22,14 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def host_memory_bytes() -> int:
+    """The memory of this machine, or of the container it is in."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(memory, int(text)) if text.isdecimal() else memory
+
+
 def gpu_facts(index: int = 0) -> dict[str, Any] | None:
     """Name, driver, memory, power limit and clocks of a CUDA device, or None where there is none."""
     import torch

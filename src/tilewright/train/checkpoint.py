@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from tilewright.errors import UserError
+from tilewright.measure.machine import host_memory_bytes
 from tilewright.train.checkpoint_files import (
     FACTS,
     MANIFEST,
@@ -294,7 +295,7 @@ def read(path: Path, section: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(f"The checkpoint {path} has no section {section!r}; choose one that `tilewright` has written.")
     needed, there = (
         sum(tensor.bytes for tensor in inside.values()),
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        host_memory_bytes(),
     )
     if needed > there:
         raise UserError(

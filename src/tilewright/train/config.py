@@ -55,7 +55,11 @@ class Model(GPTConfig):
     heads: int = 4
     vocabulary: int = 256
     sequence: int = 128
-    preset: str = told("", "125m ... 70b: sets width, layers, heads, vocabulary and sequence where you do not.")
+    preset: str = told(
+        "",
+        "125m ... 70b: sets width, layers, heads, vocabulary, sequence, optimizer.learning_rate and schedule.warmup "
+        "where you do not.",
+    )
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,27 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check(self, "checkpoint.")
+
+
+@dataclass(frozen=True)
+class Eval:
+    """The validation loss: of sequences that are never trained on."""
+
+    every: int = told(0, "Steps between two validation losses, and one at the end; 0: none.", minimum=0)
+    held_out: float = told(0.01, "Share of the sequences that is held out, those at the end of the data.", minimum=0)
+    samples: int = told(64, "Held-out sequences a validation loss is the mean of.", minimum=1)
+
+    def __post_init__(self) -> None:
+        check(self, "eval.")
+        if self.held_out >= 1:
+            raise UserError(f"eval.held_out is {self.held_out!r}; it must be below 1.")
+        if self.every and not self.held_out:
+            raise UserError(f"eval.held_out is {self.held_out!r}; it must be above 0, or set eval.every=0.")
+
+    @property
+    def share(self) -> float:
+        """Of the sequences: what this run holds out."""
+        return self.held_out if self.every else 0.0
 
 
 @dataclass(frozen=True)
@@ -213,6 +238,7 @@ class Train:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
+    eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     guard: Guard = field(default_factory=Guard)
     log: Log = field(default_factory=Log)

@@ -38,6 +38,14 @@ from tilewright.train.yaml_tree import Node, document, read_text, shown, word
 
 COMMAND_LINE = "command line"
 PRESET_FIELDS = ("width", "layers", "heads", "vocabulary", "sequence")
+# The highest rate that a model of a preset's width learns at. As it comes, all blocks of a wide model move the residual
+# stream the same way at once, and a rate that rises within ten steps makes the loss rise before it falls: a preset warms
+# up over so many steps that its first is about a millionth.
+PRESET_RATES = {
+    "125m": 3e-4, "350m": 3e-4, "760m": 2.5e-4, "1b": 2e-4, "3b": 1.6e-4, "7b": 1.2e-4, "13b": 1e-4, "30b": 8e-5,
+    "70b": 6e-5,
+}  # fmt: skip
+_FIRST_RATE = 1e-6
 
 _MOST_BASES = 16  # files above each other
 _MOST_TEXT = 4096  # characters of a value, so that references do not grow without end
@@ -298,8 +306,12 @@ def _preset(given: dict[str, _Given]) -> dict[str, _Given]:
         return {}
     name = str(given["model.preset"].value)
     _check(fields()["model.preset"], name, given["model.preset"].where)
-    shape = PRESETS.get(name)
-    return {f"model.{each}": _Given(str(getattr(shape, each)), f"preset {name}") for each in PRESET_FIELDS if shape}
+    if not name:
+        return {}
+    rate = PRESET_RATES[name]
+    values = {f"model.{each}": getattr(PRESETS[name], each) for each in PRESET_FIELDS}
+    values |= {"optimizer.learning_rate": rate, "schedule.warmup": round(rate / _FIRST_RATE)}
+    return {each: _Given(str(value), f"preset {name}") for each, value in values.items()}
 
 
 def _settle(config: Any, given: dict[str, _Given]) -> None:

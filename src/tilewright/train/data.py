@@ -24,7 +24,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ PATIENCE = 300.0  # seconds without any data before workers count as stuck; belo
 _CHECK = 2  # seconds between two looks at whether the workers live
 _PREFETCH = 4  # micro batches a worker is ahead
 _ROUNDS = 8  # at 6, five windows still have a bias that 20,000 seeds show
+_PIECE, _PIECES = 1 << 14, 64  # tokens of a piece of a fingerprint, and pieces
 _BLOCK = 4096  # samples whose windows are found at once: NumPy's cost is by the call
 
 Numbers = npt.NDArray[np.uint64]
@@ -114,20 +115,50 @@ def first_samples(
 
 
 class Packed(Dataset[torch.Tensor]):
-    """Micro batches of a stream of tokens, by the number of their first sample."""
+    """Micro batches of a stream of tokens, by the number of their first sample.
 
-    def __init__(self, stream: Stream, data: Data, sequence: int, vocabulary: int, micro_batch: int) -> None:
-        self.windows = (stream.tokens - 1) // sequence
-        if self.windows < 1:
+    The last windows may be held out: what is learnt from them is nothing, not even their first target.
+    """
+
+    def __init__(
+        self, stream: Stream, data: Data, sequence: int, vocabulary: int, micro_batch: int, held_out: float
+    ) -> None:
+        windows = (stream.tokens - 1) // sequence
+        if windows < 1:
             raise UserError(f"The data has {stream.tokens:,} tokens and a sequence takes {sequence + 1:,}; give more "
                             "data or a smaller model.sequence.")  # fmt: skip
+        if held_out and windows < 2:
+            raise UserError(f"The data has one sequence of {sequence:,} tokens and none to hold out; give more data, a "
+                            "smaller model.sequence or eval.every=0.")  # fmt: skip
+        self.held = max(1, int(held_out * windows)) if held_out else 0
+        self.windows = windows - self.held
         self.stream, self.data, self.vocabulary = stream, data, vocabulary
         self.sequence, self.micro_batch = sequence, micro_batch
 
     def __getitem__(self, first: int) -> torch.Tensor:
-        out = np.empty((self.micro_batch, self.sequence + 1), np.int32)
-        for sample, row in enumerate(out, first):
-            window = window_of(sample, self.windows, self.data.seed, self.data.shuffle)
+        samples = range(first, first + self.micro_batch)
+        return self._read([window_of(sample, self.windows, self.data.seed, self.data.shuffle) for sample in samples])
+
+    def held_out(self, first: int, rows: int) -> torch.Tensor:
+        """So many of the held-out sequences."""
+        return self._read(range(self.windows + first, self.windows + first + rows))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """How many tokens there are, and a hash of them: of all where they are few, else of pieces all over the data.
+
+        To read all of it at every start would cost minutes where there is much.
+        """
+        total, digest = self.stream.tokens, hashlib.blake2b(digest_size=16)
+        digest.update(repr([part.tokens for part in self.stream.parts]).encode())
+        last = max(0, total - _PIECE)
+        for piece in range(_PIECES):
+            first = last * piece // (_PIECES - 1) if total > _PIECES * _PIECE else piece * _PIECE
+            digest.update(self.stream.read(first, np.empty(max(0, min(_PIECE, total - first)), np.int32)).data)
+        return {"tokens": total, "hash": digest.hexdigest()}
+
+    def _read(self, windows: Sequence[int]) -> torch.Tensor:
+        out = np.empty((len(windows), self.sequence + 1), np.int32)
+        for window, row in zip(windows, out, strict=True):
             self.stream.read(window * self.sequence, row)
         largest = int(out.view(np.uint32).max())
         if largest >= self.vocabulary:  # on a GPU it would end the process without a word about why
@@ -139,16 +170,30 @@ class Packed(Dataset[torch.Tensor]):
 class Synthetic(Dataset[torch.Tensor]):
     """Micro batches of random tokens, each made from (seed, its number in the run) alone."""
 
+    held = 1 << 31  # as many as anybody wants
+
     def __init__(self, seed: int, sequence: int, vocabulary: int, micro_batch: int) -> None:
-        self.key, self.vocabulary = _keys(seed), vocabulary
-        self.shape = (micro_batch, sequence + 1)
+        self.keys, self.vocabulary = _keys(seed), vocabulary
+        self.held_keys = _keys(seed, 1)
+        self.micro_batch, self.columns = micro_batch, sequence + 1
 
     def __getitem__(self, first: int) -> torch.Tensor:
-        rows, columns = self.shape
+        return self._draw(self.keys, first, self.micro_batch)
+
+    def held_out(self, first: int, rows: int) -> torch.Tensor:
+        """So many sequences that no step draws."""
+        return self._draw(self.held_keys, first, rows)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Nothing: the seed says it all."""
+        return {"tokens": None, "hash": None}
+
+    def _draw(self, key: Numbers, first: int, rows: int) -> torch.Tensor:
+        columns = self.columns
         numbers = np.arange(first * columns, (first + rows) * columns, dtype=np.uint64)
         # The upper 32 bits as a fraction of 2^32, times the vocabulary: uniform to one part in 2^32 / vocabulary.
-        tokens = (_mix(_mix(numbers) + self.key) >> np.uint64(32)) * np.uint64(self.vocabulary) >> np.uint64(32)
-        return torch.from_numpy(tokens.astype(np.int32).reshape(self.shape))
+        tokens = (_mix(_mix(numbers) + key) >> np.uint64(32)) * np.uint64(self.vocabulary) >> np.uint64(32)
+        return torch.from_numpy(tokens.astype(np.int32).reshape(rows, columns))
 
 
 class Batches:
@@ -275,6 +320,31 @@ def _parts(data: Data, progress: text.Progress) -> list[Part]:
     return text.byte_parts(files) if data.tokenizer == "bytes" else [text.cached(files, data.tokenizer, progress)]
 
 
+def open_dataset(
+    data: Data,
+    *,
+    sequence: int,
+    vocabulary: int,
+    micro_batch: int,
+    held_out: float = 0.0,
+    progress: text.Progress = lambda done, total: None,
+) -> Packed | Synthetic:
+    """The micro batches of a run by the number of their first sample; `held_out` is a share of the sequences.
+
+    >>> dataset = open_dataset(Data(kind="synthetic"), sequence=8, vocabulary=256, micro_batch=2)
+    >>> dataset[0].shape
+    torch.Size([2, 9])
+    """
+    if data.kind == "synthetic":
+        return Synthetic(data.seed, sequence, vocabulary, micro_batch)
+    parts = _parts(data, progress)
+    widest = max((part.vocabulary for part in parts), default=0)
+    if widest > vocabulary:
+        raise UserError(f"The data's vocabulary is {widest:,} and the model's {vocabulary:,}; set "
+                        f"model.vocabulary={widest} or more.")  # fmt: skip
+    return Packed(Stream(parts), data, sequence, vocabulary, micro_batch, held_out)
+
+
 def open_batches(
     data: Data,
     *,
@@ -297,15 +367,8 @@ def open_batches(
     torch.Size([2, 9])
     >>> batches.close()
     """
-    dataset: Packed | Synthetic
-    if data.kind == "synthetic":
-        dataset = Synthetic(data.seed, sequence, vocabulary, micro_batch)
-    else:
-        parts = _parts(data, progress)
-        widest = max((part.vocabulary for part in parts), default=0)
-        if widest > vocabulary:
-            raise UserError(f"The data's vocabulary is {widest:,} and the model's {vocabulary:,}; set "
-                            f"model.vocabulary={widest} or more.")  # fmt: skip
-        dataset = Packed(Stream(parts), data, sequence, vocabulary, micro_batch)
+    dataset = open_dataset(
+        data, sequence=sequence, vocabulary=vocabulary, micro_batch=micro_batch, progress=progress
+    )  # fmt: skip
     firsts = first_samples(micro_batch, accumulation, rank, ranks, start, stop)
     return Batches(dataset, firsts, data.workers, device)

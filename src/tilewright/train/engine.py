@@ -122,6 +122,16 @@ class Engine:
             loss.backward()
         return loss.detach().clone()
 
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor) -> Tensor:
+        """The mean loss of a batch as the model stands, without dropout; eager, whatever the levers are."""
+        self.model.eval()
+        try:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+                return self.model(tokens[:, :-1], tokens[:, 1:])
+        finally:
+            self.model.train()
+
     def _loss(self, tokens: Any) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             return self.forward(tokens[:, :-1], tokens[:, 1:])

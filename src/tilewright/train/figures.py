@@ -40,6 +40,7 @@ class Figures:
     memory_reserved: int | None
     memory_device: int | None  # in use on the device, by anybody
     data_wait: float  # seconds
+    validation_loss: float | None = None  # where one was due
 
     def columns(self) -> list[tuple[str, int, str]]:
         """(title, width, value) as a person reads them; 80 characters with memory, which a CPU does not count."""

@@ -17,7 +17,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,15 @@ from tilewright.plan.decoder import from_gpt
 from tilewright.plan.gpt import LEVERS
 from tilewright.plan.memory import train as plan_memory
 from tilewright.train.checkpoint import Checkpoints
-from tilewright.train.checkpoint_files import short
+from tilewright.train.checkpoint_files import FACTS, short
 from tilewright.train.config import RECORDING, Train
 from tilewright.train.configuration import write_yaml
-from tilewright.train.data import Batches, open_batches
+from tilewright.train.data import Batches, first_samples, open_dataset
 from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
 from tilewright.train.figures import Figures, Journal, Rates, memory
 from tilewright.train.guard import Watch
 from tilewright.train.profile import TAKES, profile_run
-from tilewright.train.recompute import planned, policies
+from tilewright.train.recompute import planned, policies, refuse_misfit
 from tilewright.train.schedule import learning_rate
 from tilewright.train.signals import Signals
 from tilewright.train.world import World
@@ -61,6 +61,7 @@ class Outcome:
     tokens_per_second: float | None  # the median of the steps after the first
     stopped: bool  # before its last step, by a signal
     warnings: list[str]
+    validation_loss: float | None = None  # the last
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,17 @@ class Pending:
     ready: torch.cuda.Event | None
     ended: float  # of its work on the host
     memory: dict[str, Any]  # the host allocates: what the step takes is known before the device gets there
+    paused: float = field(
+        default=0.0, kw_only=True
+    )  # seconds between the step before and this one that are not its own
 
     def seconds(self, before: Pending | None) -> float:
         """From the end of the step before to its own, on the device where there is one."""
         if self.ready is None:
-            return self.ended - (self.began if before is None else before.ended)
+            return self.ended - (self.began if before is None else before.ended + self.paused)
         if before is None or before.ready is None:
             return time.perf_counter() - self.began
-        return before.ready.elapsed_time(self.ready) / 1e3
+        return before.ready.elapsed_time(self.ready) / 1e3 - self.paused
 
 
 @dataclass
@@ -101,6 +105,7 @@ class _Pending(Pending):
     samples: int
     waited: float
     batches: list[Tensor]
+    validation_loss: float | None = None
 
 
 def train(config: Train, shown: Shown | None = None) -> Outcome:
@@ -127,7 +132,7 @@ def _sentences() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise UserError(
             "The GPU's memory ran out; take a smaller micro_batch or model.recompute=selective, and see what needs how "
-            "much with `tilewright plan memory`."
+            "much with `tilewright plan train`."
         ) from error
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # nobody reads any more, which `shown` has to deal with
@@ -164,8 +169,18 @@ class _Run:
             "log.peak_tflops",
         )
         self.decoder = from_gpt(config.model)
+        refuse_misfit(self.decoder, self.plan, self.policies, self.device)
         self.rates = Rates(self.decoder, self.policies, peak, self.world.ranks)
         self.folder = Path(config.out)
+        self.dataset = open_dataset(
+            config.data, sequence=config.model.sequence, vocabulary=config.model.vocabulary,
+            micro_batch=self.sizes.micro, held_out=config.eval.share, progress=self._tokenising,
+        )  # fmt: skip
+        # Which samples this run draws, in which order: two runs with the same facts draw the same.
+        self.data_facts = {
+            "data.kind": config.data.kind, "data.seed": config.data.seed, "data.shuffle": config.data.shuffle,
+            "eval.held_out": config.eval.share, **self.dataset.fingerprint(),
+        }  # fmt: skip
         self.engine = Engine(config, self.device, self.world, self.policies)
         self.watch = Watch(config.guard, self.folder, self.world.rank)
         settings = config.checkpoint
@@ -184,6 +199,8 @@ class _Run:
         self.speeds: list[float] = []
         self.waited = self.worked = 0.0  # seconds, of all steps but the first
         self.last_loss: float | None = None
+        self.validation_loss: float | None = None
+        self.paused = 0.0  # seconds of the evaluation since the last step
 
     def _resume(self) -> int:
         how = self.config.checkpoint.resume
@@ -205,20 +222,41 @@ class _Run:
             facts = self.checkpoints.load(Path(how), tensors)
         if facts is None:
             return 0
-        self._compare(facts["configuration"])
-        self.watch.recent.extend((int(step), float(loss)) for step, loss in facts["recent_losses"])
+        _check_facts(facts, self.folder)
+        self._compare_model(facts["configuration"]["model"])
+        other = self._other_data(facts["data"])
+        if other and own is not None:
+            raise UserError(f"{other}; give what it had, or another out.")
+        if other:  # a branch
+            self.checkpoints.warnings.append(f"{other}; it goes on with this.")
+        self.watch.recent.extend((step, loss) for step, loss in facts["recent_losses"])
         self.watch.in_a_row = facts["skipped_in_a_row"]
-        self.samples = int(facts["samples"])
-        return int(facts["step"])
+        self.samples = facts["samples"]
+        return facts["step"]
 
-    def _compare(self, saved: dict[str, Any]) -> None:
+    def _compare_model(self, saved: dict[str, Any]) -> None:
         """Refuse to go on with another model than the one that was saved; levers may change."""
         for name, value in dataclasses.asdict(self.config.model).items():
-            before = saved["model"].get(name, value)
+            before = saved.get(name, value)
             if before != value and name not in (*LEVERS, "preset", "dropout"):
                 raise UserError(
-                    f"model.{name} is {value!r} and the checkpoint's model has {before!r}; give that, or another out."
+                    f"model.{name} is {value!r} and the checkpoint's model has {before!r:.100}; give that, or another "
+                    "out."
                 )
+
+    def _other_data(self, saved: dict[str, Any]) -> str:
+        """What of its data a checkpoint's run had otherwise; nothing where it had the same."""
+        here = self.data_facts
+        for name in here:
+            if "." in name and saved.get(name) != here[name]:
+                return f"{name} is {here[name]!r} and the checkpoint's run had {saved.get(name)!r:.100}"
+        if all(saved.get(name) == here[name] for name in here):
+            return ""
+        there = saved.get("tokens")
+        counts = (
+            f"{here['tokens']:,} tokens here, {there:,} there" if type(there) is int else "another number of tokens"
+        )
+        return f"This is not the data that the checkpoint's run was trained on ({counts})"
 
     def go(self) -> Outcome:
         config, steps = self.config, self.config.steps
@@ -237,15 +275,13 @@ class _Run:
         return self._outcome()
 
     def _open(self) -> None:
-        """The data, and after it what this run writes."""
+        """The data's workers, and after them what this run writes."""
         config = self.config
-        self.batches: Batches = open_batches(
-            config.data, sequence=config.model.sequence, vocabulary=config.model.vocabulary,
-            micro_batch=self.sizes.micro, accumulation=self.sizes.accumulation, rank=self.world.rank,
-            ranks=self.world.ranks, start=self.samples,
-            stop=self.samples + (config.steps - self.step) * self.sizes.global_, device=self.device,
-            progress=self._tokenising,
+        firsts = first_samples(
+            self.sizes.micro, self.sizes.accumulation, self.world.rank, self.world.ranks, self.samples,
+            self.samples + (config.steps - self.step) * self.sizes.global_,
         )  # fmt: skip
+        self.batches = Batches(self.dataset, firsts, config.data.workers, self.device)
         self.closing.callback(self.batches.close)
         self.journal: Journal | None = None
         if self.world.speaks:
@@ -293,6 +329,10 @@ class _Run:
             current = self._one()
         self._settle(current)
         self.pending = current
+        evaluates = self.config.eval.every
+        if evaluates and (self.step % evaluates == 0 or self.step == self.config.steps):
+            current.validation_loss = self._evaluate()
+            self._settle()
         every = self.config.checkpoint.every
         if every and self.step % every == 0:
             self._settle()
@@ -325,7 +365,25 @@ class _Run:
         recorded = self.records and (config.cuda_graphs or self.step > 1)
         if recorded and held["memory_allocated"] is not None:
             held["memory_allocated"] = self.peak = max(self.peak, held["memory_allocated"])
-        return _Pending(self.step, began, rate, found, ready, ended, held, self.samples, waited, taken)
+        paused, self.paused = self.paused, 0.0
+        return _Pending(self.step, began, rate, found, ready, ended, held, self.samples, waited, taken, paused=paused)
+
+    def _evaluate(self) -> float:
+        """The mean loss of held-out sequences, of which each rank takes its share."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # the step's own time is not counted here
+        began, micro = time.perf_counter(), self.sizes.micro
+        count = min(self.config.eval.samples, self.dataset.held)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for first in range(self.world.rank * micro, count, self.world.ranks * micro):
+            rows = min(micro, count - first)
+            tokens = self.dataset.held_out(first, rows).to(self.device).long()
+            total[0] += self.engine.evaluate(tokens) * rows
+            total[1] += rows
+        self.world.sum_([total])
+        loss, rows = total.tolist()
+        self.paused = time.perf_counter() - began
+        return loss / rows
 
     def _settle(self, behind: _Pending | None = None) -> None:
         """Read the step that is pending, if one is. A bad one ends the run, saved: the device has undone the step."""
@@ -355,10 +413,16 @@ class _Run:
         figures = Figures(  # type: ignore[arg-type]  # what `of` and `memory` return has the names of fields
             step=step.step, loss=self.last_loss, gradient_norm=norm if math.isfinite(norm) else None,
             skipped=bool(skipped), learning_rate=step.rate, samples=step.samples, seconds=seconds,
-            data_wait=step.waited, **self.rates.of(speed), **step.memory,
+            data_wait=step.waited, **self.rates.of(speed), **step.memory, validation_loss=step.validation_loss,
         )  # fmt: skip
         if self.journal is not None:
             self.journal.write(figures)
+        if step.validation_loss is not None:
+            self.validation_loss = step.validation_loss
+            count = min(self.config.eval.samples, self.dataset.held)
+            self.shown.say(
+                f"step {step.step}: validation loss {step.validation_loss:.4f} of {count} sequences held out"
+            )
         if step.step % self.config.log.every == 0 or step.step == self.config.steps:
             self.shown.step(figures, self.config.steps)
         self._watch_data(step.waited, seconds)
@@ -380,7 +444,7 @@ class _Run:
 
     def _save(self) -> None:
         facts = {
-            "step": self.step, "samples": self.samples,
+            "step": self.step, "samples": self.samples, "data": self.data_facts,
             "configuration": dataclasses.asdict(self.config), "recent_losses": list(self.watch.recent),
             "skipped_in_a_row": self.watch.in_a_row, "machine": describe(),
         }  # fmt: skip
@@ -392,7 +456,24 @@ class _Run:
     def _outcome(self) -> Outcome:
         steady = sorted(self.speeds[1:])
         speed = steady[len(steady) // 2] if steady else None
-        return Outcome(self.step, self.last_loss, speed, self.step < self.config.steps, self.checkpoints.warnings)
+        stopped = self.step < self.config.steps
+        return Outcome(self.step, self.last_loss, speed, stopped, self.checkpoints.warnings, self.validation_loss)
+
+
+def _check_facts(facts: dict[str, Any], folder: Path) -> None:
+    """Refuse facts that no run has written."""
+    try:
+        recent = facts["recent_losses"]
+        counts = [facts["step"], facts["samples"], facts["skipped_in_a_row"], *(step for step, _ in recent)]
+        sound = (
+            all(type(count) is int and 0 <= count < 2**48 for count in counts)
+            and all(type(loss) is float and math.isfinite(loss) for _, loss in recent)
+            and isinstance(facts["configuration"]["model"], dict) and isinstance(facts["data"], dict)
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise UserError(f"{FACTS} of the checkpoint for {folder} is not of a run; choose another checkpoint or out.")
 
 
 def batch_sizes(config: Train, ranks: int) -> BatchSizes:

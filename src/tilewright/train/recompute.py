@@ -1,14 +1,18 @@
-"""What each block computes again in backward, so that what it keeps stays within a budget."""
+"""The memory of a run by the plan: what each block computes again, and whether the run can fit at all."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from tilewright.errors import UserError
-from tilewright.plan.decoder import from_gpt
-from tilewright.plan.memory import Training, kept_activations
+from tilewright.measure.machine import host_memory_bytes
+from tilewright.plan.decoder import Decoder, from_gpt
+from tilewright.plan.memory import WORKSPACE_BYTES, Training, kept_activations, largest_micro_batch, levers, train
 from tilewright.train.config import Train
 
+_DOUBT = 0.1  # of the bytes that the plan predicts; what is over by less is tried
 # The plan's names for how a run is kept in memory.
 _PRECISIONS = {"fp32": "fp32", "tf32": "fp32", "bf16": "amp", "bf16_kahan": "bf16", "bf16_stochastic": "bf16"}
 
@@ -52,6 +56,39 @@ def policies(config: Train, training: Training) -> list[str]:
         return ["selective"] * cheap + ["full"] * (model.layers - cheap)
     whole = _most(model.layers, each["none"], each["selective"], budget)
     return ["none"] * whole + ["selective"] * (model.layers - whole)
+
+
+def refuse_misfit(decoder: Decoder, training: Training, chosen: list[str], device: torch.device) -> None:
+    """Refuse a run that needs more memory than the device has, by the plan and beyond its doubt.
+
+    Blocks of several policies count as those that keep the least.
+    """
+    if device.type == "cuda":
+        there, whose = float(torch.cuda.get_device_properties(device).total_memory), "the GPU"
+    else:
+        there, whose = float(host_memory_bytes()), "this machine"
+    least = next(policy for policy in ("full", "selective", "none") if policy in chosen)
+    training = dataclasses.replace(training, recompute=least, device=device.type)
+    beside = 0.0 if device.type == "cuda" else float(WORKSPACE_BYTES)  # of cuBLAS, which a CPU has not
+    needed = train(decoder, training).allocated - beside
+    if (1 - _DOUBT) * needed <= there:
+        return
+    fits = largest_micro_batch(decoder, training, there)
+    if 0 < fits < training.micro_batch:
+        advice = f"micro_batch={fits} fits"
+    else:
+        saves = next(
+            (
+                f"; {name.replace(': ', '=')} saves {saved / 2**30:,.1f} GiB"
+                for name, saved in levers(decoder, training)
+            ),
+            "",
+        )
+        advice = f"no micro_batch fits{saves}"
+    raise UserError(
+        f"By the plan this run needs {needed / 2**30:,.1f} GiB and {whose} has {there / 2**30:,.1f} GiB: {advice}; see "
+        "`tilewright plan train` for what needs how much."
+    )
 
 
 def _most(layers: int, more: float, less: float, budget: float) -> int:

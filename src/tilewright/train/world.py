@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from tilewright.errors import UserError
+
 
 @dataclass(frozen=True)
 class World:
@@ -40,11 +42,25 @@ class World:
     @contextlib.contextmanager
     def joined() -> Iterator[None]:
         """Join those that torchrun has started, if it has: each its own GPU, or processes on a CPU."""
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        ranks = _number("WORLD_SIZE", 1, least=1)
+        if ranks == 1 or dist.is_initialized():
             yield
             return
+        rank, local = _number("RANK", None, least=0), _number("LOCAL_RANK", 0, least=0)
+        if rank >= ranks:
+            raise UserError(f"RANK is {rank} and WORLD_SIZE {ranks}; start with torchrun, or unset both.")
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise UserError(
+                    f"WORLD_SIZE is {ranks} and {name} is not set; start with torchrun, or unset WORLD_SIZE."
+                )
+        _number("MASTER_PORT", None, least=0)
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            if local >= torch.cuda.device_count():
+                raise UserError(
+                    f"LOCAL_RANK is {local} and there are {torch.cuda.device_count()} GPUs; start fewer processes."
+                )
+            torch.cuda.set_device(local)
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         try:
             yield
@@ -56,3 +72,13 @@ class World:
         if self.ranks > 1:
             for tensor in tensors:
                 dist.all_reduce(tensor)
+
+
+def _number(name: str, default: int | None, *, least: int) -> int:
+    """A number that torchrun has put into the environment."""
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) < least:
+        raise UserError(
+            f"{name} is {text!r}, and torchrun sets a whole number from {least} on; start with it, or unset {name}."
+        )
+    return int(text)

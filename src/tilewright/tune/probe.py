@@ -24,7 +24,7 @@ import torch
 
 from tilewright.measure import clock
 from tilewright.measure.ceilings import measure_ceilings
-from tilewright.measure.machine import describe
+from tilewright.measure.machine import describe, host_memory_bytes
 from tilewright.train.config import Train
 from tilewright.train.engine import device_of
 from tilewright.tune.own_model import load
@@ -48,12 +48,9 @@ def _host() -> dict[str, Any]:
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
-    text = limit.read_text().strip() if limit.exists() else "max"
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": next(named, platform.processor() or platform.machine()), "cores": os.cpu_count() or 1,
-        "memory_bytes": min(memory, int(text)) if text.isdecimal() else memory,
+        "memory_bytes": host_memory_bytes(),
     }  # fmt: skip
 
 

@@ -248,8 +248,8 @@ def _look(
             if step == 1:
                 for key, gradient in _gradients(engine.model, layers):
                     keep(key, gradient / len(parts))
-            # From nothing up to the run's own: a curve that jumps about would magnify rounding and show little else.
-            rate = run.optimizer.learning_rate * step / steps
+            # Up to the run's own, no faster than the run does: a curve that jumps about would magnify rounding.
+            rate = run.optimizer.learning_rate * step / max(steps, run.schedule.warmup)
             engine.update(loss, torch.full_like(loss, math.inf), rate, len(parts))
             seen.losses.append(float(loss))
     return seen

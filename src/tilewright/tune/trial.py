@@ -290,6 +290,7 @@ def _short_run(config: Train, folder: str, profile: bool) -> Train:
         checkpoint=dataclasses.replace(config.checkpoint, every=0, final=False, resume="never"),
         guard=dataclasses.replace(config.guard, nan="stop", spike=0.0),
         log=dataclasses.replace(config.log, every=1, tensorboard=False),
+        eval=dataclasses.replace(config.eval, every=0),
     )  # fmt: skip
 
 
