@@ -108,6 +108,26 @@ def test_dropout_differs_from_step_to_step_and_from_rank_to_rank(tmp_path):
     assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
 
 
+@pytest.mark.parametrize("block", ["standard", "optimized"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_every_micro_batch_of_every_step_has_a_mask_of_its_own(tmp_path, monkeypatch, dropout, block):
+    """All sequences are the same and the rate is 0: the loss is always the same, but for dropout, which never is."""
+    found, accumulate = [], Engine.accumulate
+
+    def heard(self, tokens, first):
+        found.append(float(accumulate(self, tokens, first)))
+        return torch.tensor(found[-1])
+
+    monkeypatch.setattr(Engine, "accumulate", heard)
+    (tmp_path / "text").write_text("abcdefgh" * 200)
+    optimizer = {"learning_rate": 0.0, "weight_decay": 0.0}
+    data = {"paths": [str(tmp_path / "text")]}
+    model = {"dropout": dropout, "gpt_block": block}
+    trained(tiny(tmp_path / "run", steps=5, accumulation=2, model=model, optimizer=optimizer, data=data))
+    assert len(found) == 10
+    assert len(set(found)) == (10 if dropout else 1), found
+
+
 def test_the_folder_has_figures_configuration_and_a_checkpoint(tmp_path):
     begun = []
     shown = trained(tiny(tmp_path, steps=3), begin=begun.append)

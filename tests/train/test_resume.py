@@ -381,3 +381,16 @@ def test_forged_facts_are_a_sentence(tmp_path, forged):
     with pytest.raises(UserError, match="facts.json .* of a run") as found:
         trained(tiny(tmp_path, steps=2, data=text_of(tmp_path, "a", 1)))
     assert "\n" not in str(found.value)
+
+
+def test_figures_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
+    log, fsync = [], os.fsync
+
+    def synced(handle):
+        log.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    trained(tiny(tmp_path, steps=4, checkpoint={"every": 2, "asynchronous": False}))
+    order = ["figures.jsonl", "manifest.json"]
+    assert [name for name in log if name in order] == order * 2

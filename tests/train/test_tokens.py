@@ -226,3 +226,20 @@ def test_opening_does_not_read_the_tokens(tmp_path):
     part = open_tokens(path)
     assert Stream([part]).read(count - 5, np.empty(5, np.int32)).tolist() == [0] * 5
     assert time.perf_counter() - began < 5
+
+
+def test_a_token_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(tmp_path, monkeypatch):
+    log, fsync, replace = [], os.fsync, os.replace
+
+    def synced(handle):
+        log.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))[:3]))
+        fsync(handle)
+
+    def replaced(old, new):
+        log.append(("replace", Path(new).name[:3]))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_tokens(tmp_path / "abc.tokens", [np.arange(9)], 9)
+    assert log == [("fsync", "abc"), ("replace", "abc"), ("fsync", tmp_path.name[:3])]
