@@ -63,7 +63,7 @@ def test_it_trains_and_shows_figures_under_a_header(run, tmp_path):
     assert lines[0].endswith("on cpu, fp32; global batch 2 = micro batch 2 x accumulation 1 x 1 ranks")
     assert lines[1].startswith("MFU and HFU by ")
     header = next(number for number, line in enumerate(lines) if "tokens/s TFLOPS" in line)
-    steps = [int(line.split()[0]) for line in lines[header + 1 :] if line.split()[0].isdigit()]
+    steps = [int(line.split()[0]) for line in lines[header + 1 : -1] if line.split()[0].isdigit()]
     assert steps == [1, 6]  # no terminal: the first, then one in five seconds, and the last
     assert f"everything is in {tmp_path / 'run'}" in lines[-1]
     assert [record["step"] for record in read(tmp_path / "run" / "figures.jsonl")] == [1, 2, 3, 4, 5, 6]

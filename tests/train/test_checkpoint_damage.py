@@ -268,6 +268,11 @@ FORGED = {
         lambda tree: tree.update(more=json.loads(json.dumps(tree[WEIGHT]))), "overlap in 0-0.bin or leave a gap"
     ),
     "a gap in the file": (lambda tree: tree.pop(WEIGHT), "leave a gap|take .* bytes of 0-0.bin"),
+    "the end of the file left out": (lambda tree: tree.pop(BIAS), "take .* bytes of 0-0.bin"),
+    "a chunk over the end of the file": (
+        lambda tree: (tree[BIAS].update(shape=[31]), tree[BIAS]["chunks"][0].update(shape=[31])),
+        "take .* bytes of 0-0.bin",
+    ),
     "bytes before the file": (chunk(WEIGHT, "offset", -4), "overlap in 0-0.bin or leave a gap"),
     "bytes behind the file": (chunk(WEIGHT, "offset", 10**9), "overlap in 0-0.bin or leave a gap"),
     "another file": (chunk(WEIGHT, "file", "1-0.bin"), "is no file of the checkpoint"),

@@ -38,9 +38,9 @@ from tilewright.train.yaml_tree import Node, document, read_text, shown, word
 
 COMMAND_LINE = "command line"
 PRESET_FIELDS = ("width", "layers", "heads", "vocabulary", "sequence")
-# The highest rate that a model of a preset's width learns at. As it comes, all blocks of a wide model move the residual
-# stream the same way at once, and a rate that rises within ten steps makes the loss rise before it falls: a preset warms
-# up over so many steps that its first is about a millionth.
+# The highest rate that a model of a preset's width learns at. In its first steps all blocks of a wide model move the
+# residual stream the same way, and a rate that rises within ten steps makes the loss rise before it falls: so a preset
+# warms up over so many steps that the first has a rate of 1e-6.
 PRESET_RATES = {
     "125m": 3e-4, "350m": 3e-4, "760m": 2.5e-4, "1b": 2e-4, "3b": 1.6e-4, "7b": 1.2e-4, "13b": 1e-4, "30b": 8e-5,
     "70b": 6e-5,
