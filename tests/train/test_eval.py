@@ -82,6 +82,21 @@ def test_it_is_the_mean_over_the_sequences_without_dropout(tmp_path, micro_batch
     assert figures[-1].validation_loss == pytest.approx(loss.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "levers",
+    [
+        {"model": {"gpt_block": "optimized", "loss": "linear_fused", "recompute": "selective"}},
+        {"model": {"loss": "fused", "recompute": "full"}},
+        {"micro_batch": 2, "accumulation": 2},
+    ],
+    ids=str,
+)
+def test_levers_do_not_change_it(tmp_path, levers):
+    (plain,) = trained(tiny(tmp_path / "plain", steps=1, eval={"every": 1, "samples": 6}))
+    (other,) = trained(tiny(tmp_path / "other", steps=1, eval={"every": 1, "samples": 6}, **levers))
+    assert other.validation_loss == pytest.approx(plain.validation_loss, rel=1e-4)
+
+
 def test_a_run_that_learns_by_heart_is_found_out(tmp_path):
     """On random text the loss of what is repeated falls, and that of what is held out does not."""
     text = tmp_path / "text"

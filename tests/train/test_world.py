@@ -26,8 +26,17 @@ STEPS = 6
 
 
 def shared(folder, **changes):
+    every = {"every": STEPS, "samples": 5}  # of which one rank takes three, the other two
     return tiny(
-        folder, **{"steps": STEPS, "global_batch": 8, "micro_batch": 2, "schedule": {"name": "constant"}, **changes}
+        folder,
+        **{
+            "steps": STEPS,
+            "global_batch": 8,
+            "micro_batch": 2,
+            "schedule": {"name": "constant"},
+            "eval": every,
+            **changes,
+        },
     )
 
 
@@ -48,7 +57,11 @@ def _rank(rank, folder):
             lines.append(figures.loss)
             step(figures, steps)
 
-        shown = Shown(begin=lambda facts: lines.append("begin"), step=note, say=lines.append)
+        def say(text):
+            if "validation loss" not in text:
+                lines.append(text)
+
+        shown = Shown(begin=lambda facts: lines.append("begin"), step=note, say=say)
         try:
             outcome = train(config, shown)
             said[name] = {"lines": lines, "step": outcome.step, "stopped": outcome.stopped}
@@ -85,6 +98,8 @@ def test_two_processes_learn_what_one_does(said, tmp_path):
     alone = losses(shared(tmp_path))
     assert first["whole"]["lines"][1:] == pytest.approx(alone, rel=1e-5)
     assert [r["loss"] for r in read_figures(folder / "two" / "figures.jsonl")] == first["whole"]["lines"][1:]
+    validated = [read_figures(path / "figures.jsonl")[-1]["validation_loss"] for path in (folder / "two", tmp_path)]
+    assert validated[0] == pytest.approx(validated[1], rel=1e-5)
     two, one = (
         read(path / "checkpoints" / f"step-{STEPS:08d}", "model")[0] for path in (folder / "two", tmp_path)
     )  # fmt: skip

@@ -48,6 +48,7 @@ PRESET_RATES = {
 _FIRST_RATE = 1e-6
 
 _MOST_BASES = 16  # files above each other
+_MOST_PATH = 1000  # characters of a base's name, which a message repeats
 _MOST_TEXT = 4096  # characters of a value, so that references do not grow without end
 
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
@@ -258,9 +259,10 @@ def _layers(path: Path, chain: tuple[str, ...], asked: str = "") -> dict[str, _G
 def _base(node: Node, path: Path, chain: tuple[str, ...]) -> dict[str, _Given]:
     # Any file may be named that its user can read, but only one that is meant to be YAML is opened: the contents of
     # others, credentials say, have no business in a message.
-    if not isinstance(node.value, str) or not node.value.isprintable() or not node.value.endswith((".yaml", ".yml")):
+    name = node.value if isinstance(node.value, str) else ""
+    if not name.isprintable() or not name.endswith((".yaml", ".yml")) or len(name) > _MOST_PATH:
         raise UserError(f"{node.where}: base must be the path of a file whose name ends in .yaml or .yml.")
-    file = path.parent / node.value
+    file = path.parent / name
     if os.path.realpath(file) in chain:
         raise UserError(f"{node.where}: base leads back to {file}; take one of the two out.")
     if len(chain) >= _MOST_BASES:
