@@ -9,6 +9,7 @@ import torch
 
 from tilewright.errors import UserError
 from tilewright.train.config import Data, Eval
+from tilewright.train.configuration import read
 from tilewright.train.data import open_dataset
 from tilewright.train.export import load_model
 from tilewright.train.figures import read as read_figures
@@ -95,6 +96,28 @@ def test_levers_do_not_change_it(tmp_path, levers):
     (plain,) = trained(tiny(tmp_path / "plain", steps=1, eval={"every": 1, "samples": 6}))
     (other,) = trained(tiny(tmp_path / "other", steps=1, eval={"every": 1, "samples": 6}, **levers))
     assert other.validation_loss == pytest.approx(plain.validation_loss, rel=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("levers", [{}, {"cuda_graphs": True}, {"compile": "default"}], ids=str)
+def test_on_a_gpu_it_leaves_recordings_and_compiled_code_alone(tmp_path, levers):
+    changes = {"device": "cuda", "precision": "fp32", "steps": 6, "model": {"dropout": 0.0}, **levers}
+    without = trained(tiny(tmp_path / "without", eval={"every": 100, "samples": 5}, **changes))
+    often = trained(tiny(tmp_path / "often", eval={"every": 2, "samples": 5}, **changes))
+    assert [one.loss for one in often] == pytest.approx([one.loss for one in without], rel=1e-5)
+    assert often[-1].validation_loss == pytest.approx(without[-1].validation_loss, rel=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with 80 GB")
+@pytest.mark.parametrize("name", ["125m", "760m", "1b"])
+def test_a_preset_learns_from_its_first_step_on(tmp_path, name):
+    """With 3e-4 within ten steps the loss of 1b was 11.06, 13.32, 16.53."""
+    run = read(None, [
+        f"model.preset={name}", "model.gpt_block=optimized", "micro_batch=8", "steps=100", f"out={tmp_path}",
+        "checkpoint.final=false",
+    ]).train  # fmt: skip
+    found = [one.loss for one in trained(run)]
+    assert max(found[:20]) < found[0] + 0.3 and found[19] < found[0] - 0.5 and found[-1] < 5
 
 
 def test_a_run_that_learns_by_heart_is_found_out(tmp_path):

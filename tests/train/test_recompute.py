@@ -123,5 +123,6 @@ def test_a_run_that_cannot_fit_names_what_would(monkeypatch):
         assert 0 < fits < 64
     recompute.refuse_misfit(decoder, training, ["none"] * 12 + ["full"] * 12, cpu)  # which may fit: it is tried
     monkeypatch.setattr(recompute, "host_memory_bytes", lambda: 2**30)
-    with pytest.raises(UserError, match=r"no micro_batch fits; .* saves [\d,.]+ GiB"):
+    with pytest.raises(UserError, match=r"no micro_batch fits; .* saves [\d,.]+ GiB") as found:
         recompute.refuse_misfit(decoder, training, ["none"], cpu)
+    read(None, [str(found.value).partition("fits; ")[2].split()[0]])  # what it advises is a field of a run

@@ -13,6 +13,8 @@ from tilewright.plan.memory import WORKSPACE_BYTES, Training, kept_activations, 
 from tilewright.train.config import Train
 
 _DOUBT = 0.1  # of the bytes that the plan predicts; what is over by less is tried
+# The fields of a run that are levers of the plan.
+_FIELDS = {"recompute": "model.recompute", "loss": "model.loss", "gpt_block": "model.gpt_block"}
 # The plan's names for how a run is kept in memory.
 _PRECISIONS = {"fp32": "fp32", "tf32": "fp32", "bf16": "amp", "bf16_kahan": "bf16", "bf16_stochastic": "bf16"}
 
@@ -77,14 +79,14 @@ def refuse_misfit(decoder: Decoder, training: Training, chosen: list[str], devic
     if 0 < fits < training.micro_batch:
         advice = f"micro_batch={fits} fits"
     else:
-        saves = next(
-            (
-                f"; {name.replace(': ', '=')} saves {saved / 2**30:,.1f} GiB"
-                for name, saved in levers(decoder, training)
-            ),
-            "",
-        )
-        advice = f"no micro_batch fits{saves}"
+        saves = [
+            (f"{_FIELDS[lever]}={value}", saved)
+            for name, saved in levers(decoder, training)
+            for lever, value in [name.split(": ")]
+            if lever in _FIELDS
+        ]
+        most = f"; {saves[0][0]} saves {saves[0][1] / 2**30:,.1f} GiB" if saves else ""
+        advice = f"no micro_batch fits{most}"
     raise UserError(
         f"By the plan this run needs {needed / 2**30:,.1f} GiB and {whose} has {there / 2**30:,.1f} GiB: {advice}; see "
         "`tilewright plan train` for what needs how much."
