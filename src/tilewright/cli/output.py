@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_black", 
 _PAGE_COLOURS = ("#3b6fb6", "#4bb3c3", "#5aa469", "#d9a441", "#a05fa8", "#c9514a", "#8a8f98", "#c7ccd4")
 
 
+# What a terminal obeys, but for colours: what a study holds may be anybody's.
+_OBEYED = re.compile(
+    r"\x1b\[[0-9;]*m|\x1b\[[0-9;?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\xa0-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]"
+)
 _NUMBER = re.compile(r"(n/a|-?[\d,.]+ ?(%|[kMG]?B|x|)?)?")
 
 
@@ -84,6 +89,26 @@ class Report:
 
             body.append(graph.Figure(self.figure).to_html(full_html=False, include_plotlyjs=True))
         return _PAGE.format(title=html.escape(self.title), body="\n".join(body))
+
+
+class _Printable:
+    """A stream that lets text and colours through, and nothing else that a terminal obeys."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        colours = self._stream.isatty()
+        self._stream.write(_OBEYED.sub(lambda found: found[0] if colours and found[0].endswith("m") else "", text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def console(**options: Any) -> Console:
+    """A console on standard output for text that may be anybody's: it moves no cursor and sets no title."""
+    return Console(file=_Printable(sys.stdout), **options)  # type: ignore[arg-type]
 
 
 def gigabytes(value: float) -> str:

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tilewright.cli import output
 from tilewright.cli.output import gigabytes
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
@@ -100,7 +101,7 @@ def tune(
 
 def show(answer: Answer, folder: Path) -> None:
     """The answer for a terminal: a table of runs, what each lever gave, three sentences, where the files are."""
-    console = Console(soft_wrap=True)
+    console = output.console(soft_wrap=True)
     console.print(_table(answer, console.width))
     if (others := len(latest(answer.records)) - _ROWS) > 0:
         console.print(f"and {others} more, in the report.", highlight=False)

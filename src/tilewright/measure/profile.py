@@ -37,6 +37,7 @@ import torch
 from torch.profiler import profile, record_function, schedule
 
 from tilewright.errors import UserError
+from tilewright.measure.checked import Amount
 from tilewright.plan.memory import Anatomy
 
 PHASES = ("tilewright.forward", "tilewright.backward", "tilewright.optimizer")
@@ -97,9 +98,9 @@ class Spent:
     """The work of one name in one step; `share` is of all work's seconds."""
 
     name: str
-    seconds: float
-    calls: float
-    share: float
+    seconds: Amount
+    calls: Amount
+    share: Amount
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Kernel(Spent):
 class Gap:
     """A time in which nothing ran, and the work before and after it."""
 
-    seconds: float
+    seconds: Amount
     before: str
     after: str
 
@@ -122,7 +123,7 @@ class Gap:
 class Piece:
     """A part of a step in which one kind of work, or none, took most of the time."""
 
-    seconds: float
+    seconds: Amount
     category: str  # or "idle"
 
 
@@ -135,8 +136,8 @@ class StepProfile:
 
     device: str  # "cuda", or "cpu" where no device worked
     steps: int
-    seconds: float
-    busy_seconds: float
+    seconds: Amount
+    busy_seconds: Amount
     idle_seconds: float
     launches: float  # calls that gave the device work; on a CPU, ops
     gaps: float  # over ten microseconds

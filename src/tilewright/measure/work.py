@@ -32,6 +32,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tilewright.measure.checked import Amount, Count
 from tilewright.measure.profile import category, device_work, interval, synchronize
 
 _WINDOW = "tilewright.work."
@@ -70,10 +71,10 @@ class Work:
     dtype: str
     kernel: str  # the one that took longest
     category: str
-    calls: int
-    seconds: float
-    flops: float
-    bytes: float
+    calls: Count
+    seconds: Amount
+    flops: Amount
+    bytes: Amount
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 
+from tilewright.errors import UserError
+from tilewright.measure import checked
+from tilewright.measure.checked import Amount, Count, Like, Scalar
+from tilewright.measure.markup import clean
 from tilewright.measure.results import write_text
 from tilewright.train.configuration import write_yaml
 from tilewright.tune.choose import confirmed, latest
@@ -24,10 +29,10 @@ class Ablation:
     """The best run with one lever put back as it was given: what that lever is worth beside the others."""
 
     lever: str
-    value: Any  # in the best run
-    before: Any  # as given
-    tokens_per_second: float | None  # without it; None where that did not run
-    bytes: int | None
+    value: Scalar  # in the best run
+    before: Scalar  # as given
+    tokens_per_second: Amount | None  # without it; None where that did not run
+    bytes: Count | None
     error: str | None = None
 
 
@@ -39,10 +44,10 @@ class Layer:
     """
 
     name: str
-    output: float
-    output_standard: float
-    gradient: float
-    gradient_standard: float
+    output: Amount
+    output_standard: Amount
+    gradient: Amount
+    gradient_standard: Amount
 
 
 @dataclass(frozen=True)
@@ -55,21 +60,32 @@ class Proof:
     losses: dict[str, list[float]] = field(default_factory=dict)  # "float32", "standard", "best"; as far as they go
     curve: list[float] = field(default_factory=list)  # of the standard model in float32, on the batches of trials
     no_curve: str = ""  # why there is none
-    phases: dict[str, float] = field(default_factory=dict)  # where its seconds went, by names of `record.PHASES`
+    phases: dict[str, Amount] = field(default_factory=dict)  # where its seconds went, by names of `record.PHASES`
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any] | None, error: str | None = None) -> Proof:
         """As a child gave it, who may have found what is no number; without it, why there is none."""
         if tree is None:
             return cls("not proven", f"the proof did not run to its end: {error}")
-        layers = [
-            Layer(name, *(min(value, 1e6) if math.isfinite(value) else 1e6 for value in errors))
-            for name, *errors in (layer.values() for layer in tree["layers"])
+        if not isinstance(tree, Mapping):
+            raise UserError("proof is no object of JSON.")
+        found: Proof = checked.read(cls, {**tree, **_finite(tree)}, "proof")
+        return found
+
+
+def _finite(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The errors and losses of a proof: an error that is no number counts as the largest, a loss ends its curve."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(TypeError, AttributeError, KeyError, OverflowError):  # `read` says what is wrong
+        found["layers"] = [
+            {key: min(value, 1e6) if math.isfinite(value) else 1e6 for key, value in layer.items() if key != "name"}
+            | {"name": layer["name"]}
+            for layer in tree["layers"]
         ]
-        losses = {name: list(itertools.takewhile(math.isfinite, curve)) for name, curve in tree["losses"].items()}
-        curve = [loss for loss in tree.get("curve", ()) if math.isfinite(loss)]
-        phases = {name: float(seconds) for name, seconds in tree.get("phases", {}).items()}
-        return cls(tree["verdict"], tree["why"], layers, losses, curve, tree.get("no_curve", ""), phases)
+        curves = tree["losses"].items()
+        found["losses"] = {name: list(itertools.takewhile(math.isfinite, curve)) for name, curve in curves}
+        found["curve"] = [loss for loss in tree.get("curve", ()) if math.isfinite(loss)]
+    return found
 
 
 UNSTEADY = 0.1  # a reference that drifts further than this is no yardstick
@@ -77,23 +93,44 @@ VERDICTS = ("bit-identical", "same within rounding", "different by design", "wro
 
 
 @dataclass(frozen=True)
+class Ceilings:
+    """What the probe measured, as far as it is computed with; an answer keeps it as a dictionary."""
+
+    device: str = ""
+    memory_bytes: Amount | None = None
+    memory_cap: Amount | None = None
+    copy_bytes_per_second: Amount | None = None
+    flops: dict[str, Amount | None] | None = None
+    host: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is known of the machine, as far as a report looks into it."""
+
+    gpu: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class Answer:
     """Everything that a table, a page or a program wants to know of a study."""
 
     name: str
-    machine: dict[str, Any]  # measure.machine.describe(), of the trials' own machine
-    ceilings: dict[str, Any]  # as the probe measured them: bytes and FLOPs a second, seconds a launch
+    machine: Annotated[
+        dict[str, Any], Like("tilewright.tune.answer:Machine")
+    ]  # measure.machine.describe(), of the trials' own machine
+    ceilings: Annotated[dict[str, Any], Like("tilewright.tune.answer:Ceilings")]
     start: dict[str, Any]  # the configuration as given, every field
-    levers: dict[str, list[Any]]  # what each open lever could be, as given first
+    levers: dict[str, list[Scalar]]  # what each open lever could be, as given first
     records: list[Record]  # of all trials, in the order they began
     reference: Record | None  # the run as given, the first time it ran
     best: Record | None
     ablations: list[Ablation] = field(default_factory=list)
     proof: Proof | None = None
-    work: list[dict[str, Any]] = field(default_factory=list)  # of a step of the best run, each a `measure.work.Work`
-    discarded: dict[str, int] = field(default_factory=dict)  # why the plan left points out, and how many
-    budget: float = 0.0  # seconds
-    elapsed: float = 0.0
+    work: list[Annotated[dict[str, Any], Like("tilewright.measure.work:Work")]] = field(default_factory=list)
+    discarded: dict[str, Count] = field(default_factory=dict)  # why the plan left points out, and how many
+    budget: Amount = 0.0  # seconds
+    elapsed: Amount = 0.0
     interrupted: bool = False
     own_model: str = ""  # package.module:factory, where it is not Tilewright's
     float32_losses: list[float] = field(default_factory=list)  # of the standard model in float32, the first few steps
@@ -105,15 +142,19 @@ class Answer:
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> Answer:
-        """The inverse of `as_dict`."""
-        names = {item.name for item in dataclasses.fields(cls)}
-        found = {name: value for name, value in tree.items() if name in names}
-        found["records"] = [Record.from_dict(each) for each in tree["records"]]
-        for name in ("reference", "best"):
-            found[name] = Record.from_dict(tree[name]) if tree.get(name) else None
-        found["ablations"] = [Ablation(**each) for each in tree.get("ablations", [])]
-        found["proof"] = Proof.from_dict(tree["proof"]) if tree.get("proof") else None
-        return cls(**found)
+        """The inverse of `as_dict`, checked: what does not fit is a sentence that names the field."""
+        if not isinstance(tree, Mapping):
+            raise UserError("it is no object of JSON.")
+        found: Answer = checked.read(cls, {name: value for name, value in tree.items() if name != "proof"})
+        if tree.get("proof") is not None:
+            found = dataclasses.replace(found, proof=Proof.from_dict(tree["proof"]))
+        check_start(found.start, found.levers)
+        named = [("reference", found.reference), ("best", found.best)]
+        for where, record in (*((f"records[{i}]", each) for i, each in enumerate(found.records)), *named):
+            if record is not None:
+                check_point(record.point, found.levers, where)
+                record.check(where)
+        return found
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -132,6 +173,19 @@ class Answer:
         """Speed of the best run over that of the run as given."""
         ran = self.best is not None and self.reference is not None
         return _over(self.best.tokens_per_second, self.reference.tokens_per_second) if ran else None  # type: ignore[union-attr]
+
+    @property
+    def compiled(self) -> Record | None:
+        """The run as given under torch.compile: the fastest of its modes that were measured; None where none was."""
+        if self.start.get("compile", "none") != "none" and "compile" not in self.levers:
+            return self.reference
+        plain = {name: values[0] for name, values in self.levers.items() if name != "compile"}
+        ran = [
+            record for record in latest(self.records).values()
+            if record.outcome == "done" and record.point.get("compile", "none") != "none"
+            and {name: value for name, value in record.point.items() if name != "compile"} == plain
+        ]  # fmt: skip
+        return max(ran, key=lambda record: record.tokens_per_second or 0.0, default=None)
 
     def loss_difference(self, record: Record) -> float | None:
         """How far its losses are from those of the standard model in float32, at most; None where that is not known."""
@@ -165,6 +219,23 @@ class Answer:
         """How far the speed of the run as given has been from its first, at most; None where it ran once."""
         ran = [record.drift for record in self.records if record.purpose == "reference" and record.measurement]
         return max(abs(each - 1.0) for each in ran) if len(ran) > 1 else None
+
+
+def check_point(point: Mapping[str, Any], levers: Mapping[str, Any], where: str) -> None:
+    """Refuse a point with a lever that the study does not have."""
+    for name in point:
+        if name not in levers:
+            raise UserError(f"{where} sets {clean(name, 40)!r}, which is no lever of the study.")
+
+
+def check_start(start: Mapping[str, Any], levers: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse levers without values, and a configuration that has no place for one of them."""
+    for name, values in levers.items():
+        section = name.rpartition(".")[0]
+        if not values:
+            raise UserError(f"levers.{clean(name, 40)} has no value.")
+        if section and not isinstance(start.get(section, {}), Mapping):
+            raise UserError(f"start.{clean(section, 40)} is no section of a configuration.")
 
 
 def answered(space: Space, records: Sequence[Record], best: Record | None, **facts: Any) -> Answer:

@@ -6,14 +6,9 @@ which is no JSON and is passed over; the next line begins on its own.
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
-import functools
 import json
-import math
 import os
-import types
-import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,41 +55,6 @@ def parse(tree: Any) -> Record | None:
     """
     try:
         record = Record.from_dict(tree)
-        sound = _fits(record, Record) and record.purpose in PURPOSES and record.outcome in OUTCOMES
-    except (TypeError, ValueError, AttributeError, RecursionError):
+    except (UserError, RecursionError):
         return None
-    if not sound or not 0 < record.drift < math.inf:
-        return None
-    measured = record.measurement
-    if measured is not None:
-        if not all(0 < seconds < math.inf for seconds in measured.step_seconds) or measured.tokens_per_step < 1:
-            return None
-        if record.outcome in ("done", "stopped early") and not measured.step_seconds:
-            return None  # these have a speed
-    return record
-
-
-_hints = functools.cache(typing.get_type_hints)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is what a type hint says; numbers pass for one another."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (types.UnionType, typing.Union):
-        return any(_fits(value, one) for one in arguments)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(each, arguments[0]) for each in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(
-            _fits(name, arguments[0]) and _fits(each, arguments[1]) for name, each in value.items()
-        )
-    if hint in (int, float):
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        hints = _hints(hint)
-        return isinstance(value, hint) and all(
-            _fits(getattr(value, item.name), hints[item.name]) for item in dataclasses.fields(hint)
-        )
-    return isinstance(value, hint)
+    return record if record.purpose in PURPOSES and record.outcome in OUTCOMES else None

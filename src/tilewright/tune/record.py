@@ -10,7 +10,11 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from tilewright.errors import UserError
+from tilewright.measure import checked
+from tilewright.measure.checked import Amount, Between, Count, Like, Point, Seconds
 
 # What can come of a trial. Only "done" and "stopped early" have a speed; only "done" can be recommended.
 OUTCOMES = {
@@ -42,25 +46,27 @@ class Prediction:
     `seconds` is what is expected, `floor` the time below which no implementation of this configuration can go.
     """
 
-    seconds: float
-    floor: float
-    parts: dict[str, float]
-    bytes: float
-    memory: dict[str, float]
+    seconds: Amount
+    floor: Amount
+    parts: dict[str, Amount]
+    bytes: Amount
+    memory: dict[str, Amount]
 
 
 @dataclass(frozen=True)
 class Measurement:
     """What a trial measured. Bytes are the peak's; `memory` and `profile` tell where they and the time went."""
 
-    tokens_per_step: int
-    step_seconds: list[float]
-    first_step_seconds: float
-    data_wait: float  # seconds a step
+    tokens_per_step: Annotated[int, Between(1, 1e15)]
+    step_seconds: list[Seconds]
+    first_step_seconds: Amount
+    data_wait: Amount  # seconds a step
     losses: list[float]
-    bytes: int  # the most that was allocated at once; on a CPU, that the process had
-    memory: dict[str, int] = field(default_factory=dict)  # parts as `measure.profile.MemoryWatch` has them
-    profile: dict[str, Any] | None = None  # a `measure.profile.StepProfile`
+    bytes: Count  # the most that was allocated at once; on a CPU, that the process had
+    memory: dict[str, Annotated[int, Between(-1e18, 1e18)]] = field(
+        default_factory=dict
+    )  # parts as `measure.profile.MemoryWatch` has them
+    profile: Annotated[dict[str, Any], Like("tilewright.measure.profile:StepProfile")] | None = None
     mfu: float | None = None
     hfu: float | None = None
 
@@ -112,7 +118,7 @@ class Difference:
 class Record:
     """A trial from beginning to end."""
 
-    point: dict[str, Any]
+    point: Point
     purpose: str
     outcome: str
     error: str | None = None  # one sentence
@@ -125,34 +131,34 @@ class Record:
     worker: str = ""
     cached: bool = False
     reference: float = 0.0  # tokens a second of the run as given, when its worker last ran it
-    drift: float = 1.0  # the reference's speed at that time over its first; speeds are divided by it
-    doubt: float = 0.0  # how much the reference changed between its runs before and after
-    phases: dict[str, float] = field(default_factory=dict)  # where its seconds went, by names of PHASES
+    drift: Annotated[float, Between(1e-9, 1e9)] = (
+        1.0  # the reference's speed at that time over its first; speeds are divided by it
+    )
+    doubt: Amount = 0.0  # how much the reference changed between its runs before and after
+    phases: dict[str, Amount] = field(default_factory=dict)  # where its seconds went, by names of PHASES
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Corrected for the machine's drift."""
-        return self.measurement.tokens_per_second / self.drift if self.measurement else None
+        """Corrected for the machine's drift; None where no step was timed."""
+        found = self.measurement
+        return found.tokens_per_second / self.drift if found is not None and found.step_seconds else None
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, tree: Mapping[str, Any]) -> Record:
-        """The inverse of `as_dict`, of this version or an older one: fields it does not know are left out.
+    def from_dict(cls, tree: Mapping[str, Any], where: str = "") -> Record:
+        """The inverse of `as_dict`, checked; fields that a newer version added are left out.
 
         >>> record = Record({"compile": "none"}, "search", "hung", error="said nothing", log="...")
         >>> Record.from_dict(record.as_dict()) == record
         True
         """
-        found = _known(cls, tree)
-        for name, kind in (("prediction", Prediction), ("measurement", Measurement)):
-            if found.get(name) is not None:
-                found[name] = kind(**_known(kind, found[name]))
-        found["differences"] = [Difference(**_known(Difference, each)) for each in found.get("differences", [])]
-        return cls(**found)
+        found: Record = checked.read(cls, tree, where)
+        found.check(where or "The trial")
+        return found
 
-
-def _known(kind: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
-    names = {item.name for item in dataclasses.fields(kind)}
-    return {name: value for name, value in tree.items() if name in names}
+    def check(self, where: str) -> None:
+        """Refuse a trial that claims a speed and has none."""
+        if self.outcome in ("done", "stopped early") and self.tokens_per_second is None:
+            raise UserError(f"{where} is {self.outcome!r} and has no time of a step.")

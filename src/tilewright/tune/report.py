@@ -1,37 +1,34 @@
 """The report of a study: one HTML file that needs no network, no server and no other file.
 
-What comes from a study may hold anything, a user's paths or a library's error messages: all of it is escaped, and the
-page's own policy lets nothing run but the two scripts whose hashes it names, and nothing be fetched.
+What comes from a study may hold anything, a user's paths or a library's error messages. The page is built of
+`measure.markup` elements, which escape every text, so that nothing here has to remember to.
 """
 
 from __future__ import annotations
 
-import base64
 import collections
-import hashlib
-import html
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tilewright.measure.markup import Element, Node, clean, tag
 from tilewright.measure.results import write_text
 from tilewright.tune import report_anatomy as anatomy
+from tilewright.tune import report_html as piece
 from tilewright.tune import report_plots as plots
 from tilewright.tune.answer import UNSTEADY, Answer, alone
 from tilewright.tune.choose import UNKNOWN, is_known
 from tilewright.tune.record import OUTCOMES, Record
-from tilewright.tune.report_plots import Drawn, changes, clean, has_speed, milliseconds, size
-from tilewright.tune.report_style import CSS, JAVASCRIPT
+from tilewright.tune.report_html import Form, Section, number, plot, section, sentence, table, words
+from tilewright.tune.report_plots import changes, has_speed, milliseconds, size
 from tilewright.tune.space import label
 
-Form = Callable[[float], str]
-_NAME = 90  # characters of a kernel's name
 _ERROR = 240  # characters of an error in the table; the whole is in its log
 _LOG = 8000  # characters of a trial's log that are shown, the last ones
+_FOLDED = 0.005  # of the step: kernels below it share one row
 
 
 def write_report(answer: Answer, path: Path) -> None:
@@ -46,311 +43,276 @@ def page(answer: Answer) -> str:
     >>> "No trial was measured" in page(empty)
     True
     """
-    from plotly.offline import get_plotlyjs
-
     figures: dict[str, Any] = {}
-    body = "\n".join([
-        _head(answer), _waterfall(answer, figures), _tradeoff(answer, figures), _kernels(answer, figures),
-        _memory(answer, figures), _time(answer, figures), _timeline(answer, figures), _forecast(answer, figures),
-        _proof(answer, figures), _drift(answer, figures), _trials(answer), _phases(answer), _machine(answer),
-        _best(answer),
-    ])  # fmt: skip
-    library, script = (text.replace("\r\n", "\n") for text in (get_plotlyjs(), JAVASCRIPT))
-    policy = (
-        f"default-src 'none'; script-src '{_hash(library)}' '{_hash(script)}'; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
-    # As escapes of JSON, so that no text in it can end the script or begin a comment.
-    data = json.dumps(_finite(figures), allow_nan=False).replace("<", "\\u003c")
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{html.escape(policy, quote=True)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_escape(answer.name)}: {_escape(_verdict(answer))}</title>
-<style>{CSS}</style></head><body>
-{body}
-<script type="application/json" id="figures">{data}</script>
-<script>{library}</script>
-<script>{script}</script>
-</body></html>
-"""
+    header, sections = content(answer, figures)
+    return piece.whole_page(f"{answer.name}: {verdict(answer)}", header, sections, figures)
 
 
-def _escape(value: Any) -> str:
-    return html.escape(clean(value))
+def content(answer: Answer, figures: dict[str, Any]) -> tuple[Element, list[Section]]:
+    """The header and the sections of a page; the figures go into `figures` by their place."""
+    return _head(answer), [
+        _waterfall(answer, figures), _tradeoff(answer, figures), _kernels(answer, figures), _memory(answer, figures),
+        _time(answer, figures), _timeline(answer, figures), _forecast(answer, figures), _proof(answer, figures),
+        _drift(answer, figures), _trials(answer), _phases(answer), _machine(answer), _best(answer),
+    ]  # fmt: skip
 
 
-def _hash(script: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _finite(value: Any) -> Any:
-    """The same tree, with null for what JSON has no number for."""
-    if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# Pieces of HTML
-
-
-def _section(title: str, note: str, *content: str) -> str:
-    return f"<section><h2>{title}</h2><p class=note>{note}</p>{''.join(content)}</section>"
-
-
-def _plot(name: str, title: str, drawn: Drawn, figures: dict[str, Any]) -> str:
-    """A place for a figure and its legend, or the sentence in its stead."""
-    if isinstance(drawn, str):
-        return _none(drawn)
-    figures[name] = {"data": drawn.data, "layout": drawn.layout}
-    items = "".join(f"<li>{_mark(mark, colour)}{_escape(words)}</li>" for mark, colour, words in drawn.legend)
-    style = f"height:{drawn.layout['height']}px"
-    legend = f"<ul class=legend>{items}</ul>" if items else ""
-    place = f'<div class=plot id={name} role=img aria-label="{title}" style="{style}"></div>'
-    return f"<figure>{place}{legend}</figure>"
-
-
-def _mark(mark: str, colour: str) -> str:
-    line = {"solid": "solid", "dash": "dashed", "dot": "dotted"}.get(mark)
-    return (
-        f'<i class=line style="border-top:2px {line} {colour}"></i>'
-        if line
-        else f'<i style="color:{colour}">{mark}</i>'
-    )
-
-
-def _none(sentence: str) -> str:
-    return f"<p class=none>{_escape(sentence)}</p>"
-
-
-def _words(value: Any) -> str:
-    return f"<td>{_escape(value)}</td>"
-
-
-def _name(value: str, more: str = "") -> str:
-    """A cell with the name of a kernel, which can go on for pages."""
-    return f'<td class=name title="{_escape(value)}">{_escape(clean(value, _NAME))}{more}</td>'
-
-
-def _number(value: float | None, form: Form) -> str:
-    """A cell that shows a value in some form, and sorts by it."""
-    if value is None or not math.isfinite(value):
-        return "<td class=number></td>"
-    return f'<td class=number data-value="{value!r}">{_escape(form(value))}</td>'
-
-
-def _swatch(colour: str, words: str) -> str:
-    return f"<td class=swatch>{_mark('■', colour)}&nbsp;{_escape(words)}</td>"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, sortable: bool = False, kind: str = "") -> str:
-    """Rows of cells that are HTML already."""
-    cells = (f"<button type=button>{each}</button>" if sortable else each for each in header)
-    kinds = (" class=number" if cell.startswith("<td class=number") else "" for cell in rows[0])
-    head = "".join(f"<th scope=col{each}>{cell}</th>" for each, cell in zip(kinds, cells, strict=True))
-    lines = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    classes = f"{kind} sortable" if sortable else kind
-    return (
-        f'<div class=wide tabindex=0><table class="{classes}"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{lines}</tbody></table></div>"
-    )
-
-
-def _bars(name: str, title: str, found: anatomy.Bars | str, form: Form, figures: dict[str, Any]) -> str:
-    """A figure of stacked bars, and the table of its parts, which is its legend too."""
-    if isinstance(found, str):
-        return _none(found)
-    rows = []
-    for part, colour, values in found.parts:
-        rows.append([_swatch(colour, part), *(_number(value, form) for value in values), *_more(values, form)])
-    sums = [sum(values[i] or 0.0 for _, _, values in found.parts) for i in range(len(found.names))]
-    rows.append([_words("together"), *(_number(value, form) for value in sums), *_more(sums, form)])
-    header = ["Part", *(each.capitalize() for each in found.names), *(["More"] if len(found.names) == 2 else [])]
-    return _plot(name, title, found.figure, figures) + _table(header, rows, kind="parts")
-
-
-def _more(values: Sequence[float | None], form: Form) -> list[str]:
-    if len(values) != 2:
-        return []
-    more = (values[1] or 0.0) - (values[0] or 0.0)
-    return [_number(more, lambda value: form(value) if form(value).startswith(("-", "0 ")) else f"+{form(value)}")]
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes and rest else f"{minutes} min" if minutes else f"{seconds:.3g} s"
-
-
-# The sections
-
-
-def _ratio(answer: Answer, record: Record | None) -> float | None:
+def ratio(answer: Answer, record: Record | None) -> float | None:
+    """Speed of a run over that of the run as given."""
     if record is None or answer.reference is None or not (has_speed(record) and has_speed(answer.reference)):
         return None
     return (record.tokens_per_second or 0.0) / (answer.reference.tokens_per_second or math.inf)
 
 
-def _verdict(answer: Answer) -> str:
+def verdict(answer: Answer) -> str:
+    """The answer in a few words."""
     if answer.best is None:
         return "no run to recommend"
     if not answer.changes and answer.recommended:
         return "nothing to change yet" if alone(answer) else "nothing to change"
-    ratio = _ratio(answer, answer.best)
-    speed = f"{ratio:.2f} times as fast, " if ratio is not None else ""
+    times = ratio(answer, answer.best)
+    speed = f"{times:.2f} times as fast, " if times is not None else ""
     if speed and (answer.drift or 0.0) > UNSTEADY:
         speed = "speed not certain, "
     return speed + (answer.proof.verdict if answer.proof else "not proven yet")
 
 
-def _head(answer: Answer) -> str:
-    bad = "" if answer.recommended else " bad"
-    sentences = "".join(f"<p>{_escape(each)}</p>" for each in answer.sentences)
+def facts(answer: Answer) -> dict[str, str]:
+    """What a study is of, in a few words each; without what is not known."""
     gpu, found = answer.machine.get("gpu") or {}, answer.machine
     host = answer.ceilings.get("host") or {}
     outcomes = collections.Counter(record.outcome for record in answer.records)
     interrupted = ", interrupted" if answer.interrupted else ""
-    facts = {
+    time = f"{piece.clock(answer.elapsed)} of {piece.clock(answer.budget)}{interrupted}" if answer.budget else ""
+    listed = {
+        "Model": _model(answer),
+        "Batch": _batch(answer),
+        "Beside torch.compile": _beside_compile(answer),
         "Machine": gpu.get("name") or host.get("cpu") or "CPU",
         "Versions": ", ".join(f"{name} {found[name]}" for name in ("tilewright", "torch", "triton") if found.get(name)),
         "Date": str(found.get("date", ""))[:16].replace("T", " "),
-        "Time": f"{_clock(answer.elapsed)} of {_clock(answer.budget)}{interrupted}" if answer.budget else "",
+        "Time": time,
         "Trials": ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()) or "none",
     }
-    items = "".join(f"<div><dt>{name}</dt><dd>{_escape(value)}</dd></div>" for name, value in facts.items() if value)
-    return (
-        f"<header><h1>{_escape(answer.name)}</h1><p class='verdict{bad}'>{_escape(_verdict(answer))}"
-        f"</p><div class=sentences>{sentences or _none('The study has not come to an answer yet.')}</div>"
-        f"<dl class=facts>{items}</dl></header>"
+    return {name: str(value) for name, value in listed.items() if value}
+
+
+def _model(answer: Answer) -> str:
+    model = answer.start.get("model")
+    if answer.own_model:
+        return f"{answer.own_model}, a model of your own"
+    if not isinstance(model, Mapping):
+        return ""
+    found = {name: value for name, value in model.items() if isinstance(value, int) and not isinstance(value, bool)}
+    shape = [f"{found['layers']:,} layers"] if "layers" in found else []
+    shape += [f"{word} {found[name]:,}" for name, word in (("width", "width"), ("vocabulary", "vocabulary"))
+              if name in found]  # fmt: skip
+    return f"GPT {model.get('preset') or ''}".strip() + (f": {', '.join(shape)}" if shape else "")
+
+
+def _batch(answer: Answer) -> str:
+    rows, model = answer.start.get("global_batch"), answer.start.get("model")
+    if not isinstance(rows, int) or not rows:
+        return ""
+    if answer.own_model:
+        return f"{rows:,} rows"
+    length = model.get("sequence") if isinstance(model, Mapping) else None
+    tokens = f", {rows * length:,} tokens a step" if isinstance(length, int) else ""
+    return f"{rows:,} sequences" + (f" of {length:,} tokens{tokens}" if isinstance(length, int) else "")
+
+
+def _beside_compile(answer: Answer) -> str:
+    """How the best run compares with the run as given under torch.compile."""
+    if answer.best is None:
+        return ""
+    compiled = answer.compiled
+    times, plain = ratio(answer, answer.best), ratio(answer, compiled)
+    if compiled is None or times is None or not plain:
+        return "not measured"
+    mode = compiled.point.get("compile", answer.start.get("compile"))
+    if compiled.point == answer.best.point:
+        return f"is the best run ({mode})"
+    return f"{times / plain:.2f} times as fast as the run as given compiled ({mode})"
+
+
+def _head(answer: Answer) -> Element:
+    said = [tag("p", each) for each in answer.sentences]
+    items = [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts(answer).items()]
+    return tag(
+        "header",
+        tag("h1", answer.name),
+        _badge(answer, verdict(answer)),
+        tag("div", said or sentence("The study has not come to an answer yet."), class_="sentences"),
+        tag("dl", items, class_="facts"),
     )
 
 
-def _waterfall(answer: Answer, figures: dict[str, Any]) -> str:
+def _badge(answer: Answer, text: str) -> Element:
+    return tag("p", text, class_="verdict" if answer.recommended else "verdict bad")
+
+
+def _waterfall(answer: Answer, figures: dict[str, Any]) -> Section:
     missing = [f"Without {label({each.lever: each.value})} it did not run: {each.error or 'no reason is known'}"
                for each in answer.ablations if each.tokens_per_second is None]  # fmt: skip
     note = (
         "What the best run loses when one lever alone is put back. “Together” is what the levers give, or take, beyond "
         "the sum of that, so the bars add up from the run as given to the best."
     )
-    drawn = plots.waterfall(answer)
-    return _section(
-        "What each lever gives", note, _plot("waterfall", "Waterfall", drawn, figures), *map(_none, missing)
+    drawn = plot("waterfall", "Waterfall", plots.waterfall(answer), figures)
+    return section("What each lever gives", note, drawn, [sentence(each) for each in missing])
+
+
+def _tradeoff(answer: Answer, figures: dict[str, Any]) -> Section:
+    title = "Throughput against memory"
+    note = (
+        "Every trial that was measured, its speed corrected for the drift of the machine. Where a label has no room a "
+        "number stands for it: the trial's in the table of trials."
     )
+    return section(title, note, plot("tradeoff", title, plots.tradeoff(answer), figures))
 
 
-def _tradeoff(answer: Answer, figures: dict[str, Any]) -> str:
-    note = "Every trial that was measured, its speed corrected for the drift of the machine."
-    drawn = plots.tradeoff(answer)
-    return _section("Throughput against memory", note, _plot("tradeoff", "Throughput against memory", drawn, figures))
-
-
-def _kernels(answer: Answer, figures: dict[str, Any]) -> str:
+def _kernels(answer: Answer, figures: dict[str, Any]) -> Section:
     note = (
         "One step of the best run, observed op by op: the FLOPs and bytes that each cannot avoid, its inputs read once "
-        "and its results written once, over the time of its kernels, under the ceilings measured on this machine. An "
-        "op that multiplies no matrices counts one FLOP an element. What lies in a cache can pass the memory's limit; "
-        "what takes next to no time is at the lower edge."
+        "and its results written once, over the time of its kernels, under the ceilings of this machine. A ceiling is "
+        "the best of what the probe measured and of what an op of this step reached. An op that multiplies no matrices "
+        "counts one FLOP an element. An op that found its data in a cache, or had less to do than its shapes say, has "
+        "no share of a limit; what takes next to no time is at the lower edge."
     )
-    drawn = anatomy.roofline(answer)
-    table = _observed(answer) if answer.work else _profiled(answer)
-    doubt = anatomy.doubted_ceilings(answer)
-    parts = ([_none(doubt)] if doubt else []) + [_plot("roofline", "Roofline", drawn, figures), table]
-    return _section("Kernels and their limit", note, *parts)
+    roof = anatomy.roof(answer)
+    content = _observed(answer, roof) if answer.work else _profiled(answer)
+    raised = [tag("p", each) for each in roof.raised] if answer.work and roof.is_known else []
+    return section("Kernels and their limit", note,
+                   plot("roofline", "Roofline", anatomy.roofline(answer), figures), raised, content)  # fmt: skip
 
 
-def _observed(answer: Answer) -> str:
-    """Every kind of work of the step that was observed."""
-    found = answer.best.measurement if answer.best else None
-    step = found.seconds if found and has_speed(answer.best) else 0.0
-    total = max(step, sum(each["seconds"] for each in answer.work)) or 1.0  # what a compiler has on a CPU is not seen
+def _observed(answer: Answer, roof: anatomy.Roof) -> Element:
+    """Every kind of work of the step that was observed; what is below half a percent shares a row."""
+    total = anatomy.step_seconds(answer)
     longest = max(each["seconds"] for each in answer.work) or 1.0
-    rows = []
+    rows: list[list[Element]] = []
+    small = [each for each in answer.work if each["seconds"] / total < _FOLDED]
     for each in answer.work:
-        colour, at = anatomy.CATEGORIES.get(each["category"], plots.GREY), anatomy.point(answer, each)
-        bar = f"<i class=bar style='width:{max(0.5, 100 * each['seconds'] / longest):.1f}%;background:{colour}'></i>"
+        if each in small and len(small) > 1:
+            continue
+        colour, at = anatomy.CATEGORIES.get(each["category"], plots.GREY), roof.point(each)
         rows.append([
-            _name(f"{each['op']} {each['shapes']}", bar), _swatch(colour, each["category"]), _name(each["kernel"]),
-            _number(each["seconds"], milliseconds), _number(each["calls"], "{:,.4g}".format),
-            _number(each["seconds"] / total, "{:.1%}".format), _number(at.share if at else None, "{:.0%}".format),
+            piece.name(f"{each['op']} {each['shapes']}", piece.bar(each["seconds"] / longest, colour)),
+            piece.swatch(colour, each["category"]), piece.name(each["kernel"]),
+            number(each["seconds"], milliseconds), number(each["calls"], "{:,.4g}".format),
+            number(each["seconds"] / total, "{:.1%}".format), number(at.share if at else None, "{:.0%}".format),
         ])  # fmt: skip
     header = ["Op", "Kind", "Longest kernel", "Time a step", "Calls", "Share", "Of its limit"]
-    return _table(header, rows, sortable=True)
+    foot = _folded(small, total, [words(""), words("")], [number(None, str)])
+    return table(header, rows, sortable=True, foot=foot)
 
 
-def _profiled(answer: Answer) -> str:
+def _profiled(answer: Answer) -> Node:
     """Where no step was observed: every kernel of the profile, of which nobody knows what it had to do."""
     kernels = (anatomy.step_profile(answer) or {}).get("kernels", [])
-    longest = max((each["share"] for each in kernels), default=0.0) or 1.0
-    rows = []
+    if not kernels:
+        return None
+    longest = max(each["share"] for each in kernels) or 1.0
+    rows: list[list[Element]] = []
+    small = [each for each in kernels if each["share"] < _FOLDED]
     for each in kernels:
+        if each in small and len(small) > 1:
+            continue
         colour, share = anatomy.CATEGORIES.get(each["category"], plots.GREY), each["share"]
-        bar = f"<i class=bar style='width:{max(0.5, 100 * share / longest):.1f}%;background:{colour}'></i>"
         rows.append([
-            _name(each["name"], bar), _swatch(colour, each["category"]),
-            _number(each["seconds"], milliseconds), _number(each["calls"], "{:,.4g}".format),
-            _number(share, "{:.1%}".format),
+            piece.name(each["name"], piece.bar(share / longest, colour)), piece.swatch(colour, each["category"]),
+            number(each["seconds"], milliseconds), number(each["calls"], "{:,.4g}".format),
+            number(share, "{:.1%}".format),
         ])  # fmt: skip
-    header = ["Kernel", "Kind", "Time a step", "Calls", "Share"]
-    return _table(header, rows, sortable=True) if rows else ""
+    total = sum(each["seconds"] for each in kernels) / (sum(each["share"] for each in kernels) or 1.0) or 1.0
+    return table(["Kernel", "Kind", "Time a step", "Calls", "Share"], rows, sortable=True,
+                 foot=_folded(small, total, [words("")], []))  # fmt: skip
 
 
-def _memory(answer: Answer, figures: dict[str, Any]) -> str:
+def _folded(
+    small: Sequence[Mapping[str, Any]], total: float, before: Sequence[Element], after: Sequence[Element]
+) -> list[Element]:
+    """One row for all that takes too little to have its own; none where that is a single one."""
+    if len(small) < 2:
+        return []
+    seconds, calls = (sum(each[name] for each in small) for name in ("seconds", "calls"))
+    return [
+        words(f"{len(small)} others, each below {_FOLDED:.1%}"), *before, number(seconds, milliseconds),
+        number(calls, "{:,.4g}".format), number(seconds / total, "{:.1%}".format), *after,
+    ]  # fmt: skip
+
+
+def _bars(name: str, title: str, found: anatomy.Bars | str, form: Form, figures: dict[str, Any]) -> Node:
+    """A figure of stacked bars, and the table of its parts, which is its legend too."""
+    if isinstance(found, str):
+        return sentence(found)
+    rows = []
+    for part, colour, values in found.parts:
+        rows.append([piece.swatch(colour, part), *(number(value, form) for value in values), *_more(values, form)])
+    sums = [sum(values[i] or 0.0 for _, _, values in found.parts) for i in range(len(found.names))]
+    rows.append([words("together"), *(number(value, form) for value in sums), *_more(sums, form)])
+    header = ["Part", *(each.capitalize() for each in found.names), *(["More"] if len(found.names) == 2 else [])]
+    return [plot(name, title, found.figure, figures), table(header, rows, kind="parts")]
+
+
+def _more(values: Sequence[float | None], form: Form) -> list[Element]:
+    if len(values) != 2:
+        return []
+    return [number((values[1] or 0.0) - (values[0] or 0.0), piece.signed(form))]
+
+
+def _memory(answer: Answer, figures: dict[str, Any]) -> Section:
     note = (
         "The best run at its peak. Activations are all that is allocated and nobody else's: 16-bit copies of weights, "
         "logits and loss are among them. On a CPU all but weights, gradients and optimizer is the process's."
     )
-    return _section("Memory", note, _bars("memory", "Memory by part", anatomy.memory(answer), size, figures))
+    return section("Memory", note, _bars("memory", "Memory by part", anatomy.memory(answer), size, figures))
 
 
-def _time(answer: Answer, figures: dict[str, Any]) -> str:
+def _time(answer: Answer, figures: dict[str, Any]) -> Section:
     found = answer.best.measurement if answer.best else None
     alone = f" On its own a step takes {milliseconds(found.seconds)}." if found and has_speed(answer.best) else ""
     note = f"One step of the best run; the measured one under the profiler, which costs the host a little.{alone}"
     rows = []
     for each in answer.best.differences if answer.best else []:
         form: Form = milliseconds if each.unit == "s" else size
-        numbers = [
-            _number(each.predicted, form),
-            _number(each.measured, form),
-            *_more([each.predicted, each.measured], form),
-        ]
-        rows.append([_words(each.part), *numbers, _words(each.why)])
-    why = _table(["Difference", "Predicted", "Measured", "More", "Why"], rows, kind="why") if rows else ""
-    bars = _bars("time", "Time by part", anatomy.time_parts(answer), milliseconds, figures)
-    return _section("Where the time went", note, bars, why)
+        numbers = [number(each.predicted, form), number(each.measured, form)]
+        rows.append([words(each.part), *numbers, *_more([each.predicted, each.measured], form), words(each.why)])
+    why = table(["Difference", "Predicted", "Measured", "More", "Why"], rows, kind="why") if rows else None
+    return section(
+        "Where the time went",
+        note,
+        _bars("time", "Time by part", anatomy.time_parts(answer), milliseconds, figures),
+        why,
+    )
 
 
-def _timeline(answer: Answer, figures: dict[str, Any]) -> str:
+def _timeline(answer: Answer, figures: dict[str, Any]) -> Section:
     note = (
         "One step of the best run as it went: for each of 400 parts what took most of it. Below, the sums of kinds of "
         "work and of phases, which are in no order, and the longest gaps in which nothing ran."
     )
     gaps = (anatomy.step_profile(answer) or {}).get("longest_gaps", [])
-    rows = [[_number(gap["seconds"], milliseconds), _name(gap["before"]), _name(gap["after"])]
+    rows = [[number(gap["seconds"], milliseconds), piece.name(gap["before"]), piece.name(gap["after"])]
             for gap in gaps]  # fmt: skip
-    table = _table(["Longest gaps", "After", "Before"], rows, kind="gaps") if rows else ""
-    return _section("Timeline", note, _plot("timeline", "Timeline", anatomy.timeline(answer), figures), table)
+    listed = table(["Longest gaps", "After", "Before"], rows, kind="gaps") if rows else None
+    return section("Timeline", note, plot("timeline", "Timeline", anatomy.timeline(answer), figures), listed)
 
 
-def _forecast(answer: Answer, figures: dict[str, Any]) -> str:
+def _forecast(answer: Answer, figures: dict[str, Any]) -> Section:
+    title = "Predicted and measured"
     note = "Every trial that was predicted and measured. Above the line a step took longer than predicted."
-    left_out = "".join(
-        f"<li>{count:,} left out by the plan: {_escape(why)}</li>" for why, count in answer.discarded.items()
-    )
-    listed = f"<ul class=plain>{left_out}</ul>" if left_out else ""
-    drawn = plots.forecast(answer)
-    return _section("Predicted and measured", note, _plot("forecast", "Predicted and measured", drawn, figures), listed)
+    items = [tag("li", f"{count:,} left out by the plan: {why}") for why, count in answer.discarded.items()]
+    return section(title, note, plot("forecast", title, plots.forecast(answer), figures),
+                   tag("ul", items, class_="plain") if items else None)  # fmt: skip
 
 
-def _proof(answer: Answer, figures: dict[str, Any]) -> str:
+def _proof(answer: Answer, figures: dict[str, Any]) -> Section:
     if answer.proof is None:
         why = "The best run has not been compared with the standard float32 model yet."
         if answer.best is not None and not answer.changes:
             why = "The answer is the run as given: there is nothing to compare with it."
-        return _section("Proof", "", _none(why))
-    bad = "" if answer.recommended else " bad"
-    said = f"<p class='verdict{bad}'>{_escape(answer.proof.verdict)}</p><p>{_escape(answer.proof.why)}</p>"
+        return section("Proof", None, sentence(why))
     note = (
         "The best run and the standard block in the same precision, both against the standard float32 model on the "
         "same batch; errors are root mean squares over that of the float32 values. Where a line has a gap it is 0. "
@@ -358,38 +320,39 @@ def _proof(answer: Answer, figures: dict[str, Any]) -> str:
         "and losses are the run's own."
     )
     drawn = [
-        f"<div><h3>{title}</h3>{_plot(name, title, figure, figures)}</div>"
+        tag("div", tag("h3", title), plot(name, title, figure, figures))
         for name, title, figure in (
             ("outputs", "Outputs", plots.layer_errors(answer, "output")),
             ("gradients", "Gradients", plots.layer_errors(answer, "gradient")),
             ("losses", "Loss", plots.losses(answer)),
         )
     ]
-    return _section("Proof", note, said, f"<div class=side>{''.join(drawn)}</div>")
+    said = [_badge(answer, answer.proof.verdict), tag("p", answer.proof.why)]
+    return section("Proof", note, said, tag("div", drawn, class_="side"))
 
 
-def _drift(answer: Answer, figures: dict[str, Any]) -> str:
+def _drift(answer: Answer, figures: dict[str, Any]) -> Section:
     note = "The run as given, measured again and again between the others; their speeds are corrected by it."
-    return _section("Drift of the machine", note, _plot("drift", "Drift", plots.drift(answer), figures))
+    return section("Drift of the machine", note, plot("drift", "Drift", plots.drift(answer), figures))
 
 
-def _trials(answer: Answer) -> str:
+def _trials(answer: Answer) -> Section:
     if not answer.records:
-        return _section("Trials", "", _none("No trial has run yet."))
+        return section("Trials", None, sentence("No trial has run yet."))
     rows = []
     for index, record in enumerate(answer.records, 1):
         found, expected = record.measurement if has_speed(record) else None, record.prediction
         mark, sure = " ★" if record == answer.best else "", "" if is_known(record) else "?"
         rows.append([
-            _number(index, str), _words(label(changes(answer, record.point)) + mark),
-            f'<td title="{_escape(OUTCOMES.get(record.outcome, ""))}">{_escape(record.outcome)}</td>',
-            _number(record.tokens_per_second if found else None, f"{{:,.0f}}{sure}".format),
-            _number(_ratio(answer, record), f"{{:.2f}}x{sure}".format), _number(found.bytes if found else None, size),
-            _number(found.mfu if found else None, "{:.1%}".format),
-            _number(answer.loss_difference(record) if found else None, "{:.1e}".format),
-            _number(expected.seconds if expected else None, milliseconds),
-            _number(found.seconds if found else None, milliseconds),
-            _words(record.purpose + (", from the cache" if record.cached else "")), _error(record),
+            number(index, str), words(label(changes(answer, record.point)) + mark),
+            words(record.outcome, OUTCOMES.get(record.outcome, "")),
+            number(record.tokens_per_second if found else None, f"{{:,.0f}}{sure}".format),
+            number(ratio(answer, record), f"{{:.2f}}x{sure}".format), number(found.bytes if found else None, size),
+            number(found.mfu if found else None, "{:.1%}".format),
+            number(answer.loss_difference(record) if found else None, "{:.1e}".format),
+            number(expected.seconds if expected else None, milliseconds),
+            number(found.seconds if found else None, milliseconds),
+            words(record.purpose + (", from the cache" if record.cached else "")), _error(record),
         ])  # fmt: skip
     header = [
         "#", "Levers", "Outcome", "Tokens/s", "Ratio", "Memory", "MFU", "Loss diff", "Predicted", "Measured", "Purpose",
@@ -397,36 +360,36 @@ def _trials(answer: Answer) -> str:
     ]  # fmt: skip
     unknown = "" if all(map(is_known, answer.records)) else f" {UNKNOWN}"
     note = f"Levers are those that are not as given; ★ is the best. A heading sorts. {answer.about_losses}{unknown}"
-    return _section("Trials", note, _table(header, rows, sortable=True, kind="trials"))
+    return section("Trials", note, table(header, rows, sortable=True, kind="trials"))
 
 
-def _error(record: Record) -> str:
+def _error(record: Record) -> Element:
     error, log = clean(record.error or ""), clean(record.log).strip()[-_LOG:]
     whole = f"{error}\n\n{log}" if len(error) > _ERROR else log
-    more = f"<details><summary>log</summary><pre>{html.escape(whole)}</pre></details>" if whole else ""
-    return f"<td>{_escape(clean(error, _ERROR))}{more}</td>"
+    more = tag("details", tag("summary", "log"), tag("pre", whole)) if whole else None
+    return tag("td", clean(error, _ERROR), more)
 
 
-def _phases(answer: Answer) -> str:
+def _phases(answer: Answer) -> Section:
     """What the seconds of each trial, and of the proof, went into."""
     timed = [(label(changes(answer, each.point)), each.phases) for each in answer.records if each.phases]
     if answer.proof is not None and answer.proof.phases:
         timed.append(("the proof", answer.proof.phases))
     if not timed:
-        return _section("Time of the trials", "", _none("Where the seconds of the trials went is not known."))
+        return section("Time of the trials", None, sentence("Where the seconds of the trials went is not known."))
     names = list(answer.phases)
     rows = [
-        [_words(name), *(_number(phases.get(each), "{:.1f} s".format) for each in names)]
+        [words(name), *(number(phases.get(each), "{:.1f} s".format) for each in names)]
         for name, phases in (*timed, ("together", answer.phases))
     ]
     note = "Seconds of each process, from its start to its end; start is all before it does anything."
-    return _section("Time of the trials", note, _table(["Run", *map(_escape, names)], rows))
+    return section("Time of the trials", note, table(["Run", *names], rows))
 
 
-def _machine(answer: Answer) -> str:
-    rows = [[_words(name), _words(value)] for name, value in _flat({**answer.machine, "measured": answer.ceilings})]
-    content = _table(["What", "Value"], rows, kind="machine") if rows else _none("Nothing is known of the machine.")
-    return _section("Hardware and versions", "The machine that the trials ran on.", content)
+def _machine(answer: Answer) -> Section:
+    rows = [[words(name), words(value)] for name, value in _flat({**answer.machine, "measured": answer.ceilings})]
+    found = table(["What", "Value"], rows, kind="machine") if rows else sentence("Nothing is known of the machine.")
+    return section("Hardware and versions", "The machine that the trials ran on.", found)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
@@ -449,14 +412,12 @@ def _quantity(name: str, value: float) -> str:
     return f"{value * 1e6:,.3g} µs" if name.endswith("_seconds") else f"{value:,.6g}"
 
 
-def _best(answer: Answer) -> str:
+def _best(answer: Answer) -> Section:
     if not answer.start:
-        return _section("Configuration", "", _none("There is no configuration to show."))
+        return section("Configuration", None, sentence("There is no configuration to show."))
     text = yaml.safe_dump(anatomy.configuration(answer), sort_keys=False, allow_unicode=True)
     whose = "The best run" if answer.recommended else "The fastest run, which is not recommended (see the proof)"
     if answer.best is None:
         whose = "The run as given, for no other can be recommended"
-    note = f"{whose}, as <code>tilewright train</code> takes it."
-    return _section(
-        "Configuration", note, f"<button type=button id=copy>Copy</button><pre id=yaml>{_escape(text)}</pre>"
-    )
+    note = [f"{whose}, as ", tag("code", "tilewright train"), " takes it."]
+    return section("Configuration", note, tag("button", "Copy", type="button", id="copy"), tag("pre", text, id="yaml"))

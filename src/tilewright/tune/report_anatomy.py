@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.hardware import by_driver_name
 from tilewright.tune.answer import Answer
 from tilewright.tune.record import Prediction, Record
 from tilewright.tune.report_plots import (
@@ -17,11 +18,14 @@ from tilewright.tune.report_plots import (
     GREY,
     Drawn,
     Figure,
+    Rich,
     axis,
     dots,
     figure,
     logarithmic,
     milliseconds,
+    rich,
+    rich_lines,
     shown,
 )
 
@@ -29,6 +33,7 @@ IDLE = "#dfe3e8"
 _KINDS = ("product", "attention", "fused", "pointwise", "optimizer", "communication", "copy", "other")
 CATEGORIES = dict(zip(_KINDS, COLOURS, strict=False))  # those of `measure.profile`, and their colours
 _SHADES = ("#3d5a80", "#7a9cc6", "#b7a57a", "#5f7d63", "#b4b9bf")
+_LABELLED = 16  # ops of the roofline that have a label, those that take longest
 _DASHES = ("solid", "dash", "dot")
 _PARTS = ("weights", "gradients", "optimizer", "temporary buffers")  # which both the plan and a measurement know
 # What the plan counts as activations in parts, and a measurement can only see together.
@@ -71,10 +76,10 @@ def _stack(bars: Mapping[str, Mapping[str, float]], scale: float, unit: str, fix
         traces.append({
             "type": "bar", "orientation": "h", "x": values, "y": [-i for i in range(len(bars))], "width": 0.5,
             "marker": {"color": colours[part], "line": {"color": "white", "width": 0.6}}, "text": text,
-            "textposition": "none", "hovertemplate": "%{text}: %{x:,.4~g}<extra></extra>",
+            "textposition": "none", "hovertemplate": Rich("%{text}: %{x:,.4~g}<extra></extra>"),
         })  # fmt: skip
     labels = [
-        {"xref": "paper", "x": 0, "xanchor": "left", "y": -i, "yshift": 28, "text": f"<b>{shown(name)}</b>",
+        {"xref": "paper", "x": 0, "xanchor": "left", "y": -i, "yshift": 28, "text": rich("<b>{}</b>", shown(name)),
          "showarrow": False}
         for i, name in enumerate(bars)
     ]  # fmt: skip
@@ -96,7 +101,10 @@ def memory_parts(record: Record) -> dict[str, float]:
     context = found.memory.get("CUDA context")
     if context is not None:
         # From the total: the peak of a recorded step is its recording's, which the parts saw nothing of.
-        beyond = {"fragmentation": max(0.0, found.memory["total"] - context - found.bytes), "CUDA context": context}
+        beyond = {
+            "fragmentation": max(0.0, found.memory.get("total", 0) - context - found.bytes),
+            "CUDA context": context,
+        }
         return {**parts, **beyond}
     return parts
 
@@ -177,12 +185,15 @@ def _placed(pieces: list[dict[str, Any]], colours: Mapping[str, str]) -> list[di
             "type": "bar", "orientation": "h", "y": [0] * len(mine), "base": [start for start, _ in mine],
             "x": [length for _, length in mine], "width": 0.5, "marker": {"color": colours.get(kind, IDLE)},
             "text": [shown(kind)] * len(mine), "textposition": "none",
-            "hovertemplate": "%{text}: %{x:,.3~g} ms<extra></extra>",
+            "hovertemplate": Rich("%{text}: %{x:,.3~g} ms<extra></extra>"),
         })  # fmt: skip
     return traces
 
 
 # Roofline
+
+
+_BEYOND = 1.5  # times the probe's rate: no machine is so much better than its probe, so the work was less
 
 
 @dataclass(frozen=True)
@@ -199,59 +210,102 @@ class Point:
         """Of the limit, what it reaches."""
         return self.flops_per_second / self.limit
 
+
+@dataclass(frozen=True)
+class Roof:
+    """The ceilings: bytes and FLOPs a second, by dtype; and a sentence for each that an op of the step has raised."""
+
+    copy_rate: float
+    rates: dict[str, float]
+    raised: list[str]
+
     @property
-    def believable(self) -> bool:
-        """Caches take a little beyond the limit; who is far beyond it found that there was nothing to do."""
-        return self.share < 1.5
+    def is_known(self) -> bool:
+        return bool(self.copy_rate and self.rates)
+
+    def limit(self, work: Mapping[str, Any]) -> float | None:
+        """FLOPs a second that the ceilings allow for some work; None where they are not known."""
+        top = self.rates.get(work["dtype"] or "fp32")
+        if top is None or not (self.copy_rate and work["flops"] and work["bytes"] and work["seconds"]):
+            return None
+        return min(top, self.copy_rate * work["flops"] / work["bytes"])
+
+    def point(self, work: Mapping[str, Any]) -> Point | None:
+        """Where some work lies; None where nobody knows what it had to do, or what the machine can."""
+        limit = self.limit(work)
+        if limit is None:
+            return None
+        found = Point(work, work["flops"] / work["bytes"], work["flops"] / work["seconds"], limit)
+        return found if found.share <= 1 + 1e-9 else None
 
 
-def point(answer: Answer, work: Mapping[str, Any]) -> Point | None:
-    """Where some work lies; None where nobody knows what it had to do, or what the machine can."""
-    copy_rate, rates = _ceilings(answer)
-    if not (rates and copy_rate and work["flops"] and work["bytes"] and work["seconds"]):
-        return None
-    intensity = work["flops"] / work["bytes"]
-    top = rates.get(work["dtype"] or "fp32")
-    if top is None:  # of products in fp8, say
-        return None
-    found = Point(work, intensity, work["flops"] / work["seconds"], min(top, copy_rate * intensity))
-    return found if found.believable else None
+def step_seconds(answer: Answer) -> float:
+    """Of the step whose work was observed: what a compiler has on a CPU is not seen, and the sum may be less."""
+    found = answer.best.measurement if answer.best else None
+    whole = found.seconds if found is not None and found.step_seconds else 0.0
+    return max(whole, sum(each["seconds"] for each in answer.work)) or 1.0
+
+
+def roof(answer: Answer) -> Roof:
+    """The ceilings that the probe measured, raised to what an op of the observed step has reached.
+
+    A rate that an op reached is one that the machine can. Not so where the op had less to do than its shapes say: a
+    lookup that reads a part of its table, or data that lay in a cache. Such are quick, so an op counts here that takes
+    half a percent of the step, and within the datasheet's rates, or 1.5 times the probe's where there is none.
+    """
+    probed = {name: rate for name, rate in (answer.ceilings.get("flops") or {}).items() if rate}
+    copied = answer.ceilings.get("copy_bytes_per_second") or 0.0
+    if not (probed and copied):
+        return Roof(copied, probed, [])
+    gpu = (answer.machine.get("gpu") or {}).get("name")
+    chip = by_driver_name(gpu) if isinstance(gpu, str) else None
+    most_copied = chip.bytes_per_second if chip else _BEYOND * copied
+    rates, copy_rate, raised = dict(probed), copied, {}
+    for work in answer.work:
+        dtype = work["dtype"] or "fp32"
+        limit = Roof(copy_rate, rates, []).limit(work)
+        if limit is None or work["seconds"] < 0.005 * step_seconds(answer):
+            continue
+        rate, intensity = work["flops"] / work["seconds"], work["flops"] / work["bytes"]
+        most = chip.peak_flops.get(dtype, _BEYOND * probed[dtype]) if chip else _BEYOND * probed[dtype]
+        if rate <= limit or rate > min(most, most_copied * intensity):
+            continue
+        what = f"{work['op']} {work['shapes']}"
+        if rate > rates[dtype]:
+            rates[dtype] = rate
+            raised[dtype] = (
+                f"{dtype} is {_flops(rate)}, which {what} reached here; the probe reached {_flops(probed[dtype])}"
+            )
+        if rate > copy_rate * intensity:
+            copy_rate = rate / intensity
+            raised["memory"] = (
+                f"memory is {copy_rate / 1e9:,.0f} GB/s, which {what} reached here; the probe's copy reached "
+                f"{copied / 1e9:,.0f} GB/s"
+            )
+    return Roof(copy_rate, rates, [f"The ceiling of {words}." for words in raised.values()])
+
+
+def _flops(rate: float) -> str:
+    return f"{_digits(rate / 1e12)} TFLOP/s" if rate >= 5e12 else f"{_digits(rate / 1e9)} GFLOP/s"
 
 
 def roofline_points(answer: Answer) -> list[Point] | str:
     """All work of a step of the best run, what took longest first."""
     if answer.best is None or not answer.work:
         return "No step of a best run was observed, so nobody can say what its kernels had to do."
-    if not all(_ceilings(answer)):
+    ceilings = roof(answer)
+    if not ceilings.is_known:
         return "The ceilings of this machine were not measured, so there is nothing to hold the kernels against."
-    points = [found for work in answer.work if (found := point(answer, work)) is not None]
+    points = [found for work in answer.work if (found := ceilings.point(work)) is not None]
     return points or "Of none of the kernels that were observed is it known what they had to do."
-
-
-def doubted_ceilings(answer: Answer) -> str | None:
-    """A sentence where products pass the rate that was measured for them, which no cache explains."""
-    points, (copy_rate, _) = roofline_points(answer), _ceilings(answer)
-    if isinstance(points, str):
-        return None
-    beyond = max((each.share for each in points if each.limit < copy_rate * each.intensity), default=0.0)
-    if beyond < 1.05:
-        return None
-    return (
-        f"Products reach up to {beyond:.0%} of their limit, so the machine was slower while its ceilings were measured "
-        "than it was later: something else ran on it. Every share of a limit here is too high."
-    )
-
-
-def _ceilings(answer: Answer) -> tuple[float, dict[str, float]]:
-    rates = {name: rate for name, rate in (answer.ceilings.get("flops") or {}).items() if rate}
-    return answer.ceilings.get("copy_bytes_per_second") or 0.0, rates
 
 
 def roofline(answer: Answer) -> Drawn:
     """Each op of a step of the best run under the ceilings that were measured; the longer it takes, the larger."""
-    points, (copy_rate, rates) = roofline_points(answer), _ceilings(answer)
+    points, ceilings = roofline_points(answer), roof(answer)
     if isinstance(points, str):
         return points
+    copy_rate, rates = ceilings.copy_rate, ceilings.rates
     unit, word = (1e12, "TFLOP/s") if max(rates.values()) >= 5e12 else (1e9, "GFLOP/s")
     knees = [rate / copy_rate for rate in rates.values()]
     seen = [*knees, *(point.intensity for point in points)]
@@ -271,9 +325,11 @@ def roofline(answer: Answer) -> Drawn:
         colour, seconds = CATEGORIES.get(kind, GREY), sum(point.work["seconds"] for point in mine)
         sizes = [6 + 16 * (point.work["seconds"] / longest) ** 0.5 for point in mine]
         texts = [
-            f"{shown(point.work['op'])} {shown(point.work['shapes'])}<br>"
-            f"{_digits(point.flops_per_second / unit)} {word}, {point.share:.0%} of its limit, "
-            f"{milliseconds(point.work['seconds'])} a step"
+            rich_lines([
+                f"{shown(point.work['op'])} {shown(point.work['shapes'])}",
+                f"{_digits(point.flops_per_second / unit)} {word}, {point.share:.0%} of its limit, "
+                f"{milliseconds(point.work['seconds'])} a step",
+            ])
             for point in mine
         ]  # fmt: skip
         marker = {"size": sizes, "color": colour, "opacity": 0.8, "line": {"color": "white", "width": 1}}
@@ -283,7 +339,24 @@ def roofline(answer: Answer) -> Drawn:
         legend.append(("●", colour, f"{kind}, {milliseconds(seconds)} at {reached:.0%} of the limit"))
     heights = [value for trace in traces for value in trace["y"]]
     y = axis(word, **logarithmic(min(heights) / 1.5, max(heights) * 1.5))
-    return figure(traces, 420, axis("FLOPs a byte", **logarithmic(left, right)), y, legend)
+    labels = [
+        {
+            "x": point.intensity,
+            "y": max(lowest, point.flops_per_second / unit),
+            "texts": [shown(_short(point.work["op"]))],
+        }
+        for point in sorted(points, key=lambda point: -point.work["seconds"])[:_LABELLED]
+    ]
+    return figure(traces, 460, axis("FLOPs a byte", **logarithmic(left, right)), y, legend, labels)
+
+
+def _short(op: str) -> str:
+    """An op's name without its library's.
+
+    >>> _short("aten::mm"), _short("tilewright::dropout_add_norm.backward")
+    ('mm', 'dropout_add_norm.backward')
+    """
+    return op.rpartition("::")[2]
 
 
 def _digits(value: float) -> str:

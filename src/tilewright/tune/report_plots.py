@@ -1,18 +1,19 @@
 """The pictures of a report, as plotly's JSON; where there is nothing to draw, the sentence that says why.
 
 A picture has no legend of its own: a list or a table under it, which wraps on a phone and prints, has the colours.
-Text that comes from a trial is escaped here already, for plotly takes some tags for its own.
+Plotly takes some tags for its own, so whoever writes a page escapes every text of a picture but a `Rich` one, and
+`rich` escapes what it puts into one.
 """
 
 from __future__ import annotations
 
 import html
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilewright.measure.markup import clean
 from tilewright.tune.answer import Answer
 from tilewright.tune.choose import is_known, latest
 from tilewright.tune.record import Record
@@ -21,34 +22,49 @@ from tilewright.tune.space import label
 ACCENT, DARK, GREY, PALE, LOSS = "#0b61a4", "#27313b", "#8a949e", "#a9c8e4", "#c2541b"
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#56b4e9", "#cc79a7", "#d55e00", "#d8c93a", "#999999", "#5b4a8a", "#6b8e23")
-_UNPRINTABLE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\xa0-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Traces and layout for `Plotly.newPlot`, and a legend: (character, or dash of a line; colour; words)."""
+    """Traces and layout for `Plotly.newPlot`, and a legend: (character, or dash of a line; colour; words).
+
+    `labels` are texts for points, the most important first: {"x", "y", "texts"}. The page puts the first text there
+    that has room, or none.
+    """
 
     data: list[dict[str, Any]]
     layout: dict[str, Any]
     legend: list[tuple[str, str, str]] = field(default_factory=list)
+    labels: list[dict[str, Any]] = field(default_factory=list)
 
 
 Drawn = Figure | str
 
 
-def clean(value: Any, most: int = 0) -> str:
-    r"""Text that a page can show: without terminal colours, control and direction marks; shortened in its middle.
+class Rich(str):
+    """Text in plotly's own markup; made by `rich`."""
 
-    >>> clean("\x1b[31mred\x1b[0m"), clean("abcdefghij", 7)
-    ('red', 'abc…hij')
+
+def rich(template: str, *values: Any) -> Rich:
+    """Text in plotly's markup, with values that are shown as they are.
+
+    >>> rich("<b>{}</b>", "a < b")
+    '<b>a &lt; b</b>'
     """
-    text = _UNPRINTABLE.sub("", str(value)).encode("utf-8", "replace").decode()
-    return text if not most or len(text) <= most else f"{text[: most // 2]}…{text[len(text) - (most - 1) // 2 :]}"
+    return Rich(template.format(*(v if isinstance(v, Rich) else html.escape(clean(v), quote=False) for v in values)))
+
+
+def rich_lines(lines: Sequence[Any]) -> Rich:
+    """Lines below one another."""
+    return rich("<br>".join(["{}"] * len(lines)), *lines)
+
+
+_HOVER = Rich("%{text}<extra></extra>")
 
 
 def shown(value: Any, most: int = 48) -> str:
-    """Text that plotly shows as it is."""
-    return html.escape(clean(value, most).replace("\n", " "), quote=False)
+    """A name in one line, shortened."""
+    return clean(value, most).replace("\n", " ")
 
 
 def size(value: float) -> str:
@@ -117,7 +133,7 @@ def logarithmic(low: float, high: float) -> dict[str, Any]:
 
 def figure(
     data: list[dict[str, Any]], height: int, x: dict[str, Any], y: dict[str, Any],
-    legend: Iterable[tuple[str, str, str]] = (), **more: Any,
+    legend: Iterable[tuple[str, str, str]] = (), labels: Iterable[dict[str, Any]] = (), **more: Any,
 ) -> Figure:  # fmt: skip
     """Traces in the report's style."""
     layout = {
@@ -126,12 +142,12 @@ def figure(
         "hoverlabel": {"align": "left", "bgcolor": "white", "bordercolor": "#aab3bc", "font": {"color": DARK}},
         "plot_bgcolor": "white", "paper_bgcolor": "white", "xaxis": x, "yaxis": y, **more,
     }  # fmt: skip
-    return Figure(data, layout, list(legend))
+    return Figure(data, layout, list(legend), list(labels))
 
 
 def dots(x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], **more: Any) -> dict[str, Any]:
     """Points that say a text of their own when one touches them."""
-    hover = {"text": texts, "hovertemplate": "%{text}<extra></extra>"}
+    hover = {"text": texts, "hovertemplate": _HOVER}
     return {"type": "scatter", "mode": "markers", "x": x, "y": y, "cliponaxis": False, **hover, **more}
 
 
@@ -172,11 +188,11 @@ def waterfall(answer: Answer) -> Drawn:
     amounts = [
         f"{to - start:,.0f}" if i in (0, last) else f"{to - start:+,.0f}" for i, (_, start, to) in enumerate(bars)
     ]
-    words = [f"{shown(name, 34)}  <b>{amount}</b>" for (name, _, _), amount in zip(bars, amounts, strict=True)]
+    words = [rich("{}  <b>{}</b>", shown(name, 34), amount) for (name, _, _), amount in zip(bars, amounts, strict=True)]
     trace = {
         "type": "bar", "orientation": "h", "y": [-i for i in range(len(bars))], "base": [start for _, start, _ in bars],
         "x": [to - start for _, start, to in bars], "width": 0.42, "marker": {"color": colours}, "text": words,
-        "textposition": "none", "hovertemplate": "%{text} tokens/s<extra></extra>",
+        "textposition": "none", "hovertemplate": Rich("%{text} tokens/s<extra></extra>"),
     }  # fmt: skip
     labels = [
         {"xref": "paper", "x": 0, "xanchor": "left", "y": -i, "yshift": 20, "text": text, "showarrow": False}
@@ -218,7 +234,22 @@ def _described(answer: Answer, record: Record) -> str:
     assert found is not None and record.tokens_per_second is not None
     lines = [shown(part) for part in label(changes(answer, record.point)).split(", ")]
     lines.append(f"{record.tokens_per_second:,.0f} tokens/s, {milliseconds(found.seconds)} a step, {size(found.bytes)}")
-    return "<br>".join(lines)
+    return rich_lines(lines)
+
+
+def _labels(answer: Answer, records: Sequence[Record], x: Any, y: Any) -> list[dict[str, Any]]:
+    """The labels of points, the notable first: what was moved, or where that has no room the number of the trial."""
+    order = sorted(records, key=lambda r: (r != answer.best, r != answer.reference, -(r.tokens_per_second or 0.0)))
+    found = []
+    for record in order:
+        name = label(changes(answer, record.point))
+        short = next((str(i) for i, each in enumerate(answer.records, 1) if each == record), "")
+        if record == answer.best and name != "as given":
+            texts = [f"best: {name}", "best"]
+        else:
+            texts = [name, short]
+        found.append({"x": x(record), "y": y(record), "texts": [each for each in texts if 0 < len(each) <= 60]})
+    return found
 
 
 def _scatter(
@@ -253,16 +284,18 @@ def tradeoff(answer: Answer) -> Drawn:
     legend.append(("solid", ACCENT, "no other is both faster and smaller"))
     shapes, cap = [], memory_cap(answer)
     most = max(record.measurement.bytes for record in records if record.measurement)
-    x = axis("memory at the peak, GB", rangemode="tozero")
+    least = min(record.measurement.bytes for record in records if record.measurement)
+    x = axis("memory at the peak, GB")
     if cap is not None and cap <= 2 * most:  # else it would squeeze all points to one side
         shapes = [{"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": cap / 1e9, "x1": cap / 1e9,
                    "line": {"color": LOSS, "width": 1.5, "dash": "dash"}}]  # fmt: skip
-        x["range"] = [0, 1.04 * max(cap, most) / 1e9]
+        x["range"] = [0.9 * least / 1e9, (1.04 * max(cap, most)) / 1e9]
         legend.append(("dash", LOSS, f"the most it may take, {size(cap)}"))
     elif cap is not None:
         legend.append(("→", GREY, f"the most it may take, {size(cap)}, is far to the right"))
-    y = axis("tokens a second", tickformat=",~s", rangemode="tozero")
-    return figure([line, *traces], 380, x, y, legend, shapes=shapes)
+    y = axis("tokens a second", tickformat=",~s")
+    labels = _labels(answer, records, lambda r: r.measurement.bytes / 1e9, lambda r: r.tokens_per_second)
+    return figure([line, *traces], 460, x, y, legend, labels, shapes=shapes)
 
 
 # Predicted and measured
@@ -283,7 +316,8 @@ def forecast(answer: Answer) -> Drawn:
     span = logarithmic(low, high)
     legend.append(("dash", GREY, "as predicted"))
     x, y = axis("ms a step, predicted", **span), axis("ms a step, measured", **span)
-    return figure([line, *traces], 380, x, y, legend)
+    labels = _labels(answer, records, lambda r: r.prediction.seconds * 1e3, lambda r: r.measurement.seconds * 1e3)
+    return figure([line, *traces], 460, x, y, legend, labels)
 
 
 # The proof, and the machine's drift

@@ -17,6 +17,10 @@ section { margin-top: 3rem; padding-top: 1.5rem; border-top: 1px solid var(--lin
 .facts { display: flex; flex-wrap: wrap; gap: .6rem 2rem; margin: 1.4rem 0 0; font-size: .9rem }
 .facts dt { color: var(--soft); font-size: .8rem }
 .facts dd { margin: 0; font-variant-numeric: tabular-nums }
+nav { margin-top: 1.6rem; font-size: .9rem }
+nav ul { list-style: none; padding: 0; margin: 0; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem }
+a { color: var(--accent); text-underline-offset: .15em }
+a:not(:hover) { text-decoration-color: #b9d2e6 }
 .note { color: var(--soft); margin: 0 0 .8rem; max-width: 46rem; font-size: .95rem }
 .none { color: var(--soft); font-style: italic; margin: .5rem 0 }
 figure { margin: 0 0 1rem }
@@ -35,6 +39,7 @@ th, td { padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); tex
 th { color: var(--soft); font-weight: 600; white-space: nowrap }
 th.number, td.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
 .parts tr:last-child td { font-weight: 600; border-bottom: 0 }
+tfoot td { color: var(--soft) }
 td.name { min-width: 12rem; max-width: 34rem; overflow-wrap: anywhere; font-size: .8rem }
 td.swatch { padding-left: 1.1em; text-indent: -1.1em }
 .bar { display: block; height: 4px; margin-top: 3px; border-radius: 2px }
@@ -58,7 +63,7 @@ pre { background: #f5f7f9; padding: .8rem; margin: .4rem 0 0; overflow: auto; fo
   section { margin-top: 1.2rem; padding-top: .8rem }
   h2, h3, .note { break-after: avoid }
   figure, tr { break-inside: avoid }
-  button#copy, details { display: none }
+  button#copy, details, nav { display: none }
   .wide { overflow: visible }
   table { font-size: 7.5pt; width: 100% }
   td.name, .trials td:nth-child(2), .trials td:last-child, .why td:last-child { min-width: 0 }
@@ -75,6 +80,61 @@ for (const [id, figure] of Object.entries(JSON.parse(document.getElementById("fi
   const place = document.getElementById(id);
   Plotly.newPlot(place, figure.data, figure.layout, config);
   drawn.push(place);
+  if (figure.labels.length) {
+    let width = 0;
+    const again = () => {
+      if (place.clientWidth === width) return;
+      width = place.clientWidth;
+      Plotly.relayout(place, { annotations: labelled(place, figure.labels) });
+    };
+    place.on("plotly_afterplot", again);
+    again();
+  }
+}
+
+// Each label goes beside its point where it covers no other label, no point and no edge: the first of its texts that
+// has room on one of four sides, or none.
+function labelled(place, labels) {
+  const { xaxis, yaxis } = place._fullLayout, font = "11px system-ui, sans-serif";
+  const measure = document.createElement("canvas").getContext("2d");
+  measure.font = font;
+  const at = ({ x, y }) => [xaxis.d2p(x), yaxis.d2p(y)];
+  const taken = labels.map(label => {
+    const [x, y] = at(label);
+    return { left: x - 6, right: x + 6, top: y - 6, bottom: y + 6 };
+  });
+  const free = box => box.left >= 0 && box.right <= xaxis._length && box.top >= 0 && box.bottom <= yaxis._length &&
+    taken.every(other => box.right < other.left || other.right < box.left || box.bottom < other.top ||
+      other.bottom < box.top);
+  const find = (label, text) => {
+    const [x, y] = at(label);
+    const width = measure.measureText(text.replace(/&\\w+;/g, "m")).width + 12, height = 18;
+    for (const [side, rise] of [[1, 0], [-1, 0], [0, -1], [0, 1], [1, -1], [-1, -1], [1, 1], [-1, 1]]) {
+      const centre = x + side * (width / 2 + 8), middle = y + rise * (side ? 12 : 17);
+      const box = { left: centre - width / 2, right: centre + width / 2, top: middle - height / 2,
+        bottom: middle + height / 2 };
+      if (free(box)) {
+        taken.push(box);
+        return { x: label.x, y: label.y, text, showarrow: false, xshift: centre - x, yshift: y - middle,
+          font: { size: 11, color: "#3d4852" }, bgcolor: "rgba(255, 255, 255, 0.75)", borderpad: 0 };
+      }
+    }
+    return null;
+  };
+  const shown = [];
+  for (const label of labels) {
+    for (const text of label.texts) {
+      const found = find(label, text);
+      if (found) {
+        // On a logarithmic axis an annotation lies at the exponent.
+        if (xaxis.type === "log") found.x = Math.log10(found.x);
+        if (yaxis.type === "log") found.y = Math.log10(found.y);
+        shown.push(found);
+        break;
+      }
+    }
+  }
+  return shown;
 }
 
 // A page of paper is narrower than a screen, and knows it only now.

@@ -25,19 +25,21 @@ from tilewright.tune.record import Record
 from tilewright.tune.space import Space, key, with_values
 from tilewright.tune.storage import in_folder
 
+_LARGEST = 64 * 10**6  # bytes of an answer; the largest on record has 0.7 MB
+
 
 def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
     """The answer of a study, as it was given or, where more has been measured since, as it is now."""
     given = folder / "answer.json"
     if storage is None and given.is_file() and not (folder / "study.db").is_file():  # it was in a database elsewhere
-        return _given(given)
+        return read_answer(given)
     notes, found = Ledger.read(storage or in_folder(folder), name)
     facts = notes.get("facts")
     if not isinstance(facts, dict):
         raise UserError(f"The study {name} ended before its first trial; there is nothing to report.")
     records = corrected(found)
     with contextlib.suppress(OSError, UserError):
-        answer = _given(given)
+        answer = read_answer(given)
         if len(answer.records) == len(records):
             return answer
     space = space_of(facts)
@@ -54,11 +56,20 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
     return answer
 
 
-def _given(path: Path) -> Answer:
+def read_answer(path: Path) -> Answer:
+    """The answer of a study, from the file it was written to; anybody may have sent it, so it is checked."""
     try:
-        return Answer.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is no answer of a study; give the study's --storage.") from error
+        with open(path, "rb") as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise UserError(f"it is larger than {_LARGEST // 10**6} MB.")
+        return Answer.from_dict(json.loads(content))
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}; give the answer.json of a study.") from error
+    except UserError as error:
+        raise UserError(f"{path} is no answer of a study: {str(error).rstrip('.')}; give another.") from error
+    except (ValueError, RecursionError) as error:  # no JSON, or too deep
+        raise UserError(f"{path} is no answer of a study: it is not JSON; give another.") from error
 
 
 def space_of(facts: dict[str, Any]) -> Space:
