@@ -124,14 +124,19 @@ def _parse(row: dict[str, str]) -> Accelerator:
 
 
 def find(name: str) -> Accelerator:
-    """The accelerator of this name, or an error that names the nearest ones.
+    """The accelerator of this name, or the only one whose name begins so; else an error that names the nearest ones.
 
-    >>> find("H200-SXM").bytes_per_second
-    4800000000000.0
+    >>> find("H200-SXM").bytes_per_second, find("h200").name
+    (4800000000000.0, 'H200-SXM')
     """
     known = {key.lower(): accelerator for key, accelerator in table().items()}
     if name.lower() in known:
         return known[name.lower()]
+    begun = [accelerator for key, accelerator in known.items() if key.startswith(f"{name.lower()}-")]
+    if len(begun) == 1:
+        return begun[0]
+    if begun:
+        raise UserError(f"Accelerator {name!r} is one of several; choose {' or '.join(one.name for one in begun)}.")
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(known[n].name for n in near)}?" if near else f"known: {', '.join(table())}."
     raise UserError(f"Accelerator {name!r} is not in the table; {hint}")

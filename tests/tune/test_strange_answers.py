@@ -146,7 +146,7 @@ def test_what_every_text_of_an_answer_says_stays_text():
 
     def hostile(value, name=""):
         if isinstance(value, dict):
-            free = name in ("discarded", "phases", "losses", "machine", "memory", "parts")
+            free = name in ("discarded", "phases", "losses", "memory", "parts") and "name" not in value
             return {(f"{key} {REFRESH}" if free else key): hostile(each, key) for key, each in value.items()}
         if isinstance(value, list):
             return [hostile(each, name) for each in value]

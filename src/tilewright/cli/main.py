@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -11,7 +12,9 @@ from rich.markup import escape
 import tilewright
 from tilewright.cli import bench, config, data, doctor, export, plan, report, train, tune
 from tilewright.cli import plan_speed as plan_speed  # adds its commands to `plan`
+from tilewright.cli.output import make_printable
 from tilewright.errors import UserError
+from tilewright.measure.markup import clean
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -31,6 +34,9 @@ app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 
 
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or that of the copy of click in newer typers
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"tilewright {tilewright.__version__}")
@@ -46,11 +52,41 @@ def _root(
 
 def main() -> None:
     """Run the command line; what the user can put right is one sentence and exit code 2."""
+    make_printable()
     try:
-        app()
+        code = typer.main.get_command(app).main(prog_name="tilewright", standalone_mode=False)
     except UserError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False)
-        sys.exit(2)
-    except KeyboardInterrupt:
+        _fail(str(error))
+    except _UsageError as error:
+        _fail(usage_sentence(error))
+    except (KeyboardInterrupt, typer.Abort):
         Console(stderr=True).print("stopped")
         sys.exit(130)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(sentence: str) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(clean(sentence))}", highlight=False)
+    sys.exit(2)
+
+
+def usage_sentence(error: Any) -> str:
+    """What is wrong with a command's arguments, and what to write instead."""
+    command = error.ctx.command_path if error.ctx is not None else "tilewright"
+    option = getattr(error, "option_name", "") if command.rpartition(" ")[2] in ("train", "tune", "show") else ""
+    if option and (hint := field_hint(option.lstrip("-").replace("-", "_"))):
+        return f"There is no option {option}; {hint}."
+    return f"{error.format_message().rstrip('.')}; see `{command} --help`."
+
+
+def field_hint(name: str) -> str:
+    """How to set a field of a run that somebody took for an option; empty where it is none.
+
+    >>> field_hint("steps"), field_hint("lr"), field_hint("nonsense")
+    ('write steps=VALUE', 'write optimizer.learning_rate=VALUE', '')
+    """
+    from tilewright.train.configuration import find_field
+
+    found = find_field(name)
+    return f"write {found}=VALUE" if found else ""

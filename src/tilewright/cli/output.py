@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import html
+import codecs
+import io
 import json
 import re
 import sys
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewright.errors import UserError
+from tilewright.measure.markup import Node, Verbatim, render, tag
 from tilewright.measure.results import SCHEMA, write_text
 
 COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_black", "white")
@@ -67,7 +69,8 @@ class Report:
         console.print(self.title, style="bold", highlight=False, soft_wrap=True, markup=False)
         for item in self.items:
             if isinstance(item, Grid):
-                console.print(_table(item, explain))
+                for table in tables(item, explain, console.width):
+                    console.print(table)
             elif isinstance(item, Bar):
                 console.print(_bar(item, max(20, min(console.width, 100) - 2)))
             else:
@@ -76,19 +79,44 @@ class Report:
             console.print(f"Written to {page}.", highlight=False, soft_wrap=True, markup=False)
 
     def _html(self, explain: bool) -> str:
-        body = [f"<h1>{html.escape(self.title)}</h1>"]
+        body: list[Node] = [tag("h1", self.title)]
         for item in self.items:
             if isinstance(item, Grid):
                 body.append(_html_table(item, explain))
             elif isinstance(item, Bar):
                 body.append(_html_bar(item))
             else:
-                body.append(f"<p>{html.escape(item)}</p>")
+                body.append(tag("p", item))
+        figure = ""
         if self.figure is not None:
             import plotly.graph_objects as graph
 
-            body.append(graph.Figure(self.figure).to_html(full_html=False, include_plotlyjs=True))
-        return _PAGE.format(title=html.escape(self.title), body="\n".join(body))
+            figure = graph.Figure(self.figure).to_html(full_html=False, include_plotlyjs=True)
+        head = tag("head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width"),
+                   tag("title", self.title), tag("style", Verbatim(_CSS)))  # fmt: skip
+        start = f'<!doctype html>\n<html lang="en">{render(head)}<body>\n'
+        return f"{start}{render(body)}\n{figure}\n</body></html>\n"
+
+
+# For a terminal or a file that has no more than ASCII.
+_PLAIN = {
+    "█": "#", "■": "#", "┃": "|", "·": ".", "…": "...", "\u00d7": "x", "µ": "u", "±": "+-", "★": "*", "\u2013": "-",
+    "“": '"', "”": '"', "²": "^2",
+}  # fmt: skip
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    part = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(each, "?") for each in part), error.end
+
+
+def make_printable() -> None:
+    """Let standard output and error take any text: a character that they have not is written as one they have."""
+    codecs.register_error("tilewright", _replaced)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="tilewright")
 
 
 class _Printable:
@@ -152,18 +180,64 @@ def _visible(grid: Grid, explain: bool) -> list[int]:
     return [i for i, heading in enumerate(grid.header) if explain or heading not in grid.explained]
 
 
-def _table(grid: Grid, explain: bool) -> Table:
-    columns = _visible(grid, explain)
-    # Many columns are set close together, and none of them is folded away to nothing.
-    table = Table(title=grid.title, title_justify="left", padding=(0, 0 if len(columns) > 8 else 1))
+_WORD = 24  # characters of a column of text: what is longer is folded
+
+
+def tables(grid: Grid, explain: bool, width: int) -> list[Table]:
+    """A table, or where a terminal is too narrow for it several, each with the first column and some of the others.
+
+    >>> wide = Grid("title", ["name", "a" * 40, "b" * 40], [["x", "1", "2"]])
+    >>> [len(table.columns) for table in tables(wide, False, 80)], len(tables(wide, False, 120))
+    ([2, 2], 1)
+    """
+    first, *others = columns = _visible(grid, explain)
+    for gap in (3, 1):  # a border, and a space on either side of a column or none
+        if 1 + sum(_least(grid, column) + gap for column in columns) <= width:
+            return [_table(grid, columns, grid.title, width, gap)]
+    room = width - 1 - _least(grid, first) - 3
+    groups: list[list[int]] = [[]]
+    for column in others:
+        taken = sum(_least(grid, each) + 3 for each in groups[-1])
+        if groups[-1] and taken + _least(grid, column) + 3 > room:
+            groups.append([])
+        groups[-1].append(column)
+    return [
+        _table(grid, [first, *group], "" if number else grid.title, width, 3) for number, group in enumerate(groups)
+    ]
+
+
+def _cells(grid: Grid, column: int) -> list[str]:
+    return [row[column] for row in grid.rows]
+
+
+def _is_number(grid: Grid, column: int) -> bool:
+    return all(_NUMBER.fullmatch(cell) is not None for cell in _cells(grid, column))
+
+
+def _least(grid: Grid, column: int) -> int:
+    """The narrowest that a column can be without losing anything: a number and a first column are not folded."""
+    texts = [grid.header[column], *_cells(grid, column)]
+    if column == 0:
+        return min(_WIDEST, max(map(len, texts)))
+    if _is_number(grid, column):
+        return max(map(len, (*_cells(grid, column), *grid.header[column].split())))
+    return min(_WORD, max(len(word) for text in texts for word in (text.split() or [""])))
+
+
+_WIDEST = 40  # characters of a first column
+
+
+def _table(grid: Grid, columns: list[int], title: str, width: int, gap: int) -> Table:
+    """A table of some columns, each at least as wide as it must be, and as wide as it likes while there is room."""
+    widths = {i: _least(grid, i) for i in columns}
+    room = width - 1 - sum(value + gap for value in widths.values())
     for i in columns:
-        cells = [row[i] for row in grid.rows]
-        numbers = i > 0 and all(_NUMBER.fullmatch(cell) is not None for cell in cells)
-        words = " ".join((grid.header[i], *cells)).split() or [""]
-        table.add_column(
-            grid.header[i], justify="right" if numbers else "left", overflow="fold", no_wrap=numbers or i == 0,
-            min_width=min(9, max(map(len, words))),
-        )  # fmt: skip
+        more = min(max(0, room), max(map(len, (grid.header[i], *_cells(grid, i)))) - widths[i])
+        widths[i], room = widths[i] + more, room - more
+    table = Table(title=title or None, title_justify="left", padding=(0, gap // 2))
+    for i in columns:
+        side: Any = "right" if i > 0 and _is_number(grid, i) else "left"
+        table.add_column(grid.header[i], justify=side, overflow="fold", width=widths[i])
     for row in grid.rows:
         table.add_row(*(Text(row[i]) for i in columns))
     return table
@@ -184,39 +258,34 @@ def _bar(bar: Bar, width: int) -> Text:
     return Text(f"{bar.title}\n") + line + "\n" + legend
 
 
-def _html_table(grid: Grid, explain: bool) -> str:
+def _html_table(grid: Grid, explain: bool) -> Node:
     columns = _visible(grid, explain)
-    head = "".join(f"<th>{html.escape(grid.header[i])}</th>" for i in columns)
-    rows = "".join("<tr>" + "".join(f"<td>{html.escape(row[i])}</td>" for i in columns) + "</tr>" for row in grid.rows)
-    return f"<h2>{html.escape(grid.title)}</h2><div class=wide><table><tr>{head}</tr>{rows}</table></div>"
+    head = tag("tr", [tag("th", grid.header[i]) for i in columns])
+    rows = [tag("tr", [tag("td", row[i]) for i in columns]) for row in grid.rows]
+    return [tag("h2", grid.title), tag("div", tag("table", head, rows), class_="wide")]
 
 
-def _html_bar(bar: Bar) -> str:
+def _html_bar(bar: Bar) -> Node:
     whole = max(sum(size for _, size in bar.parts), bar.capacity or 0.0) or 1.0
     cells, legend = [], []
     for i, (name, size) in enumerate(bar.parts):
-        colour, label = _PAGE_COLOURS[i % len(_PAGE_COLOURS)], html.escape(f"{name}: {gigabytes(size)}")
-        cells.append(f'<span title="{label}" style="width:{100 * size / whole:.3f}%;background:{colour}"></span>')
-        legend.append(f'<li><i style="background:{colour}"></i>{label}</li>')
+        colour, label = _PAGE_COLOURS[i % len(_PAGE_COLOURS)], f"{name}: {gigabytes(size)}"
+        cells.append(tag("span", title=label, style=f"width:{100 * size / whole:.3f}%;background:{colour}"))
+        legend.append(tag("li", tag("i", style=f"background:{colour}"), label))
     if bar.capacity and bar.capacity < whole:
-        cells.append(f'<b title="the GPU ends here" style="left:{100 * bar.capacity / whole:.3f}%"></b>')
-    return f"<h2>{html.escape(bar.title)}</h2><div class=bar>{''.join(cells)}</div><ul>{''.join(legend)}</ul>"
+        cells.append(tag("b", title="the GPU ends here", style=f"left:{100 * bar.capacity / whole:.3f}%"))
+    return [tag("h2", bar.title), tag("div", cells, class_="bar"), tag("ul", legend)]
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; color: #1c2128 }}
-h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.05rem; margin-top: 1.8rem }}
-.wide {{ overflow-x: auto }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .25rem .7rem; border-bottom: 1px solid #d8dde3; text-align: left; vertical-align: top }}
-.bar {{ display: flex; height: 2rem; background: #eef0f3; position: relative }}
-.bar span {{ display: block; height: 100% }}
-.bar b {{ position: absolute; top: -.4rem; bottom: -.4rem; border-left: 3px solid #1c2128 }}
-ul {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem }}
-li i {{ display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px }}
-</style></head><body>
-{body}
-</body></html>
+_CSS = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; color: #1c2128 }
+h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin-top: 1.8rem }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #d8dde3; text-align: left; vertical-align: top }
+.bar { display: flex; height: 2rem; background: #eef0f3; position: relative }
+.bar span { display: block; height: 100% }
+.bar b { position: absolute; top: -.4rem; bottom: -.4rem; border-left: 3px solid #1c2128 }
+ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem }
+li i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px }
 """

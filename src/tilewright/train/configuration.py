@@ -404,6 +404,32 @@ def _refuse_type(field: Field, value: Any, where: str) -> NoReturn:
     raise UserError(f"{where}: {field.name} is {shown(value)}; it must be {_KINDS[field.kind]}.")
 
 
+# What others call a field.
+_ALIASES = {
+    "lr": "optimizer.learning_rate", "wd": "optimizer.weight_decay", "batch": "global_batch",
+    "batch_size": "global_batch", "bs": "global_batch", "micro_batch_size": "micro_batch", "grad_accum": "accumulation",
+    "gradient_accumulation_steps": "accumulation", "gradient_accumulation": "accumulation", "max_steps": "steps",
+    "iterations": "steps", "seq_len": "model.sequence", "seq_length": "model.sequence", "context": "model.sequence",
+    "block_size": "model.sequence", "vocab_size": "model.vocabulary", "vocab": "model.vocabulary",
+    "n_layer": "model.layers", "num_layers": "model.layers", "n_head": "model.heads", "n_embd": "model.width",
+    "hidden_size": "model.width", "d_model": "model.width", "output": "out", "output_dir": "out", "out_dir": "out",
+    "dtype": "precision", "max_grad_norm": "optimizer.clip", "grad_clip": "optimizer.clip",
+}  # fmt: skip
+
+
+def find_field(name: str) -> str | None:
+    """The field that somebody means by the last part of its name, or by what others call it.
+
+    >>> find_field("lr"), find_field("steps"), find_field("learning_rate"), find_field("nonsense")
+    ('optimizer.learning_rate', 'steps', 'optimizer.learning_rate', None)
+    """
+    last = name.rpartition(".")[2].lower().replace("-", "_")
+    if name in fields() or last in _ALIASES:
+        return name if name in fields() else _ALIASES[last]
+    ending = [each for each in fields() if each.rpartition(".")[2] == last]
+    return ending[0] if len(ending) == 1 else None
+
+
 def _refuse_name(name: str, where: str) -> NoReturn:
     """Say that there is no such field, and which is the nearest: by its whole name and by its last part."""
     if name == "base":
@@ -413,6 +439,7 @@ def _refuse_name(name: str, where: str) -> NoReturn:
         parts = (name[:80], other), (name[:80].split(".")[-1], other.split(".")[-1])
         return sum(difflib.SequenceMatcher(None, *part).ratio() for part in parts)
 
-    nearest = max(("base", *sections(), *fields()), key=likeness)
-    hint = f"did you mean {nearest}?" if likeness(nearest) > 1.2 else "`tilewright config show` lists them all."
+    nearest = find_field(name) or max(("base", *sections(), *fields()), key=likeness)
+    near = find_field(name) or likeness(nearest) > 1.2
+    hint = f"did you mean {nearest}?" if near else "`tilewright config show` lists them all."
     raise UserError(f"{where}: there is no field {word(name)}; {hint}")
