@@ -231,9 +231,11 @@ def _table(grid: Grid, columns: list[int], title: str, width: int, gap: int) -> 
     """A table of some columns, each at least as wide as it must be, and as wide as it likes while there is room."""
     widths = {i: _least(grid, i) for i in columns}
     room = width - 1 - sum(value + gap for value in widths.values())
-    for i in columns:
-        more = min(max(0, room), max(map(len, (grid.header[i], *_cells(grid, i)))) - widths[i])
-        widths[i], room = widths[i] + more, room - more
+    wanted = {i: max(map(len, (grid.header[i], *_cells(grid, i)))) for i in columns}
+    while room > 0 and (narrow := [i for i in columns if widths[i] < wanted[i]]):
+        for i in narrow[:room]:  # a character each, for as long as there is room
+            widths[i] += 1
+        room -= len(narrow)
     table = Table(title=title or None, title_justify="left", padding=(0, gap // 2))
     for i in columns:
         side: Any = "right" if i > 0 and _is_number(grid, i) else "left"

@@ -99,8 +99,14 @@ def tune(
         raise UserError(f"No run was measured to its end; {folder / 'report.html'} has what each of them said.")
 
 
-def show(answer: Answer, folder: Path) -> None:
-    """The answer for a terminal: a table of runs, what each lever gave, three sentences, where the files are."""
+def show(answer: Answer, folder: Path, page: Path | None = None) -> None:
+    """The answer for a terminal: a table of runs, what each lever gave, three sentences, where the files are.
+
+    Args:
+        answer: of the study.
+        folder: of the study.
+        page: the report, where it is not in that folder.
+    """
     console = output.console(soft_wrap=True)
     console.print(_table(answer, console.width))
     if (others := len(latest(answer.records)) - _ROWS) > 0:
@@ -115,7 +121,7 @@ def show(answer: Answer, folder: Path) -> None:
         console.print(table)
     for sentence in answer.sentences:
         console.print(sentence, highlight=False, markup=False, style="bold")
-    for note in (*_notes(answer), *_files(answer, folder)):
+    for note in (*_notes(answer), *_files(answer, folder, page or folder / "report.html")):
         console.print(note, highlight=False, markup=False)
 
 
@@ -144,9 +150,9 @@ def _notes(answer: Answer) -> list[str]:
     return notes
 
 
-def _files(answer: Answer, folder: Path) -> list[str]:
-    files = [f"Report: {folder / 'report.html'}"]
-    if answer.recommended and not answer.own_model:
+def _files(answer: Answer, folder: Path, page: Path) -> list[str]:
+    files = [f"Report: {page}"]
+    if answer.recommended and not answer.own_model and (folder / "best.yaml").is_file():
         files.append(f"Train: tilewright train {folder / 'best.yaml'}")
     return files
 

@@ -255,6 +255,13 @@ def _bars(name: str, title: str, found: anatomy.Bars | str, form: Form, figures:
     return [plot(name, title, found.figure, figures), table(header, rows, kind="parts")]
 
 
+def bars_section(
+    title: str, note: str, name: str, found: anatomy.Bars | str, form: Form, figures: dict[str, Any]
+) -> Section:
+    """A section of stacked bars and the table of their parts."""
+    return section(title, note, _bars(name, title, found, form, figures))
+
+
 def _more(values: Sequence[float | None], form: Form) -> list[Element]:
     if len(values) != 2:
         return []
@@ -266,7 +273,7 @@ def _memory(answer: Answer, figures: dict[str, Any]) -> Section:
         "The best run at its peak. Activations are all that is allocated and nobody else's: 16-bit copies of weights, "
         "logits and loss are among them. On a CPU all but weights, gradients and optimizer is the process's."
     )
-    return section("Memory", note, _bars("memory", "Memory by part", anatomy.memory(answer), size, figures))
+    return bars_section("Memory", note, "memory", anatomy.memory(answer), size, figures)
 
 
 def _time(answer: Answer, figures: dict[str, Any]) -> Section:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,10 +146,33 @@ def time_parts(answer: Answer) -> Bars | str:
     profile = step_profile(answer)
     if profile is None or answer.best is None:
         return NO_PROFILE
-    spent = {each["name"]: each["seconds"] for each in profile["categories"]}
     bars = {"predicted": answer.best.prediction.parts} if answer.best.prediction is not None else {}
-    return _stack({**bars, "measured": {**spent, "idle": profile["idle_seconds"]}}, 1e3, "ms a step",
-                  {**CATEGORIES, "idle": IDLE})  # fmt: skip
+    colours = {**CATEGORIES, "idle": IDLE}
+    return _stack({**bars, "measured": spent(answer) or {}}, 1e3, "ms a step", colours)
+
+
+def spent(answer: Answer) -> dict[str, float] | None:
+    """Seconds of a step of the best run, by kind of work; None where there is no profile."""
+    profile = step_profile(answer)
+    if profile is None:
+        return None
+    return {**{each["name"]: each["seconds"] for each in profile["categories"]}, "idle": profile["idle_seconds"]}
+
+
+def held(answer: Answer) -> dict[str, float] | None:
+    """Bytes of the best run at its peak, by part; None where it was not measured."""
+    if answer.best is None or answer.best.measurement is None:
+        return None
+    return _in_order(memory_parts(answer.best))
+
+
+def both(
+    answers: Sequence[Answer], names: Sequence[str], parts: Callable[[Answer], dict[str, float] | None], scale: float,
+    unit: str,
+) -> Bars | str:  # fmt: skip
+    """The same parts of several studies, a bar each."""
+    bars = {name: found for name, answer in zip(names, answers, strict=True) if (found := parts(answer)) is not None}
+    return _stack(bars, scale, unit, {**CATEGORIES, "idle": IDLE}) if bars else "Neither study has a best run to show."
 
 
 def timeline(answer: Answer) -> Drawn:

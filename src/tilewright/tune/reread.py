@@ -10,6 +10,9 @@ import contextlib
 import hashlib
 import json
 import math
+import os
+import shutil
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,10 +36,11 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
     given = folder / "answer.json"
     if storage is None and given.is_file() and not (folder / "study.db").is_file():  # it was in a database elsewhere
         return read_answer(given)
-    notes, found = Ledger.read(storage or in_folder(folder), name)
+    notes, found = Ledger.read(storage, name) if storage is not None else _read_folder(folder, name)
     facts = notes.get("facts")
-    if not isinstance(facts, dict):
+    if facts is None:
         raise UserError(f"The study {name} ended before its first trial; there is nothing to report.")
+    check_facts(facts, name)
     records = corrected(found)
     with contextlib.suppress(OSError, UserError):
         answer = read_answer(given)
@@ -44,6 +48,7 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
             return answer
     space = space_of(facts)
     cap, wrong = facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ())
+    records = [record for record in records if record.point.keys() == facts["levers"].keys()]
     noted = {key(r.point): notes.get(note_of("proof", r)) for r in records}
     proofs = {name: Proof.from_dict(proof) for name, proof in noted.items() if proof is not None}
     best, proof = proved(space, records, proofs, cap, wrong)
@@ -52,8 +57,36 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
         space, records, best, name=name, proof=proof, work=seen or [],
         **facts, **float32_losses(space, records, facts["own_model"], notes.get("float32")),
     )  # fmt: skip
-    write_best(answer, space, folder)
+    with contextlib.suppress(UserError, OSError):  # a study that one may only read keeps the best.yaml it has
+        write_best(answer, space, folder)
     return answer
+
+
+def _read_folder(folder: Path, name: str) -> tuple[dict[str, Any], list[Record]]:
+    """The notes and records of a study's own database; of one that may not be written to, by a copy."""
+    if os.access(folder, os.W_OK, effective_ids=True):
+        return Ledger.read(in_folder(folder), name)
+    with tempfile.TemporaryDirectory(prefix="tilewright-") as copied:
+        for file in folder.glob("study.db*"):  # and what SQLite keeps beside it
+            try:
+                shutil.copyfile(file, Path(copied) / file.name)
+            except OSError as error:
+                raise UserError(
+                    f"Cannot read {file}: {error.strerror}; copy the study to a folder of your own."
+                ) from error
+        return Ledger.read(in_folder(Path(copied)), name)
+
+
+def check_facts(facts: Any, name: str) -> None:
+    """Refuse what a study was begun with where it is damaged: its database may be anybody's."""
+    try:
+        if not isinstance(facts, Mapping) or not isinstance(facts.get("own_model"), str):
+            raise UserError("it names no model.")
+        Answer.from_dict({**facts, "name": name, "records": [], "reference": None, "best": None})
+        space_of(dict(facts))
+    except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
+        why = str(error).rstrip(".") if isinstance(error, UserError) else f"{type(error).__name__} in its configuration"
+        raise UserError(f"The facts of the study {name} are damaged: {why}; there is nothing to report.") from error
 
 
 def read_answer(path: Path) -> Answer:
