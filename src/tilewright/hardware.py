@@ -84,9 +84,8 @@ class Accelerator:
         """What a plan for this accelerator has to say: its row's note, and which of several memory sizes is planned."""
         found = [f"{self.name}: {self.note}."] if self.note else []
         if len(self.memory_bytes) > 1:
-            sizes = " or ".join(f"{size / 2**30:g}" for size in self.memory_bytes)
-            largest = f"{max(self.memory_bytes) / 2**30:g}"
-            found.append(f"{self.name} has {sizes} GiB; {largest} GiB are planned.")
+            sizes = " or ".join(f"{size / 1e9:.0f}" for size in self.memory_bytes)
+            found.append(f"{self.name} has {sizes} GB; {max(self.memory_bytes) / 1e9:.0f} GB are planned.")
         return found
 
 

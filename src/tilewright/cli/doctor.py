@@ -81,7 +81,7 @@ def _accelerator() -> Finding:
         return Finding("accelerator", "none", False, f"{advice}; on the CPU, kernels run their plain PyTorch reference")
     facts = gpu_facts() or {}
     known = hardware.by_driver_name(facts["name"])
-    found = f"{facts['name']}, {facts['memory_bytes'] / 2**30:.0f} GiB, driver {facts.get('driver', 'unknown')}"
+    found = f"{facts['name']}, {facts['memory_bytes'] / 1e9:.0f} GB, driver {facts.get('driver', 'unknown')}"
     if "power_limit_watts" in facts:
         found += f", {facts['power_limit_watts']:.0f} W"
     if known is None:
@@ -112,8 +112,8 @@ def _nvrtc() -> list[Finding]:
 
 
 def _memory() -> Finding:
-    gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return Finding("host", f"{os.cpu_count()} CPUs, {gigabytes:.0f} GiB", True)
+    gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return Finding("host", f"{os.cpu_count()} CPUs, {gigabytes:.0f} GB", True)
 
 
 def _optional() -> list[Finding]:

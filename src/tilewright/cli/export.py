@@ -30,14 +30,15 @@ def export(
         raise UserError(f"format is {form!r}; choose {' or '.join(FORMATS)}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already and not empty; choose another folder.")
-    from tilewright.train.export import export_huggingface, export_safetensors, load_model
+    from tilewright.train.export import export_huggingface, export_safetensors, load_model, tokenizer_of
 
-    model = load_model(source)
+    model, note = load_model(source), ""
     if form == "huggingface":
-        export_huggingface(model, out)
+        tokenizer, note = tokenizer_of(source)
+        export_huggingface(model, out, tokenizer)
     else:
         export_safetensors(model, out / "model.safetensors")
     if as_json:
-        print(json.dumps({"out": str(out), "format": form, "parameters": model.config.parameters}))
+        print(json.dumps({"out": str(out), "format": form, "parameters": model.config.parameters, "note": note}))
     else:
-        typer.echo(f"{model.config.parameters / 1e6:.1f}M parameters are in {out}.")
+        typer.echo(f"{model.config.parameters / 1e6:.1f}M parameters are in {out}." + (f" {note}" if note else ""))

@@ -9,6 +9,7 @@ configuration.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from tilewright.measure.results import write_json
 from tilewright.models import GPT
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train.checkpoint import newest, read
+from tilewright.train.checkpoint_files import read_facts
 from tilewright.train.configuration import from_dict
 
 _EPSILON = 1e-5  # of the norms in `models.gpt`
@@ -46,8 +48,14 @@ def export_safetensors(model: torch.nn.Module, path: Path) -> None:
     _whole(path, lambda temporary: save_model(model, str(temporary), metadata={"format": "pt"}))
 
 
-def export_huggingface(model: GPT, folder: Path) -> None:
-    """Write `config.json` and `model.safetensors`, which ``AutoModelForCausalLM.from_pretrained`` loads."""
+def export_huggingface(model: GPT, folder: Path, tokenizer: bytes | None = None) -> None:
+    """Write `config.json` and `model.safetensors`, which ``AutoModelForCausalLM.from_pretrained`` loads.
+
+    Args:
+        model: the model.
+        folder: the folder to make.
+        tokenizer: the content of its tokenizer.json, which ``AutoTokenizer.from_pretrained`` loads; see `tokenizer_of`.
+    """
     from safetensors.torch import save_file
 
     convert = _converter(model.config)
@@ -61,8 +69,54 @@ def export_huggingface(model: GPT, folder: Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / "model.safetensors",
                   metadata={"format": "pt"})  # fmt: skip
         write_json(temporary / "config.json", configuration)
+        if tokenizer is not None:
+            (temporary / "tokenizer.json").write_bytes(tokenizer)
+            write_json(temporary / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
     _whole(folder, write)
+
+
+def tokenizer_of(source: Path) -> tuple[bytes | None, str]:
+    """The tokenizer.json of a run's newest checkpoint; None, and a sentence that says why, where there is none."""
+    data = _facts(source)[1].get("configuration", {}).get("data", {})
+    kind, name = (data.get(each) for each in ("kind", "tokenizer")) if isinstance(data, dict) else (None, None)
+    if kind != "text" or not isinstance(name, str):
+        return (
+            None,
+            "The run was not trained on text: its tokenizer is not known; put tokenizer.json beside the model.",
+        )
+    if name == "bytes":
+        return json.dumps(byte_tokenizer(), ensure_ascii=False).encode(), ""
+    try:
+        content = Path(name).read_bytes()
+        sound = isinstance(json.loads(content).get("model"), dict)  # a checkpoint may name any file: take no other
+    except (OSError, ValueError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        return None, f"There is no tokenizer.json at {name} any more; put it beside the model."
+    return content, ""
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """A tokenizer.json whose tokens are the 256 bytes.
+
+    >>> byte_tokenizer()["model"]["vocab"]["A"]
+    65
+    """
+    # Byte-level tokenizers write a byte that is no printable character as one of those behind the first 256.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in printable)
+    letters = {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": level, "post_processor": None, "decoder": level,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "vocab": {letters[byte]: byte for byte in range(256)}, "merges": [],
+        },
+    }  # fmt: skip
 
 
 def _whole(path: Path, write: Callable[[Path], None]) -> None:
@@ -71,9 +125,21 @@ def _whole(path: Path, write: Callable[[Path], None]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
             write(Path(folder) / path.name)
+            _share(Path(folder))
             os.replace(Path(folder) / path.name, path)
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror}; choose another place.") from error
+
+
+def _share(folder: Path) -> None:
+    """Give every file the permissions that a new one has here; safetensors makes its own readable by nobody else."""
+    new = folder / ".new"
+    new.touch()
+    mode = new.stat().st_mode & 0o777
+    new.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def _converter(config: GPTConfig) -> Callable[[GPT], tuple[dict[str, Any], dict[str, Tensor]]]:
@@ -151,9 +217,22 @@ def _llama(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return configuration, weights
 
 
+def _facts(source: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that is meant, and its facts."""
+    if (source / "trials.jsonl").exists() or (source / "study.db").exists():
+        raise UserError(
+            f"{source} is a study, which keeps no weights; train its answer with `tilewright train "
+            f"{source / 'best.yaml'}` and export that run."
+        )
+    path = next((found for found in (newest(source), newest(source / "checkpoints")) if found), source)
+    if source.is_dir() and not (path / "manifest.json").exists():
+        raise UserError(f"There is no checkpoint in {source}; give a run's folder, or a step-... folder of one.")
+    return path, read_facts(path) if path.is_dir() else {}
+
+
 def load_model(source: Path) -> GPT:
     """The model of a checkpoint, or of the newest one of a run, in the dtypes it was trained in."""
-    path = next((found for found in (newest(source), newest(source / "checkpoints")) if found), source)
+    path, _ = _facts(source)
     state, facts = read(path, "model")
     try:
         fields = facts["configuration"]["model"]

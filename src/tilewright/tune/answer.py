@@ -352,10 +352,10 @@ def _gives(answer: Answer) -> str:
 def _costs(answer: Answer) -> str:
     best, reference = answer.best, answer.reference
     assert best is not None and best.measurement is not None
-    memory = f"{best.measurement.bytes / 2**30:.2f} GiB of memory"
+    memory = f"{best.measurement.bytes / 1e9:.2f} GB of memory"
     begin = f"its first step takes {first_step(answer.records, best):.0f} s"
     if answer.changes and reference is not None and reference.measurement is not None:
-        memory += f" instead of {reference.measurement.bytes / 2**30:.2f}"
+        memory += f" instead of {reference.measurement.bytes / 1e9:.2f}"
         begin += f" instead of {first_step(answer.records, reference):.0f}"
     if answer.proof is not None:
         numbers = f"beside the standard float32 model it is {answer.proof.verdict}: {answer.proof.why.rstrip('.')}"
