@@ -26,9 +26,7 @@ def run(tmp_path_factory):
     model = GPT(GPTConfig(width=16, layers=1, heads=2, vocabulary=32, sequence=8))
     configuration = {"model": dataclasses.asdict(model.config), "data": {"kind": "text", "tokenizer": "bytes"}}
     checkpoints = Checkpoints(folder / "checkpoints", keep=1, asynchronous=False)
-    checkpoints.save(
-        1, {"model": model.state_dict()}, {"configuration": {"model": dataclasses.asdict(model.config), **data}}
-    )
+    checkpoints.save(1, {"model": model.state_dict()}, {"configuration": configuration})
     checkpoints.close()
     return folder, model
 

@@ -78,6 +78,40 @@ def test_flops_batch_lint_roofline_parallel_answer():
     assert plans[0]["seconds"] <= plans[-1]["seconds"]
 
 
+RUN = (
+    "model: {preset: 350m, gpt_block: optimized, loss: fused}\nprecision: PRECISION\nglobal_batch: 32\nmicro_batch: 8\n"
+)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_kahan", "bf16_stochastic", "tf32", "fp32", "auto"])
+def test_a_run_is_planned_as_train_would_run_it(tmp_path, precision):
+    (tmp_path / "run.yaml").write_text(RUN.replace("PRECISION", precision))
+    run_yaml = str(tmp_path / "run.yaml")
+    word = "bf16" if precision == "auto" else precision
+    options = ("--micro-batch", "8", "--loss", "fused", "--accumulation", "4", "--precision", word)
+    found, same = data("train", run_yaml), data("train", "350m", "gpt_block=optimized", *options)
+    assert found["total"] == same["total"] and found["training"]["precision"] == word
+    assert data("train", run_yaml, "micro_batch=4")["total"] < found["total"]
+    assert data("roofline", run_yaml, "--gpu", "H200")["training"]["micro_batch"] == 8
+    assert data("flops", run_yaml)["conventions"] == data("flops", "350m")["conventions"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("train", "RUN", "--precision", "fp32"), "leave --precision out, and write FIELD=VALUE"),
+        (("roofline", "RUN", "--gpu", "H200", "--micro-batch", "2"), "leave --micro-batch out"),
+        (("train", "RUN", "lr=1"), "did you mean optimizer.learning_rate?"),
+        (("train", "nowhere.yaml"), "nowhere.yaml"),
+        (("train", "1b", "--precision", "amp"), "it is called bf16, as in `tilewright train`"),
+    ],
+)
+def test_a_run_that_cannot_be_planned_is_one_sentence(tmp_path, arguments, sentence):
+    (tmp_path / "run.yaml").write_text(RUN.replace("PRECISION", "bf16"))
+    failed = run(*(str(tmp_path / "run.yaml") if each == "RUN" else each for each in arguments)).exception
+    assert isinstance(failed, UserError) and sentence in str(failed) and "\n" not in str(failed)
+
+
 @pytest.mark.parametrize("command", ["train", "roofline"])
 def test_a_page_needs_nothing_else(tmp_path, command):
     page = tmp_path / "page.html"

@@ -17,8 +17,9 @@ from tilewright.train.configuration import fields, read
 from tilewright.tune import api, jobs
 from tilewright.tune.answer import Answer
 from tilewright.tune.choose import at_least
+from tilewright.tune.ledger import Ledger
 from tilewright.tune.record import Measurement, Record
-from tilewright.tune.storage import StorageLost
+from tilewright.tune.storage import StorageLost, in_folder
 from tune.example_answer import example
 
 TINY = ("model.width=32", "model.layers=1", "model.sequence=32", "global_batch=2", "micro_batch=2")
@@ -152,6 +153,24 @@ def test_a_mistake_is_one_sentence(tmp_path, monkeypatch, arguments, sentence):
     with pytest.raises(UserError) as refused:
         command.main(["tune", *arguments], standalone_mode=False)
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (TINY, "exists; continue it with --resume"),
+        ((*TINY, "--resume"), "is of another configuration or of other levers"),
+    ],
+)
+def test_a_study_that_is_there_is_refused_before_anything_is_measured(tmp_path, monkeypatch, arguments, sentence):
+    monkeypatch.setattr(jobs, "probe", lambda *_, **__: pytest.fail("a machine was measured for nothing"))
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    Ledger.open(in_folder(folder), "mine", {"space": "another"}, folder, resume=False).close()
+    with pytest.raises(UserError, match=sentence):
+        typer.main.get_command(app).main(
+            ["tune", *arguments, "--study", "mine", "--out", str(tmp_path)], standalone_mode=False
+        )
 
 
 def test_what_is_known_is_shown_where_the_storage_is_lost(tmp_path, monkeypatch, capsys):

@@ -166,7 +166,7 @@ def test_the_literatures_activation_formulas():
     gpt = from_gpt(GPTConfig(h, 8, a, sequence=s, dropout=0.1))
 
     def of(**options):
-        return memory.layer_activation_bytes(gpt, Training(precision="bf16", attention="softmax", **options))
+        return memory.layer_activation_bytes(gpt, Training(precision="bf16_stochastic", attention="softmax", **options))
 
     within(of(), h * (34 + 5 * a * s / h), 0.001)
     within(of(tensor=4), h * (10 + 24 / 4 + 5 * a * s / (h * 4)), 0.001)
@@ -217,7 +217,7 @@ def test_bytes_a_parameter():
     per = {name: memory.optimizer_bytes(model, Training(optimizer=name)) for name in memory.OPTIMIZERS}
     assert (per["adamw"], per["lion"], per["sgd"], per["adamw_bf16_kahan"]) == (8, 4, 4, 6)
     assert 2 <= per["adamw_8bit"] < 2.1 and per["adafactor"] < 0.1
-    assert memory.optimizer_bytes(model, Training(precision="bf16", optimizer="adamw_bf16")) == 4
+    assert memory.optimizer_bytes(model, Training(precision="bf16_stochastic", optimizer="adamw_bf16")) == 4
     assert memory.optimizer_bytes(model, Training(precision="mixed")) == 12
 
 

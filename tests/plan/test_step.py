@@ -29,13 +29,13 @@ def runs(draw, devices=("cuda", "cpu")):
     device = draw(st.sampled_from(devices))
     name, fields = draw(st.sampled_from(SHAPES))
     config = preset(name, **fields, gpt_block=draw(st.sampled_from(("standard", "optimized"))))
-    precision = draw(st.sampled_from(("amp", "bf16", "fp32")))
+    precision = draw(st.sampled_from(("bf16_stochastic", "bf16", "fp32")))
     training = Training(
         micro_batch=draw(st.sampled_from((1, 2, 8, 32))), precision=precision, accumulation=draw(st.integers(1, 4)),
         optimizer=draw(st.sampled_from(("adamw", "adamw_8bit", "adafactor", "lion", "sgd"))),
         recompute=draw(st.sampled_from(("none", "selective", "full"))), compiled=draw(st.booleans()),
         loss=draw(st.sampled_from(memory.LOSSES)), mlp_recompute=draw(st.booleans()),
-        residual=draw(st.sampled_from(("auto", "bf16"))) if precision == "amp" else "auto",
+        residual=draw(st.sampled_from(("auto", "bf16"))) if precision == "bf16_stochastic" else "auto",
     )  # fmt: skip
     how = How(
         products="fp32" if precision == "fp32" else "bf16", device=device,

@@ -23,19 +23,57 @@ app = typer.Typer(
     help="Will it fit, how fast can it be, what batch, how many GPUs, is this shape a bad one? Needs no GPU.",
 )
 
-MODEL = typer.Argument(help="A preset (125m ... 70b), or a Hugging Face config.json, or a folder with one.")
+MODEL = typer.Argument(
+    help="A preset (125m ... 70b), the YAML of a run, a Hugging Face config.json, or a folder with one."
+)
 CHANGES = typer.Argument(None, help="Fields to change: sequence=8192 dropout=0.1 gpt_block=optimized ...")
 GPU = typer.Option(None, "--gpu", help="Accelerator, such as H100-SXM5; a wrong one lists the nearest.")
 AS_JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
 PAGE = typer.Option(None, "--html", help="Also write a self-contained HTML page to this file.")
 EXPLAIN = typer.Option(False, "--explain", help="Show the formula of every number.")
-MICRO = typer.Option(1, "--micro-batch", min=1, help="Sequences a GPU takes at once.")
+MICRO = typer.Option(None, "--micro-batch", min=1, help="Sequences a GPU takes at once. Default: 1.")
 PRECISION = typer.Option(
-    "amp", help="amp (bf16 autocast over float32), mixed (16 bits, float32 in the optimizer), bf16, tf32 or fp32."
+    None,
+    help="As in `train`: bf16 (autocast over float32; the default), tf32, fp32, bf16_kahan or bf16_stochastic "
+    "(16-bit weights); or mixed (16-bit weights, float32 in the optimizer).",
 )
-OPTIMIZER = typer.Option("adamw", help=", ".join(memory.OPTIMIZERS) + ".")
-RECOMPUTE = typer.Option("none", help="none, selective or full.")
+OPTIMIZER = typer.Option(None, help="Default: adamw. Or: " + ", ".join(memory.OPTIMIZERS) + ".")
+RECOMPUTE = typer.Option(None, help="none (the default), selective or full.")
 TENSOR = typer.Option(1, min=1, help="Tensor-parallel ranks.")
+
+
+def load_shape(model: str, changes: list[str]) -> Decoder:
+    """The shape of a preset, of a Hugging Face config.json, or of the model that a run's YAML describes."""
+    if not model.endswith((".yaml", ".yml")):
+        return decoder.load(model, changes)
+    from tilewright.train.configuration import read
+
+    return decoder.from_gpt(read(Path(model), changes).train.model)
+
+
+def load_run(model: str, changes: list[str], split: dict[str, Any], **options: Any) -> tuple[Decoder, memory.Training]:
+    """A model and how it is trained: by the options, or as the YAML of a run says.
+
+    Args:
+        model, changes: as the command line has them.
+        split: over how many GPUs, and how.
+        options: fields of `memory.Training`; None where they were not given.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if not model.endswith((".yaml", ".yml")):
+        return decoder.load(model, changes), memory.Training(**given, **split)
+    if given:
+        option = next(iter(given)).replace("_", "-")
+        raise UserError(f"{model} says how it trains; leave --{option} out, and write FIELD=VALUE to change a field.")
+    from tilewright.train.configuration import read
+    from tilewright.train.loop import batch_sizes
+    from tilewright.train.recompute import planned
+
+    run = read(Path(model), changes).train
+    sizes = batch_sizes(run, split.get("data", 1))
+    precision = "bf16" if run.precision == "auto" else run.precision  # what auto is on a GPU
+    how = planned(run, precision, sizes.micro, sizes.accumulation, 1)
+    return decoder.from_gpt(run.model), dataclasses.replace(how, **split)
 
 
 def find_gpu(name: str | None) -> hardware.Accelerator:
@@ -79,8 +117,8 @@ def train(
     precision: str = PRECISION,
     optimizer: str = OPTIMIZER,
     recompute: str = RECOMPUTE,
-    attention: str = typer.Option("flash", help="flash, or softmax whose scores are stored."),
-    loss: str = typer.Option("plain", help="plain, fused or linear_fused."),
+    attention: str = typer.Option(None, help="flash (the default), or softmax whose scores are stored."),
+    loss: str = typer.Option(None, help="plain (the default), fused or linear_fused."),
     accumulation: int = typer.Option(None, min=1, help="Micro batches a step; more than 1 keep their gradients."),
     data: int = typer.Option(1, min=1, help="Data-parallel ranks."),
     zero: int = typer.Option(0, min=0, max=3, help="ZeRO stage; 3 is FSDP."),
@@ -99,13 +137,16 @@ def train(
 
         tilewright plan train 1b --gpu H200-SXM --micro-batch 16
 
+        tilewright plan train run.yaml model.recompute=full --gpu H100-SXM5
+
         tilewright plan train path/to/config.json sequence=8192 --gpu H100-SXM5 --data 64 --zero 3 --recompute full
     """
-    shape = decoder.load(model, changes or [])
-    how = memory.Training(
+    shape, how = load_run(
+        model, changes or [],
+        dict(data=data, zero=zero, tensor=tensor, sequence_parallel=sequence_parallel, pipeline=pipeline,
+             interleave=interleave),
         micro_batch=micro_batch, precision=precision, optimizer=optimizer, recompute=recompute, attention=attention,
-        loss=loss, accumulation=accumulation, data=data, zero=zero, tensor=tensor, sequence_parallel=sequence_parallel,
-        pipeline=pipeline, interleave=interleave,
+        loss=loss, accumulation=accumulation,
     )  # fmt: skip
     anatomy = memory.train(shape, how)
     chip = find_gpu(gpu) if gpu else None
@@ -170,7 +211,7 @@ def serve(
 
         tilewright plan serve path/to/config.json --gpu H100-SXM5 --batch 32 --tokens 8k --weights int8
     """
-    shape = decoder.load(model, changes or [])
+    shape = load_shape(model, changes or [])
     length = count(tokens) if tokens else min(4096, shape.sequence)
     anatomy = memory.infer(shape, batch, length, weights=weights, kv_bytes=kv_bytes, tensor=tensor)
     chip = find_gpu(gpu) if gpu else None

@@ -24,12 +24,14 @@ from tilewright.cli.plan import (
     TENSOR,
     app,
     find_gpu,
+    load_run,
+    load_shape,
     model_data,
     notes_of,
     title_of,
 )  # fmt: skip
 from tilewright.errors import UserError
-from tilewright.plan import decoder, flops, memory, parallel, roofline, sizing
+from tilewright.plan import flops, memory, parallel, roofline, sizing
 
 
 @app.command("flops")
@@ -46,7 +48,7 @@ def flops_command(
 
         tilewright plan flops 7b --explain
     """
-    shape = decoder.load(model, changes or [])
+    shape = load_shape(model, changes or [])
     rows = []
     for product in flops.products(shape, 1):
         one = product.flops_per_token
@@ -116,7 +118,7 @@ def mfu(
 
         tilewright plan mfu 70b --tokens-per-second 515636 --gpus 512 --gpu H100-SXM5 --recompute full
     """
-    shape = decoder.load(model, changes or [])
+    shape = load_shape(model, changes or [])
     if dtype not in _DTYPES:
         raise UserError(f"--dtype is {dtype!r}; choose {', '.join(_DTYPES)}.")
     if tokens_per_second is not None and seconds is not None:
@@ -135,7 +137,7 @@ def mfu(
         peak = chip.peak_flops[chip.first_on_record((dtype,))]
     best = chip.best_flops if chip is not None and dtype == "bf16" else None
     n = count(gpus)
-    found = flops.utilisation(shape, tokens_per_second, n, peak, recompute=recompute, best_flops=best)
+    found = flops.utilisation(shape, tokens_per_second, n, peak, recompute=recompute or "none", best_flops=best)
     flops.check_possible(found, shape, n, dtype, chip)
     rows = [
         [name + (" (default)" if name == flops.DEFAULT else ""), f"{u.model_flops / 1e12:,.1f}",
@@ -184,8 +186,8 @@ def lint(
 
         tilewright plan lint 1b vocabulary=50257 --gpu H100-SXM5 --micro-batch 4
     """
-    shape = decoder.load(model, changes or [])
-    chip = find_gpu(gpu)
+    shape = load_shape(model, changes or [])
+    chip, micro_batch = find_gpu(gpu), micro_batch or 1
     findings = sizing.lint(shape, chip, micro_batch=micro_batch, tensor=tensor)
     rows = [
         ["ok" if f.good else "bad", f.what, f.value, "" if not f.cost else f"{f.cost:.0%}", f.advice] for f in findings
@@ -231,11 +233,12 @@ def roofline_command(
 
         tilewright plan roofline 1b gpt_block=optimized --gpu H200-SXM --micro-batch 16 --html roofline.html
     """
-    shape = decoder.load(model, changes or [])
     chip = find_gpu(gpu)
-    how = memory.Training(
-        micro_batch=micro_batch, precision=precision, optimizer=optimizer, recompute=recompute, tensor=tensor
-    )
+    shape, how = load_run(
+        model, changes or [], {"tensor": tensor}, micro_batch=micro_batch, precision=precision, optimizer=optimizer,
+        recompute=recompute,
+    )  # fmt: skip
+    micro_batch = how.micro_batch
     memory.check_parallel(shape, how)
     floors = roofline.roofline(shape, how, chip, achievable=achievable)
     rate, bandwidth = roofline.rates(chip, how, achievable)
@@ -302,7 +305,7 @@ def parallel_command(
     link: float = typer.Option(None, help="GB/s a GPU inside a node, one direction; default: the table's."),
     network: float = typer.Option(50.0, help="GB/s a GPU between nodes."),
     memory_gb: float = typer.Option(None, help="Memory of a GPU in GB, in place of the table's."),
-    precision: str = typer.Option("mixed", help="amp, mixed, bf16, tf32 or fp32."),
+    precision: str = typer.Option("mixed", help=", ".join(memory.PRECISIONS) + "."),
     optimizer: str = OPTIMIZER,
     efficiency: float = typer.Option(0.75, min=0.01, max=1.0, help="Share of the best matmul that computing reaches."),
     keep: int = typer.Option(10, min=1, help="Plans to show."),
@@ -316,7 +319,7 @@ def parallel_command(
 
         tilewright plan parallel 70b --gpu H100-SXM5 --gpus 512 --global-batch 2048
     """
-    shape = decoder.load(model, changes or [])
+    shape = load_shape(model, changes or [])
     cluster = parallel.Cluster(
         accelerator=find_gpu(gpu),
         gpus=count(gpus),
@@ -326,7 +329,7 @@ def parallel_command(
         memory=None if memory_gb is None else positive("--memory-gb", memory_gb) * 1e9,
         efficiency=efficiency,
     )
-    base = memory.Training(precision=precision, optimizer=optimizer, loss="fused")
+    base = memory.Training(precision=precision, optimizer=optimizer or "adamw", loss="fused")
     plans = parallel.search(shape, cluster, count(global_batch), keep, base)
     rows = [
         [str(p.training.tensor), _stages(p), str(p.training.data), str(p.training.zero), p.training.recompute,

@@ -20,9 +20,10 @@ from tilewright.errors import UserError
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import RECOMPUTE
 
-# The dtype of the matmuls, by precision; of several, the first that a GPU has.
+# The dtype of the matmuls, by precision; of several, the first that a GPU has. The words of `train`, and mixed.
 MATMUL_DTYPES = {
-    "amp": ("bf16",), "mixed": ("bf16", "fp16"), "bf16": ("bf16",), "tf32": ("tf32",), "fp32": ("fp32",),
+    "bf16": ("bf16",), "mixed": ("bf16", "fp16"), "bf16_kahan": ("bf16",), "bf16_stochastic": ("bf16",),
+    "tf32": ("tf32",), "fp32": ("fp32",),
 }  # fmt: skip
 PRECISIONS = tuple(MATMUL_DTYPES)
 OPTIMIZERS = ("adamw", "adamw_bf16", "adamw_bf16_kahan", "adamw_8bit", "lion", "sgd", "adafactor")
@@ -33,21 +34,24 @@ CONTEXT_BYTES = 620 * 2**20  # of CUDA and its libraries, as `bench memory` meas
 WORKSPACE_BYTES = 72 * 2**20  # of cuBLAS and the like, in every step measured there
 LOGITS_AT_ONCE = 512 * 10**6  # bytes of them that `linear_fused` has, unless an eighth of all is less
 _LOOSE = 0.02  # of what is allocated, lost between blocks
-# Bytes a logit of the plain loss at the peak of its forward and of its backward. Measured for amp, derived else.
-_PLAIN_LOSS = {"amp": (8, 10), "mixed": (4, 6), "bf16": (4, 6), "fp32": (8, 12), "tf32": (8, 12)}
+# Bytes a logit of the plain loss at the peak of its forward and of its backward. Measured for bf16, derived else.
+_PLAIN_LOSS = {
+    "bf16": (8, 10), "mixed": (4, 6), "bf16_kahan": (4, 6), "bf16_stochastic": (4, 6), "fp32": (8, 12), "tf32": (8, 12),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Training:
     """How a model is trained, as far as memory is concerned.
 
-    Precisions: `amp` is bf16 autocast over float32 parameters; `mixed` has 16-bit parameters and gradients and a
-    float32 copy of the parameters in the optimizer, as DeepSpeed does it; `bf16` has 16-bit parameters and gradients;
-    `fp32` and `tf32` have all in float32, and `tf32` rounds what a matmul reads.
+    Precisions, as `train` has them: `bf16` is autocast over float32 parameters; `bf16_kahan` and `bf16_stochastic` have
+    16-bit parameters and gradients, and the first carries what rounding cost each parameter; `fp32` and `tf32` have all
+    in float32, and `tf32` rounds what a matmul reads. And `mixed`, as DeepSpeed does it: 16-bit parameters and
+    gradients, and a float32 copy of the parameters in the optimizer.
     """
 
     micro_batch: int = 1
-    precision: str = "amp"
+    precision: str = "bf16"
     optimizer: str = "adamw"
     recompute: str = "none"
     residual: str = "auto"  # dtype of the residual stream; "bf16" under autocast too
@@ -56,7 +60,6 @@ class Training:
     compiled: bool = False  # by torch.compile
     device: str = "cuda"  # or "cpu", whose autocast leaves norms alone and which has no kernels of Tilewright's
     mlp_recompute: bool = False  # the MLP's activation is computed again in backward
-    kahan: bool = False  # bfloat16 parameters carry what rounding cost them
     accumulation: int | None = None  # micro batches a step; None: 1, or as many as a pipeline needs
     data: int = 1  # data-parallel ranks
     zero: int = 0  # ZeRO stage; 3 is FSDP
@@ -66,6 +69,8 @@ class Training:
     interleave: int = 1  # pieces of a pipeline stage; more of them make a smaller bubble and more traffic
 
     def __post_init__(self) -> None:
+        if self.precision == "amp":
+            raise UserError("precision is 'amp'; it is called bf16, as in `tilewright train`.")
         for name, allowed in (
             ("precision", PRECISIONS), ("optimizer", OPTIMIZERS), ("recompute", RECOMPUTE), ("attention", ATTENTION),
             ("loss", LOSSES), ("zero", (0, 1, 2, 3)),
@@ -90,7 +95,16 @@ class Training:
     @property
     def stored_bytes(self) -> int:
         """Of a parameter, and of its gradient."""
-        return 2 if self.precision in ("bf16", "mixed") else 4
+        return 2 if self.precision == "mixed" or self.has_16_bit_weights else 4
+
+    @property
+    def is_autocast(self) -> bool:
+        return self.precision == "bf16"
+
+    @property
+    def has_16_bit_weights(self) -> bool:
+        """And no copy of them in float32."""
+        return self.precision in ("bf16_kahan", "bf16_stochastic")
 
 
 @dataclass(frozen=True)
@@ -152,7 +166,7 @@ def norm_bytes(decoder: Decoder, training: Training) -> int:
     compiler keeps the stream as it is, and widens it again in backward.
     """
     eager = decoder.gpt_block == "standard" and not training.compiled and training.device == "cuda"
-    return 4 if eager and training.precision == "amp" else training.residual_bytes
+    return 4 if eager and training.is_autocast else training.residual_bytes
 
 
 def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
@@ -175,8 +189,8 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
         attention += 4 * heads  # log-sum-exp of each row
     elif not selective:
         # Softmax's output, in float32 and rounded under autocast; dropout's mask, and its output where that is another.
-        amp = training.precision == "amp"
-        kept = (6 if amp else c) + ((1 if amp else 1 + c) if decoder.dropout > 0 else 0)
+        autocast = training.is_autocast
+        kept = (6 if autocast else c) + ((1 if autocast else 1 + c) if decoder.dropout > 0 else 0)
         attention += kept * heads * decoder.sequence
     if decoder.qk_norm:
         attention += c * (queries + keys) + 4 * (heads + t * decoder.kv_heads_on(t))  # their inputs and statistics
@@ -222,14 +236,14 @@ def matmul_weights(decoder: Decoder) -> int:
 
 def optimizer_bytes(decoder: Decoder, training: Training) -> float:
     """Bytes a parameter of the optimizer's states."""
-    beside = 4.0 if training.precision == "mixed" else 2.0 if training.kahan else 0.0
+    beside = 4.0 if training.precision == "mixed" else 2.0 if training.precision == "bf16_kahan" else 0.0
     if training.optimizer == "adafactor":  # a row and a column for each matrix
         h = decoder.width
         matrices = decoder.layers * decoder.experts * 8 * (h + decoder.ffn) + 2 * (decoder.vocabulary + h)
         return beside + 4 * matrices / decoder.parameters
     return beside + {
         "adamw": 8.0, "adamw_bf16": 4.0, "adamw_bf16_kahan": 6.0, "adamw_8bit": 2.0 + 8 / 256, "sgd": 4.0,
-        "lion": 2.0 if training.precision == "bf16" else 4.0,  # in the dtype of the parameters
+        "lion": 2.0 if training.has_16_bit_weights else 4.0,  # in the dtype of the parameters
     }[training.optimizer]  # fmt: skip
 
 
@@ -291,7 +305,7 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     copies = head_copy = 0.0
     if training.zero == 3 and ranks > 1:
         copies = head_copy = training.compute_bytes * (two_layers + (table / training.tensor if last else 0))
-    elif training.precision == "amp":
+    elif training.is_autocast:
         in_layers = (matmul_weights(decoder) - table) / share
         head_copy = 2 * (table if last else 0) / training.tensor
         copies = 2 * in_layers / training.tensor + head_copy
@@ -313,11 +327,13 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     if full:
         moments["first recompute"] = (early, head_copy, activations + working, 0.0)
     moment, (grads, copied, acts, loss) = max(moments.items(), key=lambda item: sum(item[1]))
-    precision, t = training.precision, training.tensor
+    t = training.tensor
     split = "" if t == 1 and ranks == 1 else f", split over {t} tensor and {ranks} data ranks"
     parts = [
         Part("weights", weights, f"{stored} B x {here:,.0f} parameters{split}"),
-        Part("16-bit copies", copied, "2 B a weight that a product uses" if precision == "amp" else "gathered layers"),
+        Part(
+            "16-bit copies", copied, "2 B a weight that a product uses" if training.is_autocast else "gathered layers"
+        ),
         Part("gradients", grads, f"{stored} B a parameter, where they are there at the peak"),
         Part("optimizer", states, f"{optimizer_bytes(decoder, training):.3g} B a parameter, {training.optimizer}"),
         Part("activations", acts, f"{acts / tokens:,.0f} B x {tokens:,} tokens; {layers} layers, {held:g} in flight"),
@@ -326,7 +342,7 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     ]
     allocated = sum(part.bytes for part in parts)
     # The float32 block of forward's log-softmax is cut to its size and serves nothing else later.
-    upcast = training.loss == "plain" and not training.compiled and precision == "amp"
+    upcast = training.loss == "plain" and not training.compiled and training.is_autocast
     stranded = 4 * tokens * decoder.vocabulary / t if upcast and last and decoder.head else 0.0
     lost = stranded + _LOOSE * allocated
     parts += [
@@ -365,7 +381,7 @@ def levers(decoder: Decoder, training: Training) -> list[tuple[str, float]]:
             ("optimizer", ("adamw_8bit", "adamw_bf16_kahan", "lion", "adafactor")),
             ("attention", ("flash",)),
             ("loss", ("fused", "linear_fused")),
-            ("precision", ("bf16",)),
+            ("precision", ("bf16_stochastic",)),
             ("zero", (1, 2, 3) if training.data > 1 else ()),
         )
         for value in values

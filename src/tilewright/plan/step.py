@@ -209,7 +209,7 @@ def _update(decoder: Decoder, training: Training, how: How) -> Work:
 
 def _is_own(training: Training) -> bool:
     """Whether Tilewright's optimizer runs, and not one of torch's fused ones."""
-    return training.precision == "bf16" or training.optimizer not in ("adamw", "sgd")
+    return training.has_16_bit_weights or training.optimizer not in ("adamw", "sgd")
 
 
 def _style(decoder: Decoder, training: Training, how: How) -> tuple[str, str]:
@@ -289,7 +289,7 @@ def _norms(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
         if style == "eager":
             # Autocast has norms in float32, rounded or widened by a kernel of its own; in backward the gradients of
             # weight and bias are another pass.
-            more = (8 if training.precision == "amp" else 0) + (2 * n if backward else 0)
+            more = (8 if training.is_autocast else 0) + (2 * n if backward else 0)
             if n > r:  # so is the stream widened; backward rounds the norm's gradient, and not the branch's any more
                 more += 6 if backward else 8
             yield Work(category, cost.elementwise(rows * h, more, 1), calls, share)
@@ -318,7 +318,7 @@ def _loss(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     elif training.compiled:  # the logits are read twice
         yield Work("pointwise", cost.elementwise(n, 3 * c, 6), 1, SHARES["compiled loss"])
     else:  # log-softmax there and back, and a gradient that begins as zeros; under autocast widened and rounded
-        each = 36 if training.precision == "amp" else 6 * c
+        each = 36 if training.is_autocast else 6 * c
         yield Work("pointwise", cost.elementwise(n, each, 6), 1, SHARES["eager loss"])
 
 
@@ -339,6 +339,6 @@ def _gradients(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     # The table's gradient begins as zeros and, tied, is added to the head's.
     table = cost.elementwise(decoder.vocabulary * h, (4 if decoder.tied else 1) * stored, 1)
     yield Work("pointwise", table, 1, share)
-    if training.precision == "amp":  # weights are rounded, and their gradients widened where a product has not
+    if training.is_autocast:  # weights are rounded, and their gradients widened where a product has not
         rounded = cost.elementwise(matmul_weights(decoder), 6, 0)
         yield Work("copy" if how.device == "cpu" else "pointwise", rounded, 1 if style == "fused" else 2, share)

@@ -59,8 +59,8 @@ class Figures:
             ("HFU", 5, shown(self.hfu, ".1%")),
         ]
         if self.memory_allocated is not None and self.memory_reserved is not None and self.memory_device is not None:
-            sizes = [size / 2**30 for size in (self.memory_allocated, self.memory_reserved, self.memory_device)]
-            columns.append(("memory GiB", 14, "/".join(f"{size:.{1 if size < 100 else 0}f}" for size in sizes)))
+            sizes = [size / 1e9 for size in (self.memory_allocated, self.memory_reserved, self.memory_device)]
+            columns.append(("memory GB", 14, "/".join(f"{size:.{1 if size < 100 else 0}f}" for size in sizes)))
         return [*columns, ("data ms", 7, f"{self.data_wait * 1e3:.1f}")]
 
     def header(self) -> str:

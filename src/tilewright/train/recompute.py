@@ -15,18 +15,15 @@ from tilewright.train.config import Train
 _DOUBT = 0.1  # of the bytes that the plan predicts; what is over by less is tried
 # The fields of a run that are levers of the plan.
 _FIELDS = {"recompute": "model.recompute", "loss": "model.loss", "gpt_block": "model.gpt_block"}
-# The plan's names for how a run is kept in memory.
-_PRECISIONS = {"fp32": "fp32", "tf32": "fp32", "bf16": "amp", "bf16_kahan": "bf16", "bf16_stochastic": "bf16"}
-
 
 def planned(config: Train, precision: str, micro_batch: int, accumulation: int, ranks: int) -> Training:
     """The run as `tilewright plan` knows it."""
     recompute = "none" if config.model.recompute == "budget" else config.model.recompute
     return Training(
-        micro_batch=micro_batch, precision=_PRECISIONS[precision], optimizer=config.optimizer.name, recompute=recompute,
+        micro_batch=micro_batch, precision=precision, optimizer=config.optimizer.name, recompute=recompute,
         residual=config.model.residual, loss=config.model.loss, accumulation=accumulation, data=ranks,
         attention="softmax" if config.model.attention == "math" else "flash", compiled=config.compile != "none",
-        mlp_recompute=config.model.mlp == "recompute", kahan=precision == "bf16_kahan",
+        mlp_recompute=config.model.mlp == "recompute",
     )  # fmt: skip
 
 

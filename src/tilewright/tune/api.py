@@ -94,6 +94,8 @@ def tune(
     told = shown or Shown()
     points = tuple(space.parse(text) for text in first)
     reach(place, "--out" if storage is None else "--storage")
+    if storage is None:
+        check_begun(folder, name, space, model, resume=resume, of_any_model=bool(model))
     told.say("measuring what this machine can do")
     began, asked = time.monotonic(), space.start.device
     machine = probe(space.device if asked == "auto" else asked, own_model=model, path=path)
@@ -107,6 +109,26 @@ def tune(
         own_model=model, path=path, fresh=fresh, first=points,
     )  # fmt: skip
     return run(settings, told)
+
+
+def check_begun(folder: Path, name: str, space: Any, own_model: str, *, resume: bool, of_any_model: bool) -> None:
+    """Refuse a study that exists, or that is of another configuration, before the machine is measured for it."""
+    from tilewright.tune.ledger import Ledger
+    from tilewright.tune.storage import in_folder
+    from tilewright.tune.study import digest_of
+
+    journal = folder / "trials.jsonl"
+    if not journal.is_file() or not (folder / "study.db").is_file():
+        return
+    if not resume:
+        raise UserError(f"The study {name} exists; continue it with --resume, or choose another --study.")
+    head = Ledger.read(in_folder(folder), name)[0].get("head")
+    known = head.get("space") if isinstance(head, Mapping) else None
+    if known is not None and not of_any_model and known != digest_of(space, own_model):
+        raise UserError(
+            f"The study {name} is of another configuration or of other levers; give the arguments it was begun with, or "
+            "choose another --study."
+        )
 
 
 def seconds(text: str | float) -> float:

@@ -77,17 +77,17 @@ def misfit(prediction: Prediction, machine: Mapping[str, Any], cap: float | None
         machine: what a probe found.
         cap: bytes that the user allows; None or 0: all there are.
 
-    >>> found = Prediction(1.0, 1.0, {}, 3 * 2**30, {"weights": 3 * 2**30})
-    >>> misfit(found, {"memory_bytes": 2 * 2**30, "device": "cuda"})
-    'It needs about 3.0 GiB, and the GPU has 2.0.'
+    >>> found = Prediction(1.0, 1.0, {}, 3e9, {"weights": 3e9})
+    >>> misfit(found, {"memory_bytes": 2e9, "device": "cuda"})
+    'It needs about 3.0 GB, and the GPU has 2.0.'
     """
     least = (1 - _DOUBT) * prediction.bytes  # and not what is lost between blocks: torch takes that back when it must
     if cap and least > cap:
-        return f"It needs about {_gib(prediction.bytes)} GiB, and the cap is {_gib(cap)}."
+        return f"It needs about {_gb(prediction.bytes)} GB, and the cap is {_gb(cap)}."
     context, there = prediction.memory.get("CUDA context", 0.0), machine["memory_bytes"]
     if least + context > there:
         whose = "the GPU" if machine["device"] == "cuda" else "this machine"
-        return f"It needs about {_gib(prediction.bytes + context)} GiB, and {whose} has {_gib(there)}."
+        return f"It needs about {_gb(prediction.bytes + context)} GB, and {whose} has {_gb(there)}."
     return None
 
 
@@ -117,5 +117,5 @@ def _add(total: Parts, parts: Mapping[str, float], share: float) -> None:
         total[name] = total.get(name, 0.0) + share * value
 
 
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.1f}"
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.1f}"

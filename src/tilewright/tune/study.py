@@ -42,7 +42,7 @@ from tilewright.tune.record import Prediction, Record
 from tilewright.tune.reread import float32_losses, note_of, proved
 from tilewright.tune.search import Search
 from tilewright.tune.settings import Settings, Shown
-from tilewright.tune.space import Point, key
+from tilewright.tune.space import Point, Space, key
 from tilewright.tune.verdict import at_its_own_size
 
 _SEARCH = 0.5  # of the time, at least, is for searching, whatever comes after it would take
@@ -61,6 +61,12 @@ def run(settings: Settings, shown: Shown | None = None) -> Answer:
         return _Study(settings, shown or Shown()).run()
     finally:
         forkserver.stop()
+
+
+def digest_of(space: Space, own_model: str) -> str:
+    """What is searched, as a digest: two studies with the same one can be gone on with as one."""
+    what = {"start": dataclasses.asdict(space.start), "levers": space.levers, "own_model": own_model}
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 class _Study:
@@ -116,9 +122,7 @@ class _Study:
 
     def _head(self) -> dict[str, Any]:
         """What has to be the same for two trials to be compared."""
-        start, levers = dataclasses.asdict(self.space.start), self.space.levers
-        what = {"start": start, "levers": levers, "own_model": self.settings.own_model}
-        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+        digest = digest_of(self.space, self.settings.own_model)
         versions = {name: self.machine["machine"].get(name) for name in ("torch", "triton")}
         return {"schema": SCHEMA, "tilewright": tilewright.__version__, "space": digest, **versions}
 
