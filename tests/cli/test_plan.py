@@ -78,9 +78,12 @@ def test_flops_batch_lint_roofline_parallel_answer():
     assert plans[0]["seconds"] <= plans[-1]["seconds"]
 
 
-RUN = (
-    "model: {preset: 350m, gpt_block: optimized, loss: fused}\nprecision: PRECISION\nglobal_batch: 32\nmicro_batch: 8\n"
-)
+RUN = """
+model: {preset: 350m, gpt_block: optimized, loss: fused}
+precision: PRECISION
+global_batch: 32
+micro_batch: 8
+"""
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_kahan", "bf16_stochastic", "tf32", "fp32", "auto"])

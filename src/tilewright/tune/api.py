@@ -126,8 +126,8 @@ def check_begun(folder: Path, name: str, space: Any, own_model: str, *, resume: 
     known = head.get("space") if isinstance(head, Mapping) else None
     if known is not None and not of_any_model and known != digest_of(space, own_model):
         raise UserError(
-            f"The study {name} is of another configuration or of other levers; give the arguments it was begun with, or "
-            "choose another --study."
+            f"The study {name} is of another configuration or of other levers; give the arguments it was begun with, "
+            "or choose another --study."
         )
 
 
