@@ -122,7 +122,7 @@ def test_a_world_without_its_address(run, monkeypatch):
 
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(run, tmp_path):
     done = run("model.width=16384", "model.layers=200", "model.sequence=4096")
-    assert_refused(done, "GiB", "this machine has", "micro_batch", "tilewright plan train")
+    assert_refused(done, "GB", "this machine has", "micro_batch", "tilewright plan train")
     assert not (tmp_path / "run").exists()
 
 

@@ -117,12 +117,12 @@ def test_a_run_that_cannot_fit_names_what_would(monkeypatch):
         if not refused:
             recompute.refuse_misfit(decoder, training, ["none"], cpu)
             continue
-        with pytest.raises(UserError, match=r"this machine has [\d,.]+ GiB: micro_batch=(\d+) fits") as found:
+        with pytest.raises(UserError, match=r"this machine has [\d,.]+ GB: micro_batch=(\d+) fits") as found:
             recompute.refuse_misfit(decoder, training, ["none"], cpu)
         fits = int(str(found.value).partition("micro_batch=")[2].split()[0])
         assert 0 < fits < 64
     recompute.refuse_misfit(decoder, training, ["none"] * 12 + ["full"] * 12, cpu)  # which may fit: it is tried
     monkeypatch.setattr(recompute, "host_memory_bytes", lambda: 2**30)
-    with pytest.raises(UserError, match=r"no micro_batch fits; .* saves [\d,.]+ GiB") as found:
+    with pytest.raises(UserError, match=r"no micro_batch fits; .* saves [\d,.]+ GB") as found:
         recompute.refuse_misfit(decoder, training, ["none"], cpu)
     read(None, [str(found.value).partition("fits; ")[2].split()[0]])  # what it advises is a field of a run

@@ -299,7 +299,7 @@ def read(path: Path, section: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     )
     if needed > there:
         raise UserError(
-            f"The {section} of {path} takes {needed / 2**30:,.1f} GiB and this machine has {there / 2**30:,.1f} GiB of "
+            f"The {section} of {path} takes {needed / 1e9:,.1f} GB and this machine has {there / 1e9:,.1f} GB of "
             "memory; read it on a larger one."
         )
     verify(path, files, files)

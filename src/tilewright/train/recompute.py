@@ -16,6 +16,7 @@ _DOUBT = 0.1  # of the bytes that the plan predicts; what is over by less is tri
 # The fields of a run that are levers of the plan.
 _FIELDS = {"recompute": "model.recompute", "loss": "model.loss", "gpt_block": "model.gpt_block"}
 
+
 def planned(config: Train, precision: str, micro_batch: int, accumulation: int, ranks: int) -> Training:
     """The run as `tilewright plan` knows it."""
     recompute = "none" if config.model.recompute == "budget" else config.model.recompute
@@ -82,10 +83,10 @@ def refuse_misfit(decoder: Decoder, training: Training, chosen: list[str], devic
             for lever, value in [name.split(": ")]
             if lever in _FIELDS
         ]
-        most = f"; {saves[0][0]} saves {saves[0][1] / 2**30:,.1f} GiB" if saves else ""
+        most = f"; {saves[0][0]} saves {saves[0][1] / 1e9:,.1f} GB" if saves else ""
         advice = f"no micro_batch fits{most}"
     raise UserError(
-        f"By the plan this run needs {needed / 2**30:,.1f} GiB and {whose} has {there / 2**30:,.1f} GiB: {advice}; see "
+        f"By the plan this run needs {needed / 1e9:,.1f} GB and {whose} has {there / 1e9:,.1f} GB: {advice}; see "
         "`tilewright plan train` for what needs how much."
     )
 
