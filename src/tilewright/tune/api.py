@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import re
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import UserError
-from tilewright.train.configuration import Configuration, read, split_arguments
+from tilewright.train.configuration import Configuration, fields, read, split_arguments
 from tilewright.tune.answer import Answer
+
+if TYPE_CHECKING:
+    from tilewright.tune.space import Space
 
 DEFAULT_BUDGET = "4m"
 # What `tune` takes on a GPU where nothing is given: what `train` takes keeps no GPU busy.
@@ -47,7 +51,8 @@ def tune(
         model: "package.module:factory" of a model of your own, called to give a module and a batch.
         study: its name, and that of its folder; by default the time it began.
         storage: URL of a database that several machines share; by default a SQLite file in the study's folder.
-        resume: go on with a study, the newest of `out` where none is named; with no arguments, as it was begun.
+        resume: go on with a study, the newest of `out` where none is named; with no arguments, as it was begun. A study
+            of a model of your own needs `model` again: a study never decides what code runs.
         search: levers to try although they are set; "all" for every one.
         numerics: how far the numbers may move: same, rounding, state or rule.
         precision_floor: no precision below this one.
@@ -66,7 +71,6 @@ def tune(
     from tilewright.tune.jobs import probe
     from tilewright.tune.ledger import Ledger
     from tilewright.tune.own_model import check_name
-    from tilewright.tune.reread import space_of
     from tilewright.tune.settings import Settings, Shown
     from tilewright.tune.space import open_space
     from tilewright.tune.storage import checked, in_folder, reach
@@ -81,12 +85,13 @@ def tune(
     checked(place)
     forkserver.start()  # it imports torch while this process does
     limits: dict[str, Any] = {"numerics": numerics, "precision_floor": precision_floor, "search": search}
-    continued = resume and not arguments and not model
+    continued = resume and not arguments
     if continued:  # as it was begun
         facts = Ledger.read(place, name)[0].get("facts") or {}
         if not facts:
             raise UserError(f"The study {name} ended before its first trial; begin it again under another name.")
-        space, model, cap = space_of(facts), facts["own_model"], cap or facts["ceilings"]["memory_cap"]
+        space, begun_with_cap = _as_begun(name, facts, model)
+        cap = cap or begun_with_cap
     else:
         configuration, device = _configuration(arguments, model)
         space = open_space(configuration, device=device, of_any_model=bool(model), **limits)
@@ -176,6 +181,35 @@ def newest(out: Path) -> str:
     if not found:
         raise UserError(f"There is no study in {out} to go on with; run without --resume, or name its folder by --out.")
     return max(found, key=lambda path: path.stat().st_mtime).parent.name
+
+
+def _as_begun(name: str, facts: Mapping[str, Any], model: str) -> tuple[Space, float | None]:
+    """The space and the memory cap of a study that is gone on with.
+
+    A study may come from a stranger, and a model is code: so nothing that a study names is imported. The user names the
+    model again, and it must be the study's.
+    """
+    from tilewright.tune.reread import space_of
+
+    begun = facts.get("own_model", "")
+    shown = "".join(filter(str.isprintable, str(begun)))[:100]
+    if not isinstance(begun, str) or (begun and begun != model):
+        advice = f"if you trust that code, give --model {shown} again"
+        if model:
+            advice = f"and --model is {model}; give the same one, or begin another study"
+        raise UserError(f"The study {name} is of the model {shown}{' ' if model else '; '}{advice}.")
+    if model and not begun:
+        raise UserError(f"The study {name} is not of a model of your own; leave --model out.")
+    try:
+        space, cap = space_of(dict(facts)), facts["ceilings"]["memory_cap"]
+        known = {lever for lever, field in fields().items() if field.lever is not None}
+        if not set(space.levers) <= known or not (cap is None or 0 < float(cap) < math.inf):
+            raise ValueError
+        return space, cap
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"What the study {name} was begun with cannot be read; begin another study.") from error
 
 
 def _configuration(arguments: Sequence[str], model: str) -> tuple[Configuration, str]:
