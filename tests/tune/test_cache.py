@@ -170,9 +170,9 @@ def test_a_folder_that_others_can_write_to_is_not_used(folder):
     cache.put("a" * 64, RECORD)
     for part in (folder, folder.parent):
         part.chmod(0o777)
-        with pytest.warns(UserWarning, match="Others can write to .*TILEWRIGHT_CACHE"):
+        with pytest.warns(UserWarning, match="other users can write to .*TILEWRIGHT_CACHE"):
             assert cache.get("a" * 64) is None
-        with pytest.warns(UserWarning, match="Others can write"):
+        with pytest.warns(UserWarning, match="other users can write"):
             cache.put("b" * 64, RECORD)
         part.chmod(0o700)
     assert len(list(folder.glob("*"))) == 1
@@ -181,8 +181,8 @@ def test_a_folder_that_others_can_write_to_is_not_used(folder):
 def test_a_folder_that_is_somebody_elses_is_not_used(monkeypatch):
     cache.put("a" * 64, RECORD)
     other = os.getuid() + 1
-    monkeypatch.setattr(os, "getuid", lambda: other)
-    with pytest.warns(UserWarning, match="Others can write"):
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.warns(UserWarning, match="belongs to another user"):
         assert cache.get("a" * 64) is None
 
 

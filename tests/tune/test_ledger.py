@@ -1,5 +1,6 @@
 """Trials are queued, taken and ended once each, whoever is killed, and whatever is found in the storage."""
 
+import contextlib
 import errno
 import json
 import os
@@ -556,3 +557,25 @@ def test_ctrl_c_in_the_middle_of_a_call_leaves_no_lock_behind(tmp_path):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         storage.close()
+
+
+def test_a_clock_that_is_set_ends_no_lease(book, monkeypatch):
+    ledger, other = book(), book()
+    ledger.propose([(point(0), "search")])
+    assert ledger.take() is not None
+    real = time.time
+    for jump in (5000.0, -5000.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
+        monkeypatch.setattr(leases, "_gone", lambda lease: False)
+        assert other.recover() == 0 and len(other.running()) == 1
+
+
+def test_to_look_makes_nothing_in_a_file_of_somebody_else(tmp_path):
+    path = tmp_path / "places.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE studies (patient text)")
+        connection.commit()
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="There is no study nightly in sqlite"):
+        Ledger.read(f"sqlite:///{path}", "nightly")
+    assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["places.sqlite"]

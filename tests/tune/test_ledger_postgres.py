@@ -15,6 +15,7 @@ from postgres import server  # noqa: F401
 
 from tilewright.errors import UserError
 from tilewright.tune.ledger import Ledger, StorageLost
+from tilewright.tune.storage import reach
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -156,14 +157,96 @@ def test_a_storage_that_stays_away_is_a_sentence_and_what_was_done_is_merged(ser
     each_once(again, 6)
 
 
-def test_workers_that_begin_at_once_make_one_study(server, tmp_path, request):  # noqa: F811
+@pytest.fixture
+def fresh(server):  # noqa: F811
+    """The URL of a database without tables."""
     import psycopg
 
     with psycopg.connect(server.url, autocommit=True) as connection:
-        connection.execute("CREATE DATABASE fresh")  # without tables
-    workers = start(server.url.replace("/postgres", "/fresh"), request.node.name, tmp_path / "here", mode=6)
+        connection.execute("DROP DATABASE IF EXISTS fresh WITH (FORCE)")
+        connection.execute("CREATE DATABASE fresh")
+    return server.url.replace("/postgres", "/fresh")
+
+
+def tables(url):
+    import psycopg
+
+    with psycopg.connect(url) as connection:
+        found = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+    return {name for (name,) in found}
+
+
+def test_workers_that_begin_at_once_make_one_study(fresh, tmp_path, request):
+    workers = start(fresh, request.node.name, tmp_path / "here", mode=6)
     took, done = said(workers)
     assert sorted(took) == sorted(done) and len(done) == 13
+
+
+def test_nobody_who_looks_first_is_refused_while_others_make_the_tables(fresh, tmp_path):
+    """As `tune` begins: it sees whether the storage can be reached, and opens it later; here without a second try."""
+    errors, barrier = [], threading.Barrier(6)
+
+    def begin(number):
+        try:
+            barrier.wait()
+            reach(fresh, "--storage")
+            ledger = Ledger.open(fresh, "study", HEAD, tmp_path / str(number), resume=True, patience=0.0)
+            ledger.close()
+        except UserError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_to_look_makes_nothing_in_a_database_of_somebody_else(fresh):
+    import psycopg
+
+    with psycopg.connect(fresh) as connection:
+        connection.execute("CREATE TABLE studies (patient text)")  # of another kind
+    reach(fresh, "--storage")
+    with pytest.raises(UserError, match="There is no study nightly in postgresql"):
+        Ledger.read(fresh, "nightly")
+    assert tables(fresh) == {"studies"}
+
+
+def test_a_password_comes_from_the_url_the_environment_or_a_file_and_is_never_shown(
+    server, tmp_path, monkeypatch  # noqa: F811
+):  # fmt: skip
+    import psycopg
+
+    rules = server.data / "pg_hba.conf"
+    before = rules.read_text()
+    rules.write_text(f"host all locked 127.0.0.1/32 scram-sha-256\n{before}")
+    with psycopg.connect(server.url, autocommit=True) as connection:
+        connection.execute("CREATE ROLE locked LOGIN PASSWORD 'tops3cret'")
+        connection.execute("SELECT pg_reload_conf()")
+    try:
+        where = f"127.0.0.1:{server.port}/postgres"
+        file = tmp_path / "pgpass"
+        file.write_text(f"127.0.0.1:{server.port}:*:locked:tops3cret\n")
+        file.chmod(0o600)
+        for url in (f"postgresql://locked:tops3cret@{where}", f"postgresql://locked@{where}?password=tops3cret"):
+            reach(url, "--storage")
+        for name, value in (("PGPASSWORD", "tops3cret"), ("PGPASSFILE", str(file))):
+            with monkeypatch.context() as patched:
+                patched.setenv(name, value)
+                reach(f"postgresql://locked@{where}", "--storage")
+        for url in (f"postgresql://locked:wr0ng@{where}", f"postgresql://locked@{where}?password=wr0ng"):
+            with pytest.raises(UserError, match="Cannot open the storage") as refused:
+                reach(url, "--storage")
+            assert "wr0ng" not in str(refused.value) and "***" in str(refused.value)
+            with pytest.raises(UserError, match="There is no study x") as refused:
+                Ledger.read(url.replace("wr0ng", "tops3cret"), "x")
+            assert "tops3cret" not in str(refused.value)
+    finally:
+        rules.write_text(before)
+        with psycopg.connect(server.url, autocommit=True) as connection:
+            connection.execute("SELECT pg_reload_conf()")
 
 
 def test_threads_queue_and_take_each_point_once(book):

@@ -62,8 +62,10 @@ def bench(
     jobs = jobs or (max(1, cores - 2) if name == "shapes" else min(8, cores))
     from tilewright.bench.protocol import Ask
     from tilewright.cli.progress import Stages
+    from tilewright.measure.compile_cache import own_compile_cache, redirect_defaults
 
-    with Stages() as stages:
+    redirect_defaults()
+    with own_compile_cache(), Stages() as stages:
         result = module.run(Ask(stages.line, save, quick, only, jobs, seed, cases, ops, budget, previous))
     if as_json:
         print(json.dumps(result))

@@ -22,19 +22,14 @@ import hashlib
 import json
 import os
 import secrets
-import stat
 from typing import Any
 
-from tilewright.measure.folder import cache_root
+from tilewright.measure.folder import ADVICE, RefusedError, cache_root, check_owner, open_folder
 from tilewright.ops._log import log
 
 _MAGIC = b"tilewright 1"
 _HAS_FOLDER_DESCRIPTORS = hasattr(os, "O_NOFOLLOW") and {os.open, os.mkdir, os.rename, os.unlink} <= os.supports_dir_fd
 _refused: set[str] = set()  # paths that were warned about
-
-
-class _RefusedError(OSError):
-    """A folder or file that somebody else could have written."""
 
 
 def make_key(*parts: Any) -> str:
@@ -50,7 +45,7 @@ def get(key: str) -> bytes | None:
     """Returns what was stored under `key`, or None."""
     try:
         with _folder(create=False) as folder, open(_open_file(key, folder), "rb") as file:
-            _check_owner(os.fstat(file.fileno()), key)
+            check_owner(os.fstat(file.fileno()), key)
             content = file.read()
     except (OSError, RuntimeError) as error:
         _explain("read", error)
@@ -89,9 +84,9 @@ def _folder(create: bool) -> Any:
         raise FileNotFoundError("the cache is off")
     if create:
         path.parent.mkdir(parents=True, exist_ok=True)
-    outer = _open_folder(str(path), None, str(path), create)
+    outer = open_folder(str(path), None, str(path), create)
     try:
-        inner = _open_folder("kernels", outer, f"{path}/kernels", create)
+        inner = open_folder("kernels", outer, f"{path}/kernels", create)
     finally:
         os.close(outer)
     try:
@@ -100,52 +95,14 @@ def _folder(create: bool) -> Any:
         os.close(inner)
 
 
-def _open_folder(name: str, parent: int | None, path: str, create: bool) -> int:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    if stat.S_ISLNK(_lstat_mode(name, parent)):
-        raise _RefusedError(f"{path} is a symbolic link")
-    try:
-        folder = os.open(name, flags, dir_fd=parent)
-    except FileNotFoundError:
-        if not create:
-            raise
-        with contextlib.suppress(FileExistsError):  # another process was first
-            os.mkdir(name, 0o700, dir_fd=parent)
-        folder = os.open(name, flags, dir_fd=parent)
-    try:
-        _check_owner(os.fstat(folder), path)
-    except OSError:
-        os.close(folder)
-        raise
-    return folder
-
-
-def _lstat_mode(name: str, parent: int | None) -> int:
-    try:
-        return os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
-    except FileNotFoundError:
-        return 0
-
-
 def _open_file(name: str, folder: int) -> int:
     return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
 
 
-def _check_owner(status: os.stat_result, path: str) -> None:
-    if status.st_uid != os.geteuid():
-        raise _RefusedError(f"{path} belongs to another user")
-    if status.st_mode & 0o022:
-        raise _RefusedError(f"other users can write to {path}")
-
-
 def _explain(verb: str, error: Exception) -> None:
-    if not isinstance(error, _RefusedError):
+    if not isinstance(error, RefusedError):
         if not isinstance(error, FileNotFoundError):
             log.debug("cache: could not %s: %s", verb, error)
     elif str(error) not in _refused:
         _refused.add(str(error))
-        log.warning(
-            "Compiled kernels are not cached: %s. Make it yours alone (chown, chmod go-w), or set TILEWRIGHT_CACHE to "
-            "another folder.",
-            error,
-        )
+        log.warning("Compiled kernels are not cached: %s. %s", error, ADVICE)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.errors import UserError
+from tilewright.measure.compile_cache import redirect_defaults
 from tilewright.models import GPT
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train import optimizers
@@ -90,6 +91,7 @@ class Engine:
         self.optimizer = optimizers.build(self.model, config.optimizer, precision=self.precision, seed=config.seed)
         self.forward: Any = self.model
         if config.compile != "none":
+            redirect_defaults()
             self.forward = torch.compile(self.model, options=_inductor(config.compile))
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor, list[int]]] = {}
         self._static: Any = None  # the batch that the graphs read

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tilewright import hardware
 from tilewright.errors import UserError
+from tilewright.measure.compile_cache import own_compile_cache
 from tilewright.measure.machine import describe
 from tilewright.measure.results import SCHEMA
 from tilewright.plan.batches import Batches as BatchSizes
@@ -117,7 +118,9 @@ def train(config: Train, shown: Shown | None = None) -> Outcome:
     ...     train(Train(out=folder, steps=2, model=Model(width=16, layers=1), data=Data(workers=0))).step
     2
     """
-    with _sentences(), restored_modes(), Signals() as signals, contextlib.ExitStack() as closing:
+    with (
+        _sentences(), own_compile_cache(), restored_modes(), Signals() as signals, contextlib.ExitStack() as closing
+    ):  # fmt: skip
         run = _Run(config, shown or Shown(), signals, closing)
         outcome = run.go()
         run.shown.end(outcome)

@@ -122,7 +122,8 @@ def _cache_folder() -> Path:
     """Our own, closed to others: what lies there is trained on."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewright" / "tokens"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for each in (folder.parent, folder):  # the first has other caches, which only the user may write to
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.geteuid():
             raise UserError(f"The cache folder {folder} belongs to somebody else; set XDG_CACHE_HOME to one of yours.")
         folder.chmod(0o700)

@@ -23,7 +23,6 @@ import hashlib
 import itertools
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilewright.errors import UserError
+from tilewright.measure.results import create_temporary
 
 MAGIC = b"TWTOKENS"
 VERSION = 1
@@ -58,6 +58,7 @@ class Part:
 def write_tokens(path: Path, pieces: Iterable[npt.NDArray[Any]], vocabulary: int) -> Part:
     """Write a token file, whole or not at all; no more than one piece is in memory.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     part = write_tokens(Path(folder, "two.tokens"), [np.array([1, 2]), np.array([999])], vocabulary=1000)
     >>> part.tokens, part.width
@@ -146,13 +147,12 @@ def _whole(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its name, and the place of an older one, when all of it is on the disk."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        handle, temporary = create_temporary(path)
         try:
             with os.fdopen(handle, "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -201,6 +201,7 @@ def _refuse(error: OSError) -> None:
 class Stream:
     """Parts one after the other, as if they were one long array.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     parts = [write_tokens(Path(folder, name), [np.arange(5)], vocabulary=5) for name in "ab"]
     ...     Stream(parts).read(3, np.empty(4, np.int32))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import tilewright
 from tilewright.errors import UserError
-from tilewright.measure.folder import cache_root
+from tilewright.measure.folder import ADVICE, RefusedError, cache_root, private_folder
 from tilewright.measure.results import write_json
 from tilewright.tune.journal import parse
 from tilewright.tune.record import Record
@@ -101,19 +100,8 @@ def _folder() -> Path | None:
     """The folder of results, made where it is not there; None where it could be somebody else's doing."""
     try:
         root = cache_root()
-        if root is None:
-            return None
-        for folder in (root, root / "trials"):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = folder.stat()
-            if status.st_uid != os.getuid() or status.st_mode & 0o022:
-                warnings.warn(
-                    f"Others can write to {folder}, so results are not cached; chmod go-w it if it is yours, or set "
-                    "TILEWRIGHT_CACHE to another folder.",
-                    stacklevel=3,
-                )
-                return None
+        return None if root is None else private_folder(root, "trials")
     except (OSError, RuntimeError) as error:
-        warnings.warn(f"Results are not cached: {error}; set TILEWRIGHT_CACHE to a folder.", stacklevel=3)
+        advice = ADVICE if isinstance(error, RefusedError) else "Set TILEWRIGHT_CACHE to a folder."
+        warnings.warn(f"Results are not cached: {error}. {advice}", stacklevel=3)
         return None
-    return root / "trials"

@@ -16,9 +16,10 @@ import random
 import sqlite3
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import optuna
 import sqlalchemy
@@ -34,6 +35,8 @@ _GARBLED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _HEAD = 3.0  # seconds in which whoever made a study has written its head
 _BUSY = 60.0  # seconds that SQLite waits for its turn
 _RACE = ("already exists", "duplicate", "UNIQUE", "locked", "deadlock", "concurrently")  # words of being second
+_MAKING_TABLES = 0x74696C65  # the advisory lock of PostgreSQL that is held meanwhile
+_FILLED = ("version_info", "alembic_version")  # tables of Optuna that are never empty
 _SERVER = {
     "connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
@@ -66,8 +69,8 @@ class Storage:
         self.name, self.patience, self.saved = name, patience, saved
         self._lost = ""  # what was said when it had been waited for in vain: nobody waits again
         self._url = checked(url)
-        missing = UserError(f"There is no study {name} in {self._url}; give its folder, or --storage.")
-        if exists and self._url.drivername == "sqlite" and not Path(self._url.database or "").is_file():
+        missing = UserError(f"There is no study {name} in {shown(self._url)}; give its folder, or --storage.")
+        if exists and not _has_studies(self._url):  # whose tables Optuna would make
             raise missing
         self._database = _open(self._url, patience)
         self._ids: dict[int, int] = {}
@@ -80,8 +83,8 @@ class Storage:
         self._offset = self._patiently(self._clock_offset)
 
     def now(self) -> float:
-        """Seconds since 1970 by the server's clock: the clocks of the workers' machines need not agree."""
-        return time.time() + self._offset
+        """Seconds since 1970 by the server's clock: those of the workers' machines need not agree, and may be set."""
+        return time.monotonic() + self._offset
 
     def notes(self) -> dict[str, Any]:
         """What is noted of the study."""
@@ -166,15 +169,17 @@ class Storage:
                 with uninterrupted():
                     return call()
             except KeyError as error:
-                raise StorageLost(f"The study {self.name} is no longer in {self._url}; {self._merged}") from error
+                raise StorageLost(
+                    f"The study {self.name} is no longer in {shown(self._url)}; {self._merged}"
+                ) from error
             except _TROUBLE as error:
                 if "disk is full" in (reason := _reason(error)) or "No space left" in reason:
                     raise UserError(
-                        f"The disk of {self._url} is full; make room and go on with --resume: nothing that was "
+                        f"The disk of {shown(self._url)} is full; make room and go on with --resume: nothing that was "
                         "finished before is lost."
                     ) from error
                 if time.monotonic() + pause > deadline:
-                    lost = f"The storage {self._url} has been out of reach for {self.patience:g} s ({reason}); "
+                    lost = f"The storage {shown(self._url)} has been out of reach for {self.patience:g} s ({reason}); "
                     lost += self._merged
                     if patience == self.patience:
                         self._lost = lost
@@ -197,11 +202,11 @@ class Storage:
         return True
 
     def _clock_offset(self) -> float:
-        if self._database.engine.name != "postgresql":
-            return 0.0  # a file: one machine, one clock
-        with self._database.engine.connect() as connection:
-            server = connection.scalar(sqlalchemy.text("SELECT extract(epoch FROM clock_timestamp())"))
-        return float(server or time.time()) - time.time()
+        server = None
+        if self._database.engine.name == "postgresql":
+            with self._database.engine.connect() as connection:
+                server = connection.scalar(sqlalchemy.text("SELECT extract(epoch FROM clock_timestamp())"))
+        return float(server or time.time()) - time.monotonic()
 
     def _id(self, number: int) -> int:
         if number not in self._ids:
@@ -242,17 +247,27 @@ def checked(text: str) -> URL:
     if url.get_backend_name() in ("postgres", "postgresql"):
         return url.set(drivername="postgresql+psycopg")
     if url.get_backend_name() != "sqlite":
-        raise UserError(f"The storage {url} is of a kind that does not keep studies; {kinds}")
+        raise UserError(f"The storage {shown(url)} is of a kind that does not keep studies; {kinds}")
     if url.database in (None, "", ":memory:"):
         raise UserError("The storage sqlite:// names no file, so nothing would be kept; give sqlite:///FILE.")
     return url.set(drivername="sqlite")
+
+
+def shown(url: URL) -> str:
+    """A URL without its secrets.
+
+    >>> shown(make_url("postgresql://me:secret@host/db?password=secret&sslmode=require"))
+    'postgresql://me:***@host/db?password=***&sslmode=require'
+    """
+    hidden = {name: "***" for name in url.query if "pass" in name.lower() and name.lower() != "passfile"}
+    return url.update_query_dict(hidden).render_as_string().replace("%2A%2A%2A", "***")
 
 
 def reach(text: str, flag: str) -> None:
     """Refuse a storage that cannot be opened, before anything is measured for it; `flag` is what named it."""
     url = checked(text)
     if url.drivername != "sqlite":
-        _open(url, patience=0.0).engine.dispose()
+        _has_studies(url)
         return
     folder = Path(url.database or "").parent
     try:
@@ -264,32 +279,74 @@ def reach(text: str, flag: str) -> None:
         raise UserError(f"Cannot write {folder}: {error.strerror}; choose another {flag}.") from error
 
 
+def _has_studies(url: URL) -> bool:
+    """Whether a database has the tables of Optuna, filled in; nothing is made or changed in it."""
+    arguments: dict[str, Any] = _SERVER
+    if url.drivername == "sqlite":
+        path = Path(url.database or "")
+        if not path.is_file():
+            return False
+        url, arguments = url.set(database=f"file:{quote(str(path.resolve()))}?mode=ro"), {"uri": True}
+    with _explained(url):
+        engine = sqlalchemy.create_engine(url, connect_args=arguments)
+        try:
+            with engine.connect() as connection:
+                tables = sqlalchemy.inspect(connection)
+                return tables.has_table("studies") and all(
+                    tables.has_table(name) and connection.scalar(sqlalchemy.text(f"SELECT count(*) FROM {name}"))
+                    for name in _FILLED
+                )
+        finally:
+            engine.dispose()
+
+
 def _open(url: URL, patience: float) -> optuna.storages.RDBStorage:
     """The database, with its tables made; refused in a sentence where it cannot be reached."""
     deadline = time.monotonic() + patience
     while True:
         try:
-            return _sqlite(url) if url.drivername == "sqlite" else _server(url)
-        except ImportError as error:
-            raise UserError(
-                "A PostgreSQL storage needs a driver that is not installed: pip install 'tilewright[postgresql]'."
-            ) from error
-        except RuntimeError as error:
-            raise UserError(f"The storage {url} is of another version of Optuna: {_reason(error)}") from error
-        except OSError as error:
-            raise UserError(f"Cannot write {url.database}: {error.strerror}; choose another --storage.") from error
-        except (*_TROUBLE, sqlite3.Error) as error:
-            reason = _reason(error)
-            # Workers that begin at once may be in each other's way while they make the tables.
-            if not any(word in reason for word in _RACE) or time.monotonic() > deadline:
-                raise UserError(
-                    f"Cannot open the storage {url}: {reason}; start its server or choose another --storage."
-                ) from error
+            with _explained(url):
+                return _sqlite(url) if url.drivername == "sqlite" else _server(url)
+        except _Busy:
+            if time.monotonic() > deadline:
+                raise
         time.sleep(random.uniform(0.05, 0.3))
 
 
+class _Busy(UserError):
+    """Workers that begin at once may be in each other's way."""
+
+
+@contextlib.contextmanager
+def _explained(url: URL) -> Iterator[None]:
+    """Say in a sentence why a database cannot be opened."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(
+            "A PostgreSQL storage needs a driver that is not installed: pip install 'tilewright[postgresql]'."
+        ) from error
+    except RuntimeError as error:
+        raise UserError(f"The storage {shown(url)} is of another version of Optuna: {_reason(error)}") from error
+    except OSError as error:
+        raise UserError(f"Cannot write {url.database}: {error.strerror}; choose another --storage.") from error
+    except (*_TROUBLE, sqlite3.Error) as error:
+        reason = _reason(error)
+        kind = _Busy if any(word in reason for word in _RACE) else UserError
+        raise kind(
+            f"Cannot open the storage {shown(url)}: {reason}; start its server or choose another --storage."
+        ) from error
+
+
 def _server(url: URL) -> optuna.storages.RDBStorage:
-    return optuna.storages.RDBStorage(_text(url), {"pool_pre_ping": True, "connect_args": _SERVER})
+    engine = sqlalchemy.create_engine(url, connect_args=_SERVER)
+    try:
+        with engine.begin() as turn:  # one after the other: Optuna makes its tables in several transactions
+            turn.execute(sqlalchemy.text("SET LOCAL lock_timeout = '30s'"))
+            turn.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MAKING_TABLES})
+            return optuna.storages.RDBStorage(_text(url), {"pool_pre_ping": True, "connect_args": _SERVER})
+    finally:
+        engine.dispose()
 
 
 def _sqlite(url: URL) -> optuna.storages.RDBStorage:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from tilewright.errors import UserError
+from tilewright.measure.compile_cache import own_compile_cache
 from tilewright.tune.record import Measurement, spread
 
 if TYPE_CHECKING:  # torch takes seconds to import: a process without a parent is to be gone before
@@ -125,7 +126,8 @@ def attempt(line: str, say: Say) -> dict[str, Any]:
     kinds = {"measure": measure, "probe": _probe, "prove": _prove, "observe": observe}
     try:
         job = json.loads(line)
-        outcome, value = kinds[job["kind"]](job, say)
+        with own_compile_cache():
+            outcome, value = kinds[job["kind"]](job, say)
         error = None
     except Exception as caught:
         traceback.print_exc()
