@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -15,6 +18,8 @@ from tilewright.cli import plan_speed as plan_speed  # adds its commands to `pla
 from tilewright.cli.output import make_printable
 from tilewright.errors import UserError
 from tilewright.measure.markup import clean
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -54,21 +59,38 @@ def main() -> None:
     """Run the command line; what the user can put right is one sentence and exit code 2."""
     make_printable()
     try:
-        code = typer.main.get_command(app).main(prog_name="tilewright", standalone_mode=False)
+        try:
+            code = typer.main.get_command(app).main(prog_name="tilewright", standalone_mode=False)
+        finally:
+            sys.stdout.flush()  # the end of the process would do that, with a traceback where it fails
     except UserError as error:
         _fail(str(error))
     except _UsageError as error:
         _fail(usage_sentence(error))
     except (KeyboardInterrupt, typer.Abort):
-        Console(stderr=True).print("stopped")
+        _say("stopped")
         sys.exit(130)
+    except OSError as error:
+        if error.errno not in _NO_ROOM and not isinstance(error, BrokenPipeError):
+            raise
+        with open(os.devnull, "wb") as nothing:  # what is still to be written goes nowhere
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # whoever read it is gone, as with `| head`
+            sys.exit(1)
+        what = error.filename or "the output"
+        _fail(f"Cannot write {what}: {error.strerror}; make room or write elsewhere. What was finished is kept.")
     else:
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(sentence: str) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(clean(sentence))}", highlight=False)
+    _say(f"[red]error:[/] {escape(clean(sentence))}")
     sys.exit(2)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        Console(stderr=True, soft_wrap=True).print(text, highlight=False)
 
 
 def usage_sentence(error: Any) -> str:

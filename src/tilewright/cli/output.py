@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import json
+import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,30 @@ _OBEYED = re.compile(
     r"\x1b\[[0-9;]*m|\x1b\[[0-9;?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\xa0-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]"
 )
 _NUMBER = re.compile(r"(n/a|-?[\d,.]+ ?(%|[kMG]?B|x|)?)?")
+
+
+class ProgressConsole(Console):
+    """Shows how a long run goes. Where that cannot be written it calls `lost` with the reason, and shows no more."""
+
+    def __init__(self, lost: Callable[[str], None] = lambda why: None, **more: Any) -> None:
+        super().__init__(soft_wrap=True, **more)
+        self._lost = lost
+
+    def on_broken_pipe(self) -> None:
+        self._stop("nobody reads it")
+
+    def print(self, *objects: Any, **more: Any) -> None:
+        try:
+            super().print(*objects, **more)
+        except OSError as error:
+            self._stop(error.strerror or "it cannot be written")
+
+    def _stop(self, why: str) -> None:
+        if not self.quiet:
+            self.quiet = True
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:  # nothing fails at the end
+                os.dup2(nothing.fileno(), self.file.fileno())
+            self._lost(why)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,11 +12,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tilewright.cli.output import gigabytes
+from tilewright.cli.output import ProgressConsole, gigabytes
 from tilewright.train.configuration import Configuration, read, split_arguments
 
 if TYPE_CHECKING:  # which loads torch
@@ -76,19 +76,17 @@ def _run(configuration: Configuration, as_json: bool) -> bool:
 def _print(record: dict[str, Any]) -> None:
     try:
         print(json.dumps(record), flush=True)
-    except BrokenPipeError:
-        _nobody_reads()
+    except OSError as error:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        _stop(error.strerror or "")
 
 
-def _nobody_reads() -> None:
-    """Whoever read the output is gone, as with `| head`: print no more, and stop as by Ctrl-C, with a checkpoint."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _stop(why: str) -> None:
+    """Stop as by Ctrl-C, with a checkpoint: whoever read the output is gone, as with `| head`, or its disk is full."""
+    with contextlib.suppress(OSError):
+        print(f"The output cannot be written ({why}): stopping, with a checkpoint.", file=sys.stderr)
     signal.raise_signal(signal.SIGINT)
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        _nobody_reads()
 
 
 class _Live:
@@ -96,7 +94,7 @@ class _Live:
 
     def __init__(self, configuration: Configuration) -> None:
         self.out, every_line = configuration.train.out, configuration.origins["log.every"] != "default"
-        self.console = _Console(soft_wrap=True)
+        self.console = ProgressConsole(_stop)
         columns = (
             TextColumn("training"),
             BarColumn(),

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from tilewright.cli import output
-from tilewright.cli.output import gigabytes
+from tilewright.cli.output import ProgressConsole, gigabytes
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
 from tilewright.tune.api import DEFAULT_BUDGET, amount, seconds
@@ -201,7 +201,7 @@ class _Progress:
     """A table that grows, with the time that is left; in a log a line a trial. On standard error."""
 
     def __init__(self, budget: float) -> None:
-        self.console = Console(stderr=True, soft_wrap=True)
+        self.console = ProgressConsole(stderr=True)
         self.budget, self.began = budget, time.monotonic()
         self.records: list[Record] = []
         self.best: Record | None = None

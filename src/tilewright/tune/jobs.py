@@ -41,6 +41,7 @@ class Jobs:
     def __init__(self, settings: Settings, shown: Shown, pace: Pace) -> None:
         self.settings, self.shown, self.pace, self.space = settings, shown, pace, settings.space
         self.reference = 0.0  # tokens a second of the run as given, when it last ran here
+        self._epoch = time.time() - time.monotonic()
         self._profiled: dict[str, Measurement] = {}  # by the key of a point: what was measured of it with a profile
         self._to_keep: list[tuple[str, Record]] = []  # for the cache, when it is known how steady the machine was
 
@@ -66,7 +67,7 @@ class Jobs:
             found = self._explained(prediction, kept.measurement)
             changes: dict[str, Any] = {"prediction": prediction, "differences": found, "worker": worker}
             return dataclasses.replace(kept, point=claim.point, purpose=claim.purpose, **changes)
-        began, limit = time.time(), self.pace.limit(kind_of(run))
+        began, limit = self._now(), self.pace.limit(kind_of(run))
         seconds = min(20.0, max(1.0, self.settings.budget / 80))
         # A GPU slows down in its first seconds, until it is as warm as it gets: five steps that agree say little there.
         least = seconds / 2 if self.space.device == "cuda" else 0.0
@@ -87,7 +88,7 @@ class Jobs:
             self.reference = measured.tokens_per_second
         record = Record(
             claim.point, claim.purpose, ended.outcome, ended.error, ended.log, prediction, measured,
-            self._explained(prediction, measured), began, time.time(), worker, reference=self.reference,
+            self._explained(prediction, measured), began, self._now(), worker, reference=self.reference,
             phases=ended.phases,
         )  # fmt: skip
         self.pace.note(kind_of(run), record.ended - record.began)
@@ -138,6 +139,10 @@ class Jobs:
         if ended.value is None:
             self.shown.say(f"The kernels of the best run were not observed: {ended.error}")
         return (ended.value or {}).get("work", [])
+
+    def _now(self) -> float:
+        """Seconds since 1970. What a trial took is a difference of two: so the clock may be set in between."""
+        return self._epoch + time.monotonic()
 
     def _job(self, kind: str, point: Point) -> dict[str, Any]:
         settings = self.settings

@@ -18,17 +18,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import json
 import os
 import re
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +50,8 @@ GRACE = 3.0  # seconds to exit after the result
 PATIENCE = 3.0  # seconds for a killed process to be gone: a driver may hold on to it
 DRAIN = 1.0  # seconds to read what is left in the pipes; more only where somebody unknown holds them open
 PR_SET_CHILD_SUBREAPER = 36
+_SCRATCH = "tilewright-trial-"
+_NEW = 60.0  # seconds in which a folder that was made is locked
 # In lower case. The allocators of CUDA, of C++, of PyTorch on a CPU, and of Python.
 NO_MEMORY = (
     "out of memory", "out_of_memory", "bad_alloc", "allocate memory", "not enough memory", "memoryerror", "oom-kill"
@@ -92,9 +96,36 @@ def run_child(
     >>> ended.outcome, ended.error
     ('crashed', 'Its process ended with exit code 1: ValueError: no such lever')
     """
-    # A folder for what the child writes, made and removed here: a child that is killed removes nothing.
-    with tempfile.TemporaryDirectory(prefix="tilewright-trial-", ignore_cleanup_errors=True) as folder:
-        return _run_child({**job, "folder": folder}, limits, hear, command)
+    try:
+        with _scratch_folder() as folder:
+            return _run_child({**job, "folder": folder}, limits, hear, command)
+    except OSError as error:  # a full disk
+        return Ended("error", f"Its process could not be started: {error}", "", None)
+
+
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[str]:
+    """A folder for what a child writes, made and removed here: a child that is killed removes nothing.
+
+    It is locked while it is in use. The folder of a tuner that was killed is not, and is removed here.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            if left.stat().st_uid == os.geteuid() and time.time() - left.stat().st_mtime > _NEW:
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True) as folder, _locked(Path(folder)):
+        yield folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder alone; raises BlockingIOError where somebody else does."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _run_child(

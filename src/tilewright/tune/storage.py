@@ -281,14 +281,15 @@ def reach(text: str, flag: str) -> None:
 
 def _has_studies(url: URL) -> bool:
     """Whether a database has the tables of Optuna, filled in; nothing is made or changed in it."""
-    arguments: dict[str, Any] = _SERVER
+    how: dict[str, Any] = {"connect_args": _SERVER}
     if url.drivername == "sqlite":
         path = Path(url.database or "")
         if not path.is_file():
             return False
-        url, arguments = url.set(database=f"file:{quote(str(path.resolve()))}?mode=ro"), {"uri": True}
+        to_read = f"file:{quote(str(path.resolve()))}?mode=ro"
+        how = {"creator": lambda: sqlite3.connect(to_read, timeout=_BUSY, uri=True)}
     with _explained(url):
-        engine = sqlalchemy.create_engine(url, connect_args=arguments)
+        engine = sqlalchemy.create_engine(url, **how)
         try:
             with engine.connect() as connection:
                 tables = sqlalchemy.inspect(connection)
