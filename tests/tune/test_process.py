@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tilewright.train.config import Train
+from tilewright.tune import process
 from tilewright.tune.process import LONGEST_LOG, Limits, run_child
 from tilewright.tune.record import Measurement
 from tune import light_child
@@ -324,3 +325,29 @@ def test_the_light_child_does_a_studys_job_by_a_rule():
 def test_the_light_child_answers_the_other_jobs(kind):
     ended = run_child({"kind": kind}, ENOUGH, command=light_child.COMMAND)
     assert ended.outcome == "done" and ended.value
+
+
+def test_what_a_killed_tuner_left_is_swept_and_nothing_that_is_in_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    long_ago = time.time() - 3600
+    left, new, used = (tmp_path / f"tilewright-trial-{name}" for name in ("left", "new", "used"))
+    for folder in (left, new, used):
+        folder.mkdir()
+        (folder / "weights").write_text("many")
+    for folder in (left, used):
+        os.utime(folder, (long_ago, long_ago))
+    (tmp_path / "tilewright-trial-link").symlink_to(tmp_path / "elsewhere")
+    with process._locked(used), process._scratch_folder() as own:
+        with process._scratch_folder() as second:  # of another study
+            assert Path(own).is_dir() and Path(second).is_dir()
+        assert not left.exists() and (new / "weights").exists() and (used / "weights").exists()
+    assert not Path(own).exists() and not Path(second).exists()
+
+
+def test_a_full_disk_for_scratch_files_is_the_end_of_a_trial_and_not_of_a_study(monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    ended = run_child({}, Limits(60, 60))
+    assert ended.outcome == "error" and "No space left on device" in ended.error
