@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: tune test check docs install clean
+.PHONY: tune test test-fast check docs install lock audit clean
 
 tune: $(VENV)/.installed
 	$(BIN)/tilewright tune $(ARGS)
@@ -11,26 +11,52 @@ tune: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
+# For daily work: what takes long, and what starts processes, is left out.
+test-fast: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n auto --dist worksteal --fast $(ARGS)
+
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python tools/lock.py --check
+	$(BIN)/python tools/audit.py
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/generate.py
 
 install: $(VENV)/.installed-test
 
-# What is installed for the tests is enough for everything. pip would compile it on one core; what is in it for another
-# Python does not compile, and need not.
+# Writes locks/ and the SBOM, from the package index that pip is configured for.
+lock: $(VENV)/.installed-test
+	$(BIN)/python tools/lock.py
+
+audit: $(VENV)/.installed-test
+	$(BIN)/python tools/audit.py
+
+# What is installed for the tests is enough for everything. Every file is checked against the hashes in locks/, whatever
+# index it comes from; make LOCKED=0 takes the newest versions that pyproject.toml and constraints.txt allow. pip would
+# compile it on one core; what is in it for another Python does not compile, and need not.
+LOCKED ?= 1
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+HASHED := $(PIP) --no-deps --require-hashes
+WANTS_CUDA := import importlib.metadata, sys; sys.exit(not any("cuda" in each for each in importlib.metadata.requires("torch")))
 $(VENV)/.installed: EXTRAS :=
+$(VENV)/.installed: FILES := -r locks/tune.txt
 $(VENV)/.installed-test: EXTRAS := [test]
-$(VENV)/.installed $(VENV)/.installed-test: pyproject.toml constraints.txt
+$(VENV)/.installed-test: FILES := -r locks/tune.txt -r locks/test.txt
+$(VENV)/.installed $(VENV)/.installed-test: pyproject.toml constraints.txt $(wildcard locks/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tilewright needs Python 3.11 or later; run make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.$(EXTRAS)'
+ifeq ($(LOCKED),1)
+	$(HASHED) $(FILES)
+	@if $(BIN)/python -c '$(WANTS_CUDA)'; then echo '$(HASHED) -r locks/cuda.txt'; $(HASHED) -r locks/cuda.txt; fi
+	$(PIP) --no-deps --no-build-isolation -e .
+else
+	$(PIP) -c constraints.txt -e '.$(EXTRAS)'
+endif
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(VENV)/.installed $@
 

@@ -53,6 +53,13 @@ _background = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(_background)
 Job = _background.Job
 """
+SLEEPER = """
+began = threading.Event()
+def work():
+    began.set()
+    time.sleep(0.3)
+    os.write(1, b"x")
+"""
 
 
 def run(body):
@@ -62,12 +69,8 @@ def run(body):
 
 def test_the_end_of_a_program_waits_for_what_has_begun_and_drops_the_rest():
     done = run(
-        """
-began = threading.Event()
-def work():
-    began.set()
-    time.sleep(0.3)
-    os.write(1, b"x")
+        SLEEPER
+        + """
 for _ in range(100 * _background._MOST_THREADS):
     Job(work).start()
 began.wait()
@@ -101,12 +104,8 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_job_that_a_daemon_starts_is_finished_before_the_program_ends():
     """Autograd's threads are daemons to Python, and what they start would be, too."""
     done = run(
-        """
-began = threading.Event()
-def work():
-    began.set()
-    time.sleep(0.3)
-    os.write(1, b"x")
+        SLEEPER
+        + """
 starter = threading.Thread(target=lambda: Job(work).start(), daemon=True)
 starter.start()
 began.wait()

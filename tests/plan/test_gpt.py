@@ -20,12 +20,14 @@ def test_an_unknown_preset_names_the_nearest():
         preset("13B")
 
 
-def test_planning_imports_no_torch_and_is_quick():
+def test_planning_imports_few_modules_and_no_torch():
+    """What makes a start slow is what is imported, and a count does not depend on the machine: it takes 0.1 s idle."""
     code = (
-        "import time; t = time.perf_counter()\n"
         "import tilewright.plan.parallel, tilewright.plan.roofline, tilewright.plan.batches, tilewright.hardware as h\n"
-        "h.table(); import sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
-        "print(time.perf_counter() - t)"
+        "h.table(); import sys; print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 0.5  # well under 0.1 s on an idle machine
+    found = done.stdout.split()
+    foreign = {name.partition(".")[0] for name in found} - sys.stdlib_module_names - {"tilewright", "__main__"}
+    assert not foreign & {"torch", "numpy", "yaml", "omegaconf", "rich", "typer", "plotly", "optuna"}
+    assert len(found) < 250  # 136 when this was written

@@ -339,25 +339,23 @@ def test_few_tokens_cannot_meet_every_expert():
     assert met[0].calls == 32 * 2
 
 
+BERT = dict(
+    model_type="bert", hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,
+    vocab_size=30522, max_position_embeddings=512,
+)  # fmt: skip
+
+
 def test_what_follows_from_a_changed_width_follows(tmp_path):
-    bert = {
-        "model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
-        "intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 512,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(bert))
+    (tmp_path / "config.json").write_text(json.dumps(BERT))
     wide = load(str(tmp_path), ["width=1024", "heads=16", "kv_heads=16"])
-    assert wide.parameters == from_config({**bert, "hidden_size": 1024, "num_attention_heads": 16}).parameters
+    assert wide.parameters == from_config({**BERT, "hidden_size": 1024, "num_attention_heads": 16}).parameters
 
 
 def test_dropout_is_the_config_files():
-    bert = {
-        "model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
-        "intermediate_size": 3072, "vocab_size": 30522,
-    }  # fmt: skip
-    assert from_config(bert).dropout == 0.1 and from_config({**bert, "hidden_dropout_prob": 0.0}).dropout == 0.0
+    assert from_config(BERT).dropout == 0.1 and from_config({**BERT, "hidden_dropout_prob": 0.0}).dropout == 0.0
     for bad in (1.5, -1, "0.1", True, float("nan")):
         with pytest.raises(UserError, match="hidden_dropout_prob"):
-            from_config({**bert, "hidden_dropout_prob": bad})
+            from_config({**BERT, "hidden_dropout_prob": bad})
 
 
 def test_the_fullest_stage_of_a_mixture_has_experts_in_every_layer():

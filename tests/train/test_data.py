@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slowness import soon
 from tilewright.errors import UserError
 from tilewright.measure.corpus import corpus
 from tilewright.train import data as data_module
@@ -227,7 +228,7 @@ def test_closing_leaves_no_process(monkeypatch):
     assert all(map(alive, workers))
     began = time.monotonic()
     batches.close()
-    assert not any(map(alive, workers)) and time.monotonic() - began < 5  # the loader's own patience
+    assert not any(map(alive, workers)) and soon(5, began)  # the loader's own patience
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -242,7 +243,7 @@ def test_a_killed_worker_is_a_sentence_within_seconds(workers):
     with pytest.raises(UserError, match="A data worker died .SIGKILL.*data.workers=0") as caught:
         for _ in range(100):
             batches.next()
-    assert time.monotonic() - began < 20 and "\n" not in str(caught.value)
+    assert soon(20, began) and "\n" not in str(caught.value)
     assert not any(map(alive, others)) and signal.getsignal(signal.SIGCHLD) is handler
 
 
@@ -290,7 +291,7 @@ def test_a_worker_that_hangs_is_waited_for_so_long_and_then_ended(monkeypatch):
     began = time.monotonic()
     with pytest.raises(UserError, match="No data came for 3 s"):
         batches.next()
-    assert 3 <= time.monotonic() - began < 12 and not any(map(alive, workers))
+    assert time.monotonic() - began >= 3 and soon(12, began) and not any(map(alive, workers))
 
 
 SCRIPT = """

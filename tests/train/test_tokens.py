@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slowness import soon
 from tilewright.errors import UserError
 from tilewright.train import tokens
 from tilewright.train.tokens import MAGIC, Part, Stream, find_files, open_tokens, verify, write_tokens
@@ -222,10 +223,10 @@ def test_opening_does_not_read_the_tokens(tmp_path):
     path, count = tmp_path / "a.tokens", 1 << 38
     path.write_bytes(header(1, 256, count))
     os.truncate(path, 64 + count)  # a hole of 256 GiB, which takes minutes to read
-    began = time.perf_counter()
+    began = time.monotonic()
     part = open_tokens(path)
     assert Stream([part]).read(count - 5, np.empty(5, np.int32)).tolist() == [0] * 5
-    assert time.perf_counter() - began < 5
+    assert soon(5, began)
 
 
 def test_a_token_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(tmp_path, monkeypatch):

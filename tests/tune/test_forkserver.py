@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slowness import soon
 from tilewright.tune import forkserver
 from tilewright.tune.process import TRIAL, Limits, run_child
 from train.tiny import RUN
@@ -84,9 +85,9 @@ def gone(pid):
 
 
 def wait_until(condition, seconds=30.0):
-    until = time.monotonic() + seconds
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < until, "it did not happen"
+        assert soon(seconds, began), "it did not happen"
         time.sleep(0.05)
 
 
@@ -97,7 +98,7 @@ def test_a_trial_waits_for_no_imports_and_the_phases_are_all_of_its_time():
         found.append(run_child(JOB, LIMITS, command=command))
         took.append(time.monotonic() - began)
         assert found[-1].outcome == "done", found[-1]
-        assert sum(found[-1].phases.values()) == pytest.approx(took[-1], abs=0.2)
+        assert sum(found[-1].phases.values()) == pytest.approx(took[-1], rel=0.05, abs=0.2)
         assert {"start", "imports", "build", "first step", "measure", "exit"} < set(found[-1].phases)
     before_build = [each.phases["start"] + each.phases["imports"] for each in found]
     assert before_build[1] < before_build[2] / 4
@@ -157,7 +158,7 @@ def test_after_any_end_the_next_trial_runs(model):
     assert left.outcome == "crashed" and "exit code 7" in left.error
     began = time.monotonic()
     hung = model("hang", Limits(4.0, 100.0))
-    assert hung.outcome == "timed out" and time.monotonic() - began < 4.0 + 5.0
+    assert hung.outcome == "timed out" and soon(4.0 + 5.0, began)
     pids = [int(pid) for pid in hung.log.partition("pids")[2].split()[:3]]
     assert pids[0] == forkserver._server.process.pid and not gone(pids[0]) and all(map(gone, pids[1:]))
     assert run_child(JOB, LIMITS).outcome == "done" and forkserver._server.process.pid == pids[0]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import tilewright
+from slowness import soon
 from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict, read
 from tilewright.tune import cache, jobs, pace, study
@@ -305,9 +306,9 @@ def finished(folder):
 
 
 def wait_for(condition, seconds=60.0):
-    until = time.monotonic() + seconds
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < until, "nothing happened"
+        assert soon(seconds, began), "nothing happened"
         time.sleep(0.02)
 
 
