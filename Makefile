@@ -51,6 +51,7 @@ $(VENV)/.installed $(VENV)/.installed-test: pyproject.toml constraints.txt $(wil
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tilewright needs Python 3.11 or later; run make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(LOCKED),1)
+	@test -e /proc/driver/nvidia/version || $(HASHED) -r locks/cpu.txt 2> /dev/null || echo 'this index has no build of torch for CPUs alone'
 	$(HASHED) $(FILES)
 	@if $(BIN)/python -c '$(WANTS_CUDA)'; then echo '$(HASHED) -r locks/cuda.txt'; $(HASHED) -r locks/cuda.txt; fi
 	$(PIP) --no-deps --no-build-isolation -e .

@@ -3,7 +3,10 @@
 import inspect
 import os
 import secrets
+import time
+import zlib
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ if not torch.cuda.is_available():
 # What shapes are drawn from, others in every run; the workers of pytest-xdist inherit that of their parent.
 os.environ.setdefault("TILEWRIGHT_SEED", str(secrets.randbelow(10**6)))
 torch.set_num_threads(1)
+_BEGAN = time.monotonic()
 # The same tree, the same examples: --hypothesis-profile=default looks for others.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
@@ -24,6 +28,44 @@ def _release(package: str) -> tuple[int, ...]:
         return tuple(int(part) for part in version(package).split("+")[0].split(".")[:2])
     except PackageNotFoundError:
         pytest.exit(f"The tests run Triton kernels and {package} is missing: pip install 'tilewright[test]'.", 4)
+
+
+# For --fast. These start processes, compile or wait:
+SLOW = (
+    "tests/bench/test_shapes", "tests/cli/test_train", "tests/cli/test_tune", "tests/cli/test_export",
+    "tests/measure/test_compile_cache", "tests/measure/test_profile", "tests/measure/test_work",
+    "tests/ops/test_compile_kernels", "tests/ops/test_hopper", "tests/train/test_checkpoint", "tests/train/test_data",
+    "tests/train/test_loop", "tests/train/test_profile", "tests/train/test_resume", "tests/train/test_world",
+    "tests/tune/test_faults", "tests/tune/test_forkserver", "tests/tune/test_ledger", "tests/tune/test_process",
+    "tests/tune/test_prove", "tests/tune/test_report", "tests/tune/test_study", "tests/tune/test_trial",
+)  # fmt: skip
+# These run kernels under the interpreter, of which there are thousands of cases: so many of them are drawn by the seed.
+SAMPLED, ONE_IN = ("tests/ops/", "tests/nn/", "tests/models/", "tests/train/test_optimizers"), 30
+ENOUGH = 120.0  # seconds after which no other test begins, so that the last ones end within three minutes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out what takes long, and draw a few kernel tests")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    path = str(collection_path.relative_to(config.rootpath)) if collection_path.is_relative_to(config.rootpath) else ""
+    return True if config.getoption("--fast") and path.startswith(SLOW) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fast"):
+        parts: tuple[list[pytest.Item], list[pytest.Item]] = [], []
+        for item in items:
+            number = zlib.crc32(f"{os.environ['TILEWRIGHT_SEED']} {item.nodeid}".encode())
+            parts[item.nodeid.startswith(SAMPLED) and number % ONE_IN > 0].append(item)
+        items[:] = parts[0]
+        config.hook.pytest_deselected(items=parts[1])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.getoption("--fast") and time.monotonic() - _BEGAN > ENOUGH:
+        pytest.skip("three minutes are nearly over; `make test` runs everything")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +84,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         reporter.write_line(f"TILEWRIGHT_SEED={os.environ['TILEWRIGHT_SEED']}")  # a header is not shown with -q
+        if session.config.getoption("--fast"):
+            reporter.write_line(f"--fast: without what takes long, and one in {ONE_IN} of the kernel tests")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -19,7 +19,7 @@ def test_lock_files_and_sbom_are_in_step_with_the_project():
 
 def test_what_is_out_of_step_is_found(monkeypatch, tmp_path):
     (tmp_path / "locks").mkdir()
-    for name in ("pyproject.toml", "constraints.txt", *(f"locks/{part}.txt" for part in lock.LOCKS)):
+    for name in ("pyproject.toml", "constraints.txt", *(f"locks/{part}.txt" for part in (*lock.LOCKS, "cpu"))):
         (tmp_path / name).write_text((lock.ROOT / name).read_text())
     monkeypatch.setattr(lock, "ROOT", tmp_path)
     monkeypatch.setattr(lock, "SBOM", tmp_path / "sbom")

@@ -4,8 +4,9 @@
     python tools/lock.py --check    needs no network
 
 `locks/tune.txt` is what `make tune` installs and `locks/test.txt` what `make test` adds; both have what builds the
-package. `locks/cuda.txt` is what a CUDA build of torch wants besides, and is installed where torch is one. Each package
-has one version, the one that is installed here, and the SHA-256 of every wheel of it. No file names an index: the same
+package. `locks/cpu.txt` has the build of torch for machines without a GPU, which comes first there if the index has it.
+`locks/cuda.txt` is what a CUDA build of torch wants besides, and is installed where torch is one. Each package has one
+version, the one that is installed here, and the SHA-256 of every wheel of it. No file names an index: the same
 wheel has the same hash wherever it comes from.
 """
 
@@ -43,6 +44,7 @@ HEADS = {
     "tune": "What `make tune` installs, and what builds the package.",
     "test": "What `make test` installs beside tune.txt.",
     "cuda": "What a CUDA build of torch wants beside tune.txt.",
+    "cpu": "The build of torch for machines without a GPU, where the index has it.",
 }
 
 
@@ -82,17 +84,19 @@ class Index:
         return self.pages[name]
 
     def hashes(self, name: str, version: str) -> list[str]:
-        """Of every wheel of a version, and of local builds such as +cpu; of the sources where there is no wheel."""
+        """Of every wheel of a version; of the sources where there is no wheel."""
         wheels, sources = set(), set()
         for file, (_, digest) in self.files(name).items():
             if (found := _version(file)) is not None and str(found) == version and digest:
                 (wheels if file.endswith(".whl") else sources).add(digest)
-        for folder in self.folders:
-            for path in folder.glob("*.whl"):
-                found = _version(path.name)
-                if canonicalize_name(path.name.split("-")[0]) == name and found and found.public == version:
-                    wheels.add(hashlib.sha256(path.read_bytes()).hexdigest())
         return sorted(wheels or sources)
+
+    def builds_for_cpus(self, name: str, version: str) -> list[str]:
+        """The hashes of the builds that are called +cpu, which pip's find-links has."""
+        found = [path for folder in self.folders for path in folder.glob("*.whl")]
+        found = [path for path in found if canonicalize_name(path.name.split("-")[0]) == name]
+        wanted = [path for path in found if str(_version(path.name)) == f"{version}+cpu"]
+        return sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in wanted)
 
     def newest(self, name: str, limit: SpecifierSet) -> str:
         versions = {found for file in self.files(name) if (found := _version(file))}
@@ -203,12 +207,18 @@ def write() -> None:
     for part, packages in parts.items():
         lines = [f"# {HEADS[part]} Written by tools/lock.py."]
         for name, version in sorted(packages.items()):
-            hashes = index.hashes(name, version)
-            if not hashes:
-                sys.exit(f"the index has no hash of {name} {version}")
-            lines.append(f"{name}=={version}" + "".join(f" \\\n    --hash=sha256:{digest}" for digest in hashes))
+            lines.append(_entry(name, version, index.hashes(name, version)))
         (ROOT / "locks" / f"{part}.txt").write_text("\n".join(lines) + "\n")
+    if hashes := index.builds_for_cpus("torch", tune["torch"]):
+        lines = [f"# {HEADS['cpu']} Written by tools/lock.py.", _entry("torch", f"{tune['torch']}+cpu", hashes)]
+        (ROOT / "locks" / "cpu.txt").write_text("\n".join(lines) + "\n")
     SBOM.write_text(sbom())
+
+
+def _entry(name: str, version: str, hashes: list[str]) -> str:
+    if not hashes:
+        sys.exit(f"the index has no hash of {name} {version}")
+    return f"{name}=={version}" + "".join(f" \\\n    --hash=sha256:{digest}" for digest in hashes)
 
 
 def locked(part: str) -> dict[str, str]:
@@ -248,12 +258,14 @@ def faults() -> list[str]:
     for name, version in pinned().items():
         if everything.get(name) != version:
             found.append(f"{name} is {everything.get(name)} in the lock files and {version} in constraints.txt")
-    for part in LOCKS:
+    for part in (*LOCKS, "cpu"):
         text = (ROOT / "locks" / f"{part}.txt").read_text()
         found += [f"locks/{part}.txt names an address" for _ in re.findall(r"https?:|--index|--find-links", text)]
         for entry in re.split(r"\n(?=[a-z0-9])", text)[1:]:
             if not re.fullmatch(r"[a-z0-9-]+==[^\s\\]+( \\\n    --hash=sha256:[0-9a-f]{64})+\n?", entry):
                 found.append(f"locks/{part}.txt: {entry.splitlines()[0]} has no hash")
+    if locked("cpu") != {"torch": f"{pinned()['torch']}+cpu"}:
+        found.append("locks/cpu.txt is not of the torch of constraints.txt")
     if SBOM.read_text() != sbom():
         found.append(f"{SBOM.name} is not of these lock files")
     return found

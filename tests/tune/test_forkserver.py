@@ -55,12 +55,20 @@ def hang():
 """
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_server_is_left():
+    """The tests share a server, whose start takes seconds, where they do not end it."""
     yield
     server = forkserver._server
     forkserver.stop()
     assert server is None or gone(server.process.pid)
+
+
+@pytest.fixture(autouse=True)
+def same_environment(monkeypatch):
+    """Another environment is another server, and pytest sets this variable anew for every part of a test."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setattr("_pytest.runner._update_current_test_var", lambda item, when: None)
 
 
 @pytest.fixture
@@ -178,7 +186,8 @@ def test_without_a_server_a_trial_is_a_new_process_and_says_so(monkeypatch):
     broken = forkserver.ForkServer((sys.executable, "-c", "import sys; sys.exit('torch is broken')"))
     monkeypatch.setattr(forkserver, "_server", broken)
     monkeypatch.setattr(broken.process, "poll", lambda: None)  # it dies just after somebody has looked
-    ended = run_child(JOB, LIMITS)
+    with contextlib.closing(broken):
+        ended = run_child(JOB, LIMITS)
     assert ended.outcome == "done"
     assert "[started as a new process, for there is none to fork from: torch is broken]" in ended.log
 
