@@ -82,8 +82,8 @@ def redirect_defaults() -> None:
         if name.startswith("torch._inductor") and getattr(module, "default_cache_dir", None) is usual:
             module.default_cache_dir = default_cache_dir  # type: ignore[attr-defined]
         if name == "torch._inductor.codecache" and hasattr(module, "_HEADER_DIR"):  # made of it when it was imported
-            module._HEADER_DIR = os.path.join(default_cache_dir(), "precompiled_headers")
-            module._HEADER_LOCK_DIR = os.path.join(module._HEADER_DIR, "locks")
+            headers = os.path.join(default_cache_dir(), "precompiled_headers")
+            vars(module).update(_HEADER_DIR=headers, _HEADER_LOCK_DIR=os.path.join(headers, "locks"))
 
 
 def _is_safe(name: str) -> bool:
