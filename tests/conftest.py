@@ -32,7 +32,8 @@ def _release(package: str) -> tuple[int, ...]:
 
 # For --fast. These start processes, compile or wait:
 SLOW = (
-    "tests/bench/test_shapes", "tests/cli/test_train", "tests/cli/test_tune", "tests/cli/test_export",
+    "tests/bench/test_shapes", "tests/cli/test_commands", "tests/cli/test_output_lost", "tests/cli/test_train",
+    "tests/cli/test_tune", "tests/cli/test_export",
     "tests/measure/test_compile_cache", "tests/measure/test_profile", "tests/measure/test_work",
     "tests/ops/test_compile_kernels", "tests/ops/test_hopper", "tests/train/test_checkpoint", "tests/train/test_data",
     "tests/train/test_loop", "tests/train/test_profile", "tests/train/test_resume", "tests/train/test_world",
