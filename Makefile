@@ -22,7 +22,6 @@ check: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python tools/lock.py --check
-	$(BIN)/python tools/audit.py
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/generate.py
