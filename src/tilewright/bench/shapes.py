@@ -347,7 +347,7 @@ OPS: dict[str, Op] = {
         ),
         ((0,), (), (0,)),
         {"vocabulary": 128, "width": 128},
-        size=1.5,
+        size=3.0,
         always=tuple(
             {"dtype": "bf16", "vocabulary": size, "width": width}
             for size, width in ((50257, 2048), (151936, 3072), (100277, 4096), (262208, 1152))
