@@ -18,8 +18,9 @@ from tilewright.cli import plan_speed as plan_speed  # adds its commands to `pla
 from tilewright.cli.output import make_printable
 from tilewright.errors import UserError
 from tilewright.measure.markup import clean
+from tilewright.measure.results import NO_ROOM
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_LOST = (*NO_ROOM, errno.EROFS, errno.EIO)  # the output, not the program, is at fault
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -71,7 +72,7 @@ def main() -> None:
         _say("stopped")
         sys.exit(130)
     except OSError as error:
-        if error.errno not in _NO_ROOM and not isinstance(error, BrokenPipeError):
+        if error.errno not in _LOST and not isinstance(error, BrokenPipeError):
             raise
         with open(os.devnull, "wb") as nothing:  # what is still to be written goes nowhere
             os.dup2(nothing.fileno(), sys.stdout.fileno())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -85,7 +86,8 @@ def _print(record: dict[str, Any]) -> None:
 def _stop(why: str) -> None:
     """Stop as by Ctrl-C, with a checkpoint: whoever read the output is gone, as with `| head`, or its disk is full."""
     with contextlib.suppress(OSError):
-        print(f"The output cannot be written ({why}): stopping, with a checkpoint.", file=sys.stderr)
+        if why != os.strerror(errno.EPIPE):
+            print(f"The output cannot be written ({why}): stopping, with a checkpoint.", file=sys.stderr)
     signal.raise_signal(signal.SIGINT)
 
 

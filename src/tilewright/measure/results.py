@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -11,6 +12,7 @@ from typing import Any
 from tilewright.errors import UserError
 
 SCHEMA = 1
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of what a disk says: it is full
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -36,7 +38,8 @@ def write_bytes(path: Path, content: bytes) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror}; choose another file.") from error
+        advice = "make room and run again" if error.errno in NO_ROOM else "choose another file"
+        raise UserError(f"Cannot write {path}: {error.strerror}; {advice}.") from error
 
 
 def create_temporary(path: Path) -> tuple[int, Path]:
