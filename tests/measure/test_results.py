@@ -37,6 +37,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_file(tmp_path, monkeypat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(UserError, match=r"Cannot write .*x\.json: No space left on device; choose another file\."):
+    with pytest.raises(UserError, match=r"Cannot write .*x\.json: No space left on device; make room and run again\."):
         write_json(tmp_path / "x.json", {"a": 2})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1} and os.listdir(tmp_path) == ["x.json"]
