@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tilewright.measure.profile import StepProfile
 from tilewright.train.config import Checkpoint, Data, Log, Model, Optimizer, Train
 from tilewright.tune import cache
 from tilewright.tune.record import OUTCOMES, Difference, Measurement, Prediction, Record
@@ -24,9 +25,10 @@ MACHINE = {
     "host": {"cpu": "Xeon", "cores": 16},
     "copy_bytes_per_second": 4.0e12,
 }  # fmt: skip
+PROFILE = StepProfile("cpu", 1, 0.1, 0.1, 0.0, 7.0, 0.0, [], [], [], [], [])
 RECORD = Record(
     {"compile": "none"}, "search", "done", prediction=Prediction(0.1, 0.05, {"products": 0.05}, 10.0, {"weights": 5.0}),
-    measurement=Measurement(1000, [0.1, 0.2], 1.0, 0.0, [2.0], 10, profile={"kernels": []}),
+    measurement=Measurement(1000, [0.1, 0.2], 1.0, 0.0, [2.0], 10, profile=PROFILE.as_dict()),
     differences=[Difference("gaps", 0.0, 0.1, "s", "launches")],
 )  # fmt: skip
 
