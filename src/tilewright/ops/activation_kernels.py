@@ -133,6 +133,7 @@ def _forward_tile(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     SIZE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
+    """Stores the activation of a tile, of which `width` columns of `rows` rows exist."""
     row = first + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     z, y = _load(
