@@ -18,6 +18,7 @@ from tilewright.tune import api, jobs
 from tilewright.tune.answer import Answer
 from tilewright.tune.choose import at_least
 from tilewright.tune.record import Measurement, Record
+from tilewright.tune.report import page
 from tilewright.tune.storage import StorageLost
 from tune.example_answer import example
 
@@ -48,6 +49,9 @@ def broken():
 
 def empty():
     return torch.nn.Tanh(), torch.randn(4, 8)
+
+def no_loss():
+    return torch.nn.Linear(8, 2), torch.randn(4, 8)
 """
 
 
@@ -112,7 +116,16 @@ def test_a_model_of_somebody_elses(tilewright, tmp_path):
     proved(answer, "bit-identical", "same within rounding", "different by design")
     assert answer.own_model == "mine:build" and "Train:" not in done.stdout
     best = next((tmp_path / "runs/tune").iterdir()) / "best.yaml"
-    assert best.read_text() == f"optimizer:\n  name: {answer.best.point['optimizer.name']}\n"
+    text = f"own_model: mine:build\noptimizer:\n  name: {answer.best.point['optimizer.name']}\n"
+    assert best.read_text() == text
+    with pytest.raises(
+        UserError, match="the levers that `tilewright tune` chose for a model of your own, 'mine:build'"
+    ):
+        read(best, [])  # as `tilewright train` does, which would train Tilewright's GPT
+    # Neither the answer nor the page describes Tilewright's GPT, whose vocabulary this is.
+    assert not {"model", "data"} & set(answer.start) and "vocabulary" not in page(answer)
+    assert answer.unit == "samples" and "samples/s" in done.stderr and "tokens" not in done.stderr
+    assert "samples a second" in answer.sentences[1]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +151,9 @@ def test_a_model_of_somebody_elses(tilewright, tmp_path):
         (("--model", "mine:biuld"), "did you mean build"),
         (("--model", "mine:broken"), "no weights in /nowhere"),
         (("--model", "mine:empty"), "parameters"),
+        (("--model", "mine:no_loss"), "which is no loss"),
+        (("--model", "mine:build", "micro_batch=3"), "global batch 4 is not micro batch 3"),
+        (("--model", "mine:build", "global_batch=8"), "leave global_batch and accumulation out"),
         (("--out", "/proc/nowhere", *TINY, *FIXED), "/proc/nowhere"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",

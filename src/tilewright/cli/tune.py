@@ -145,25 +145,26 @@ def _notes(answer: Answer) -> list[str]:
 
 def _files(answer: Answer, folder: Path) -> list[str]:
     files = [f"Report: {folder / 'report.html'}"]
-    if answer.recommended and not answer.own_model:
-        files.append(f"Train: tilewright train {folder / 'best.yaml'}")
+    if answer.recommended:
+        train = f"Train: tilewright train {folder / 'best.yaml'}"
+        files.append(f"Levers for your own training: {folder / 'best.yaml'}" if answer.own_model else train)
     return files
 
 
 def _table(answer: Answer, width: int) -> Table:
     first = answer.reference.tokens_per_second if answer.reference else None
-    return _ranked(answer.records, answer.levers, first, answer.best, width, answer.loss_difference)
+    return _ranked(answer.records, answer.levers, first, answer.best, width, answer.unit, answer.loss_difference)
 
 
 def _ranked(
     records: list[Record], levers: dict[str, list[Any]], first: float | None, best: Record | None, width: int,
-    loss_difference: Callable[[Record], float | None] | None = None,
+    unit: str, loss_difference: Callable[[Record], float | None] | None = None,
 ) -> Table:  # fmt: skip
     """The fastest runs; in a narrow terminal without the times of a step, and the outcome is beside the run."""
     wide = width >= _WIDE
     table = Table("run")
     more = (*(("loss diff",) if loss_difference else ()), *(("predicted", "measured", "outcome") if wide else ()))
-    for heading in ("tokens/s", "ratio", "memory", "MFU", *more):
+    for heading in (f"{unit}/s", "ratio", "memory", "MFU", *more):
         table.add_column(heading, justify="left" if heading == "outcome" else "right", no_wrap=True)
     for record in sorted(latest(records).values(), key=at_least, reverse=True)[:_ROWS]:
         sure = "" if is_known(record) else "?"
@@ -199,6 +200,7 @@ class _Progress:
         self.records: list[Record] = []
         self.best: Record | None = None
         self.levers: dict[str, list[Any]] = {}
+        self.unit = "tokens"
         self.now, self.steps = "starting", 0
         self.live = Live(get_renderable=self._picture, console=self.console, refresh_per_second=4, transient=True)
 
@@ -212,6 +214,7 @@ class _Progress:
 
     def begin(self, facts: dict[str, Any]) -> None:
         self.levers = facts["levers"]
+        self.unit = facts.get("ceilings", {}).get("own_model", {}).get("unit", "tokens")
         self.say(
             f"study {facts['name']}: open levers: {len(self.levers)}; trials already finished: {facts['finished']}"
         )
@@ -229,7 +232,7 @@ class _Progress:
         self.best = best
         if not self.console.is_terminal:
             measured = record.measurement  # not yet corrected for drift, as the table in the end is
-            found = f"{measured.tokens_per_second:,.0f} tokens/s" if measured else record.error or ""
+            found = f"{measured.tokens_per_second:,.0f} {self.unit}/s" if measured else record.error or ""
             name = self._label(record.point)
             self.console.print(
                 f"{self._clock()}  {name}: {record.outcome}, {found}", highlight=False, markup=False
@@ -247,7 +250,7 @@ class _Progress:
 
     def _picture(self) -> Group:
         first = next((r.tokens_per_second for r in self.records if r.purpose == "reference" and r.measurement), None)
-        table = _ranked(self.records, self.levers, first, self.best, self.console.width)
+        table = _ranked(self.records, self.levers, first, self.best, self.console.width, self.unit)
         ratio = ""
         if self.best is not None and self.best.tokens_per_second and first:
             ratio = f"   best so far {self.best.tokens_per_second / first:.2f}x"

@@ -116,6 +116,12 @@ class Answer:
         return cls(**found)
 
     @property
+    def unit(self) -> str:
+        """What a speed is counted in: "tokens", or "samples" of a user's own batch."""
+        own = self.ceilings.get("own_model")
+        return "samples" if isinstance(own, Mapping) and own.get("unit") == "samples" else "tokens"
+
+    @property
     def changes(self) -> dict[str, Any]:
         """The levers of the best run that are not as given."""
         if self.best is None:
@@ -184,11 +190,16 @@ def write_best(answer: Answer, space: Space, folder: Path) -> None:
     elif not answer.own_model:
         write_yaml(space.at(answer.best.point), path)
     else:
-        tree: dict[str, Any] = {}
-        for name, value in answer.best.point.items():
-            section, _, field = name.rpartition(".")
-            (tree.setdefault(section, {}) if section else tree)[field] = value
-        write_text(path, yaml.safe_dump(tree, sort_keys=False))
+        write_text(path, yaml.safe_dump(own_levers(answer), sort_keys=False))
+
+
+def own_levers(answer: Answer) -> dict[str, Any]:
+    """What best.yaml has of a user's own model: its name, which `tilewright train` refuses, and the best run's levers."""
+    tree: dict[str, Any] = {"own_model": answer.own_model}
+    for name, value in (answer.best.point if answer.best else {}).items():
+        section, _, field = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[field] = value
+    return tree
 
 
 def _ablations(space: Space, records: Sequence[Record], best: Record | None) -> list[Ablation]:
@@ -242,7 +253,7 @@ def _what(answer: Answer) -> str:
             "than the noise of measuring."
         )
     what = listed(f"{name} to {_word(value)}" for name, value in answer.changes.items())
-    return f"Set {what}, as best.yaml does." if not answer.own_model else f"In your own training, set {what}."
+    return f"Set {what}, as best.yaml does." if not answer.own_model else f"Set {what} in your own training."
 
 
 def alone(answer: Answer) -> str:
@@ -263,7 +274,7 @@ def alone(answer: Answer) -> str:
 
 def _gives(answer: Answer) -> str:
     assert answer.best is not None
-    speed = f"{answer.best.tokens_per_second:,.0f} tokens a second"
+    speed = f"{answer.best.tokens_per_second:,.0f} {answer.unit} a second"
     if answer.reference is None or answer.ratio is None:
         return f"It trains {speed}; the run as given did not run."
     drift = answer.drift or 0.0

@@ -7,7 +7,7 @@ import datetime
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 def tune(
     *arguments: str,
     budget: str | float = DEFAULT_BUDGET,
-    model: str = "",
+    model: str | Callable[[], Any] = "",
     study: str | None = None,
     storage: str | None = None,
     resume: bool = False,
@@ -44,7 +44,8 @@ def tune(
         arguments: a configuration file, and `name=value` for fields that differ from it. What is set stays so; levers
             that are left out are searched. With none at all an embedded default is tuned.
         budget: time for all of it: seconds, or text such as "20m".
-        model: "package.module:factory" of a model of your own, called to give a module and a batch.
+        model: a function without arguments that returns a module and a batch of your own, or its
+            "package.module:name". Trials import it by that name, so it has to be at the top of a module or a script.
         study: its name, and that of its folder; by default the time it began.
         storage: URL of a database that several machines share; by default a SQLite file in the study's folder.
         resume: go on with a study, the newest of `out` where none is named; with no arguments, as it was begun.
@@ -65,14 +66,18 @@ def tune(
     from tilewright.tune import forkserver
     from tilewright.tune.jobs import probe
     from tilewright.tune.ledger import Ledger
-    from tilewright.tune.own_model import check_name
+    from tilewright.tune.own_model import check_name, name_of, refuse_while_importing
     from tilewright.tune.reread import space_of
     from tilewright.tune.settings import Settings, Shown
     from tilewright.tune.space import open_space
     from tilewright.tune.storage import checked, in_folder, reach
     from tilewright.tune.study import run
 
-    if model:
+    refuse_while_importing()
+    folders: list[str] = []
+    if callable(model):
+        model, folders = name_of(model)
+    elif model:
         check_name(model)
     limit, cap = seconds(budget), None if memory is None else amount(memory)
     name = _name(study, Path(out), resume, storage is not None)
@@ -90,13 +95,16 @@ def tune(
     else:
         configuration, device = _configuration(arguments, model)
         space = open_space(configuration, device=device, of_any_model=bool(model), **limits)
-    path = (str(Path.cwd()), *(entry for entry in sys.path if entry)) if model else ()
+    path = (*folders, str(Path.cwd()), *(entry for entry in sys.path if entry)) if model else ()
     told = shown or Shown()
     points = tuple(space.parse(text) for text in first)
     reach(place, "--out" if storage is None else "--storage")
     told.say("measuring what this machine can do")
     began, asked = time.monotonic(), space.start.device
-    machine = probe(space.device if asked == "auto" else asked, own_model=model, path=path)
+    first_step = (
+        space.start if continued else dataclasses.replace(space.start, micro_batch=configuration.train.micro_batch)
+    )
+    machine = probe(space.device if asked == "auto" else asked, own_model=model, path=path, run=first_step)
     if model and not continued:
         configuration = _with_batch(configuration, machine["own_model"])
         space = open_space(configuration, device=device, of_any_model=True, **limits)
@@ -167,6 +175,8 @@ def _configuration(arguments: Sequence[str], model: str) -> tuple[Configuration,
     if model:
         if any(origin != "default" for name, origin in given.origins.items() if name.startswith(("model.", "data."))):
             raise UserError("A model of your own has its own shape and batch; leave model.* and data.* out.")
+        if any(given.origins[name] != "default" for name in ("global_batch", "accumulation")):
+            raise UserError("A model of your own comes with its batch; leave global_batch and accumulation out.")
         return given, device
     if file is None and not overrides and device == "cuda":
         return _as_if_by_default(read(None, ON_A_GPU)), device
@@ -176,8 +186,6 @@ def _configuration(arguments: Sequence[str], model: str) -> tuple[Configuration,
 def _with_batch(configuration: Configuration, facts: Mapping[str, Any]) -> Configuration:
     """A run whose batch is the one that a model of somebody's own came with."""
     rows, given, origins = facts["global_batch"], configuration.train, dict(configuration.origins)
-    if origins["global_batch"] != "default" or origins["accumulation"] != "default":
-        raise UserError("A model of your own comes with its batch; leave global_batch and accumulation out.")
     if not facts["splits"]:
         origins["micro_batch"] = "the batch, which has no rows to split"
     train = dataclasses.replace(given, global_batch=rows, micro_batch=given.micro_batch or rows)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilewright.errors import UserError
+from tilewright.train.config import Train
 from tilewright.tune import cache
 from tilewright.tune.answer import Proof
 from tilewright.tune.choose import CONFIRMATION, MOST_NOISE, NOISE, SHAKEN
@@ -24,10 +25,24 @@ SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
 
 
 def probe(
-    device: str, *, own_model: str = "", path: Sequence[str] = (), command: Sequence[str] = TRIAL
+    device: str,
+    *,
+    own_model: str = "",
+    path: Sequence[str] = (),
+    run: Train | None = None,
+    command: Sequence[str] = TRIAL,
 ) -> dict[str, Any]:
-    """What this machine can do, and of a model of somebody's own how large its batch is; from a process of its own."""
+    """What this machine can do, measured in a process of its own.
+
+    Args:
+        device: to measure.
+        own_model: a user's own model: its batch is described, and it takes one training step.
+        path: where that is imported from.
+        run: of that step.
+        command: of the process.
+    """
     job = {"kind": "probe", "device": device, "seconds": 2.0, "own_model": own_model, "path": list(path)}
+    job["configuration"] = dataclasses.asdict(run or Train(device=device))
     ended = run_child(job, Limits(120.0, 120.0), command=command)
     if ended.value is None:
         what = f"{own_model} and the machine were" if own_model else "The machine was"

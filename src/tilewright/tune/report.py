@@ -392,7 +392,7 @@ def _trials(answer: Answer) -> str:
             _words(record.purpose + (", from the cache" if record.cached else "")), _error(record),
         ])  # fmt: skip
     header = [
-        "#", "Levers", "Outcome", "Tokens/s", "Ratio", "Memory", "MFU", "Loss diff", "Predicted", "Measured", "Purpose",
+        "#", "Levers", "Outcome", f"{answer.unit.capitalize()}/s", "Ratio", "Memory", "MFU", "Loss diff", "Predicted", "Measured", "Purpose",
         "Error",
     ]  # fmt: skip
     unknown = "" if all(map(is_known, answer.records)) else f" {UNKNOWN}"
@@ -457,6 +457,8 @@ def _best(answer: Answer) -> str:
     if answer.best is None:
         whose = "The run as given, for no other can be recommended"
     note = f"{whose}, as <code>tilewright train</code> takes it."
+    if answer.own_model:
+        note = f"{whose}: its levers, to set in your own training of <code>{_escape(answer.own_model)}</code>."
     return _section(
         "Configuration", note, f"<button type=button id=copy>Copy</button><pre id=yaml>{_escape(text)}</pre>"
     )

@@ -106,10 +106,13 @@ class _Study:
 
     def _facts(self) -> dict[str, Any]:
         measured = {name: value for name, value in self.machine.items() if name != "machine"}
+        start = dataclasses.asdict(self.space.start)
+        if self.settings.own_model:  # which has nothing to do with Tilewright's model and data
+            del start["model"], start["data"]
         return {
             "machine": self.machine["machine"],
             "ceilings": {**measured, "memory_cap": self.settings.memory_cap},
-            "start": dataclasses.asdict(self.space.start),
+            "start": start,
             "levers": {name: list(values) for name, values in self.space.levers.items()},
             "own_model": self.settings.own_model,
         }
