@@ -118,9 +118,7 @@ def test_a_model_of_somebody_elses(tilewright, tmp_path):
     best = next((tmp_path / "runs/tune").iterdir()) / "best.yaml"
     text = f"own_model: mine:build\noptimizer:\n  name: {answer.best.point['optimizer.name']}\n"
     assert best.read_text() == text
-    with pytest.raises(
-        UserError, match="the levers that `tilewright tune` chose for a model of your own, 'mine:build'"
-    ):
+    with pytest.raises(UserError, match="levers that `tilewright tune` chose for a model of your own, 'mine:build'"):
         read(best, [])  # as `tilewright train` does, which would train Tilewright's GPT
     # Neither the answer nor the page describes Tilewright's GPT, whose vocabulary this is.
     assert not {"model", "data"} & set(answer.start) and "vocabulary" not in page(answer)

@@ -245,7 +245,7 @@ def _layers(path: Path, chain: tuple[str, ...], asked: str = "") -> dict[str, _G
     own = node.value.pop("own_model", None)
     if own is not None:
         raise UserError(
-            f"{own.where}: these are the levers that `tilewright tune` chose for a model of your own, {shown(own.value)}; "
+            f"{own.where}: these are levers that `tilewright tune` chose for a model of your own, {shown(own.value)}; "
             "set them in your own training, for `tilewright train` trains Tilewright's GPT."
         )
     base = node.value.pop("base", None)

@@ -194,7 +194,7 @@ def write_best(answer: Answer, space: Space, folder: Path) -> None:
 
 
 def own_levers(answer: Answer) -> dict[str, Any]:
-    """What best.yaml has of a user's own model: its name, which `tilewright train` refuses, and the best run's levers."""
+    """The best.yaml of a user's own model: its name, which `tilewright train` refuses, and the best run's levers."""
     tree: dict[str, Any] = {"own_model": answer.own_model}
     for name, value in (answer.best.point if answer.best else {}).items():
         section, _, field = name.rpartition(".")

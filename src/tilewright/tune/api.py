@@ -101,9 +101,8 @@ def tune(
     reach(place, "--out" if storage is None else "--storage")
     told.say("measuring what this machine can do")
     began, asked = time.monotonic(), space.start.device
-    first_step = (
-        space.start if continued else dataclasses.replace(space.start, micro_batch=configuration.train.micro_batch)
-    )
+    micro_batch = space.start.micro_batch if continued else configuration.train.micro_batch  # 0: the whole batch
+    first_step = dataclasses.replace(space.start, micro_batch=micro_batch)
     machine = probe(space.device if asked == "auto" else asked, own_model=model, path=path, run=first_step)
     if model and not continued:
         configuration = _with_batch(configuration, machine["own_model"])

@@ -392,7 +392,8 @@ def _trials(answer: Answer) -> str:
             _words(record.purpose + (", from the cache" if record.cached else "")), _error(record),
         ])  # fmt: skip
     header = [
-        "#", "Levers", "Outcome", f"{answer.unit.capitalize()}/s", "Ratio", "Memory", "MFU", "Loss diff", "Predicted", "Measured", "Purpose",
+        "#", "Levers", "Outcome", f"{answer.unit.capitalize()}/s", "Ratio", "Memory", "MFU", "Loss diff", "Predicted",
+        "Measured", "Purpose",
         "Error",
     ]  # fmt: skip
     unknown = "" if all(map(is_known, answer.records)) else f" {UNKNOWN}"

@@ -21,8 +21,8 @@ from tilewright.tune.space import Point, Space, key
 HOPELESS = 1.1  # a move expected to take this much longer than the best is not worth a trial
 UNTRIED = 1.5  # the same for a move that was never tried: there the plan alone speaks
 _WORTH = 0.99  # two moves at once must promise at least this
-# What a lever's value usually does to the time of a step, for a model of which the plan knows nothing. On a GPU more bits
-# cost more; what a CPU makes of bfloat16 nobody knows beforehand. Half of a micro batch costs a little.
+# What a lever's value usually does to the time of a step, for a model of which the plan knows nothing. On a GPU more
+# bits cost more; what a CPU makes of bfloat16 nobody knows beforehand. Half of a micro batch costs a little.
 _COMPILED = dict.fromkeys(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"), 0.8)
 _USUAL: dict[str, dict[str, dict[Any, float]]] = {
     "cuda": {"compile": _COMPILED, "cuda_graphs": {True: 0.95}, "precision": {"fp32": 4.0, "tf32": 2.0}},
