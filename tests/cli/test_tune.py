@@ -149,7 +149,7 @@ def test_a_model_of_somebody_elses(tilewright, tmp_path):
         (("--model", "mine:biuld"), "did you mean build"),
         (("--model", "mine:broken"), "no weights in /nowhere"),
         (("--model", "mine:empty"), "parameters"),
-        (("--model", "mine:no_loss"), "which is no loss"),
+        (("--model", "mine:no_loss"), "a loss of shape (4, 2); let it return one number"),
         (("--model", "mine:build", "micro_batch=3"), "global batch 4 is not micro batch 3"),
         (("--model", "mine:build", "global_batch=8"), "leave global_batch and accumulation out"),
         (("--out", "/proc/nowhere", *TINY, *FIXED), "/proc/nowhere"),

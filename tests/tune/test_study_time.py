@@ -9,7 +9,7 @@ import pytest
 from tilewright.train.configuration import from_dict, read
 from tilewright.tune import jobs, pace, study
 from tilewright.tune.choose import confirmed
-from tilewright.tune.predict import predict
+from tilewright.tune.predict import predict as predict_anew
 from tilewright.tune.process import Ended
 from tilewright.tune.search import Search
 from tilewright.tune.settings import Settings
@@ -35,6 +35,15 @@ OBSERVED = {
 }  # fmt: skip
 COMPILING = {"none": 0.0, "default": 40.0, "reduce-overhead": 45.0, "max-autotune": 140.0}
 CACHED = {**COMPILING, "max-autotune": 20.0}  # out of Inductor's cache: who asks for it has run it before
+_predictions = {}  # of all studies here: the same runs on the same machine
+
+
+def predict(run, machine):
+    """What the plan says, worked out once."""
+    name = repr(run)
+    if name not in _predictions:
+        _predictions[name] = predict_anew(run, machine)
+    return _predictions[name]
 
 
 class World:
@@ -58,7 +67,9 @@ class World:
 
     def child(self, job, limits, hear=None, command=None):
         if job["kind"] == "prove":
-            self.now += self.proof
+            self.now += min(self.proof, limits.seconds)
+            if self.proof > limits.seconds:
+                return Ended("timed out", "It was not done in time.", "", None)
             losses = {"float32": [1.0], "standard": [1.0], "best": [1.0]}
             return Ended(
                 "done", None, "", {"verdict": "same within rounding", "why": "", "layers": [], "losses": losses}
@@ -109,6 +120,7 @@ def tuned(folder, monkeypatch, world, budget, first=()):
         time=lambda: 1e9 + world.now, monotonic=lambda: world.now, sleep=lambda seconds: None
     )  # fmt: skip
     monkeypatch.setattr(jobs, "run_child", world.child)
+    monkeypatch.setattr(study, "predict", predict)
     for module in (study, jobs, pace):
         monkeypatch.setattr(module, "time", clock)
     place = folder, "s", f"sqlite:///{folder}.db"
@@ -188,3 +200,32 @@ def test_190_seconds_at_760m_recommend_an_optimized_run(tmp_path, monkeypatch, c
         assert answer.proof.verdict == "same within rounding"
         assert confirmed(answer.records, answer.best)
         assert world.now < 175.0 + 20.0
+
+
+def main_lever(space, point):
+    """The lever of a run without which the plan expects it to be slowest."""
+    return max(
+        space.changes(point), key=lambda name: predict(space.at({**point, name: space.origin[name]}), MACHINE).seconds
+    )
+
+
+@pytest.mark.parametrize("tries", [(), PEERS[:1]], ids=["alone", "after compile"])
+@pytest.mark.parametrize(
+    ("preset", "batch", "budget", "proof"),
+    [
+        ("1b", 16, 270.0, 70.0), ("1b", 16, 150.0, 45.0), ("125m", 32, 165.0, 35.0), ("125m", 32, 75.0, 20.0),
+        ("760m", 16, 110.0, 40.0),
+    ],
+)  # fmt: skip
+def test_what_the_main_lever_gives_is_measured_and_the_budget_is_used_and_kept(
+    tmp_path, monkeypatch, preset, batch, budget, proof, tries
+):
+    space = space_of(preset, batch)
+    for seed in range(3):
+        costs = {"start": 0.5, "first_steps": {"standard": 3.0, "optimized": 4.0}}  # seconds, forked
+        world = World(space, seed, proof, COMPILING, **costs)
+        answer = tuned(tmp_path / str(seed), monkeypatch, world, budget, tuple(map(space.parse, tries)))
+        assert answer.recommended and answer.proof.verdict == "same within rounding"
+        gives = {each.lever: each.tokens_per_second for each in answer.ablations}
+        assert gives[main_lever(space, answer.best.point)], (seed, gives)
+        assert 0.85 * budget < world.now < budget + max(11.0, 0.09 * budget), (seed, world.now)

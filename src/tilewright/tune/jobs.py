@@ -59,7 +59,7 @@ class Jobs:
         self._profiled: dict[str, Measurement] = {}  # by the key of a point: what was measured of it with a profile
         self._to_keep: list[tuple[str, Record]] = []  # for the cache, when it is known how steady the machine was
 
-    def measure(self, claim: Claim, prediction: Prediction | None, worker: str, best: float) -> Record:
+    def measure(self, claim: Claim, prediction: Prediction | None, worker: str, best: float, limit: float) -> Record:
         """Run a trial, or take it from the cache.
 
         Args:
@@ -68,6 +68,7 @@ class Jobs:
             worker: who runs it.
             best: seconds of a step of the best so far: what is slower beyond doubt ends as soon as that is known. 0 for
                 a run whose speed has to be known well, whatever it is.
+            limit: seconds that it may take.
         """
         run = self.space.at(claim.point)
         self.shown.trial(claim.purpose, claim.point, prediction)
@@ -81,7 +82,7 @@ class Jobs:
             found = self._explained(prediction, kept.measurement)
             changes: dict[str, Any] = {"prediction": prediction, "differences": found, "worker": worker}
             return dataclasses.replace(kept, point=claim.point, purpose=claim.purpose, **changes)
-        began, limit = time.time(), self.pace.limit(kind_of(run))
+        began = time.time()
         seconds = min(20.0, max(1.0, self.settings.budget / 80))
         # A GPU slows down in its first seconds, until it is as warm as it gets: five steps that agree say little there.
         least = seconds / 2 if self.space.device == "cuda" else 0.0

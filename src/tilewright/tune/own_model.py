@@ -1,8 +1,8 @@
 """A user's own model, as it is: `package.module:factory`, where `factory()` returns a module and a batch.
 
 The batch is a tensor, a list of tensors, or tensors by the names of the module's arguments. The module returns its
-loss: by itself, as `.loss`, as `["loss"]`, or in a tuple such as `(logits, loss)`. It is trained on that one batch again
-and again, under the levers that need to know nothing of a model: precision, compile mode, CUDA graphs, threads,
+loss: by itself, as `.loss`, as `["loss"]`, or in a tuple such as `(logits, loss)`. It is trained on that one batch
+again and again, under the levers that need to know nothing of a model: precision, compile mode, CUDA graphs, threads,
 optimizer and micro batch. The batch's
 first dimension is the global batch; micro batches are slices of it that count alike. Floating-point tensors of the
 batch have the dtype that the precision gives the weights.
