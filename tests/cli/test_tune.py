@@ -185,8 +185,8 @@ def test_what_is_known_is_shown_where_the_storage_is_lost(tmp_path, monkeypatch,
 
 def test_a_log_says_of_each_run_what_it_measured(capsys):
     """Corrected for drift, the run as given would always be as fast as the first time."""
-    progress = _Progress(60.0)
-    progress.begin({"levers": {}, "name": "a study", "finished": 0})
+    progress = _Progress()
+    progress.begin({"levers": {}, "name": "a study", "finished": 0, "budget": 60.0})
     for drift in (1.0, 0.5):
         found = Measurement(1000, [1 / drift], 1.0, 0.0, [], 1)
         progress.record(Record({}, "reference", "done", measurement=found, drift=drift), None)

@@ -96,6 +96,7 @@ class Answer:
     elapsed: float = 0.0
     interrupted: bool = False
     own_model: str = ""  # package.module:factory, where it is not Tilewright's
+    on_gpu: dict[str, Any] = field(default_factory=dict)  # predicted for a GPU that is not here, by `tune.rehearsal`
     float32_losses: list[float] = field(default_factory=list)  # of the standard model in float32, the first few steps
     no_float32: str = ""  # why there are none
     sentences: list[str] = field(default_factory=list)
@@ -113,7 +114,13 @@ class Answer:
             found[name] = Record.from_dict(tree[name]) if tree.get(name) else None
         found["ablations"] = [Ablation(**each) for each in tree.get("ablations", [])]
         found["proof"] = Proof.from_dict(tree["proof"]) if tree.get("proof") else None
+        found["on_gpu"] = _on_gpu(tree.get("on_gpu"))
         return cls(**found)
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether the study ran without a GPU, so that its speeds say nothing of one."""
+        return self.ceilings.get("device") == "cpu"
 
     @property
     def unit(self) -> str:
@@ -171,6 +178,19 @@ class Answer:
         """How far the speed of the run as given has been from its first, at most; None where it ran once."""
         ran = [record.drift for record in self.records if record.purpose == "reference" and record.measurement]
         return max(abs(each - 1.0) for each in ran) if len(ran) > 1 else None
+
+
+def _on_gpu(tree: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A prediction for a GPU as a file has it, its types checked."""
+    if not tree:
+        return {}
+    rows = [
+        {name: str(row[name]) for name in ("model", "run")}
+        | {name: None if row[name] is None else float(row[name]) for name in ("tokens_per_second", "ratio")}
+        | {name: float(row[name]) for name in ("seconds", "bytes")}
+        for row in tree["rows"]
+    ]
+    return {**{name: str(tree[name]) for name in ("gpu", "rates", "recorded")}, "rows": rows}
 
 
 def answered(space: Space, records: Sequence[Record], best: Record | None, **facts: Any) -> Answer:

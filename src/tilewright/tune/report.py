@@ -50,7 +50,8 @@ def page(answer: Answer) -> str:
 
     figures: dict[str, Any] = {}
     body = "\n".join([
-        _head(answer), _waterfall(answer, figures), _tradeoff(answer, figures), _kernels(answer, figures),
+        _head(answer), _rehearsal(answer), _waterfall(answer, figures), _tradeoff(answer, figures),
+        _kernels(answer, figures),
         _memory(answer, figures), _time(answer, figures), _timeline(answer, figures), _forecast(answer, figures),
         _proof(answer, figures), _drift(answer, figures), _trials(answer), _phases(answer), _machine(answer),
         _best(answer),
@@ -224,6 +225,28 @@ def _head(answer: Answer) -> str:
         f"</p><div class=sentences>{sentences or _none('The study has not come to an answer yet.')}</div>"
         f"<dl class=facts>{items}</dl></header>"
     )
+
+
+def _rehearsal(answer: Answer) -> str:
+    """Of a study without a GPU: that it is none of a GPU, and what the plan predicts for one."""
+    if not answer.is_rehearsal:
+        return ""
+    note = (
+        "It ran without a GPU: its speeds are a CPU's, where fused ops run as plain PyTorch, and say nothing of a GPU."
+    )
+    rows = [
+        [
+            _words(row["model"]), _words(row["run"]), _number(row["tokens_per_second"], "{:,.0f}".format),
+            _number(row["ratio"], "{:.2f}x".format), _number(row["seconds"], milliseconds), _number(row["bytes"], size),
+        ]
+        for row in answer.on_gpu.get("rows", ())
+    ]  # fmt: skip
+    if not rows:
+        return _section("A rehearsal", note)
+    source = f"<p>Predicted by the plan for one {_escape(answer.on_gpu['gpu'])}, not measured:</p>"
+    header = ["Model", "Run", "Tokens/s", "Ratio", "Step", "Memory"]
+    rates = f"<p class=note>By {_escape(answer.on_gpu['rates'])}.</p>"
+    return _section("A rehearsal", note, source, _table(header, rows), rates)
 
 
 def _waterfall(answer: Answer, figures: dict[str, Any]) -> str:

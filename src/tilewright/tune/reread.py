@@ -30,14 +30,14 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
     """The answer of a study, as it was given or, where more has been measured since, as it is now."""
     given = folder / "answer.json"
     if storage is None and given.is_file() and not (folder / "study.db").is_file():  # it was in a database elsewhere
-        return _given(given)
+        return read_answer(given)
     notes, found = Ledger.read(storage or in_folder(folder), name)
     facts = notes.get("facts")
     if not isinstance(facts, dict):
         raise UserError(f"The study {name} ended before its first trial; there is nothing to report.")
     records = corrected(found)
     with contextlib.suppress(OSError, UserError):
-        answer = _given(given)
+        answer = read_answer(given)
         if len(answer.records) == len(records):
             return answer
     space = space_of(facts)
@@ -54,9 +54,12 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
     return answer
 
 
-def _given(path: Path) -> Answer:
+def read_answer(path: Path) -> Answer:
+    """The answer in a file: the answer.json of a study, or a result that was recorded."""
     try:
         return Answer.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise UserError(f"There is no file {path}; give a study's folder, or its answer.json.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is no answer of a study; give the study's --storage.") from error
 

@@ -99,7 +99,7 @@ class _Study:
         with contextlib.closing(self.ledger):
             self.ledger.note("facts", facts)
             self.wrong.update(self.ledger.noted("wrong") or ())
-            self.shown.begin({**facts, "name": settings.name, "finished": len(self._read())})
+            self.shown.begin({**facts, "name": settings.name, "finished": len(self._read()), "budget": self.pace.left})
             try:
                 with self.signals:
                     self._work()
@@ -123,6 +123,7 @@ class _Study:
             "start": start,
             "levers": {name: list(values) for name, values in self.space.levers.items()},
             "own_model": self.settings.own_model,
+            "on_gpu": self.settings.on_gpu,
         }
 
     def _head(self) -> dict[str, Any]:
