@@ -178,8 +178,13 @@ class _Study:
                 self.ledger.propose([(point, purpose)])
             elif any(each["purpose"] == "search" for each in running):
                 time.sleep(_POLL)  # what they find may open a way on
-            elif not self._fits(self.space.origin) or not self._yardstick():
+            elif not self._has_time_for_the_reference() or not self._yardstick():
                 return
+
+    def _has_time_for_the_reference(self) -> bool:
+        """Whether the run as given takes no time from what follows."""
+        rest = self._end_takes(searching=True, all_of_it=True)
+        return self.pace.left - self._expected(self.space.origin) > rest
 
     def _has_time_to_search(self) -> bool:
         """Whether a trial, and the run as given where it is time for that, leaves enough for what follows."""
@@ -371,7 +376,7 @@ class _Study:
         """Seconds that a few steps of the standard model in float32 may take; none where nobody needs them."""
         return 0.0 if self._float32() else _CURVE * self.pace.budget
 
-    def _end_takes(self, searching: bool = False) -> float:
+    def _end_takes(self, searching: bool = False, all_of_it: bool = False) -> float:
         """Seconds to leave for putting levers of the best back, for confirming, for proving and for observing it.
 
         What must be is left time for, and the rest as long as half of the budget is for the search.
@@ -379,6 +384,7 @@ class _Study:
         Args:
             searching: what is found may have to be confirmed, and proved although the best is; as may one of fewer
                 levers than the best.
+            all_of_it: whatever it leaves for the search.
         """
         best = self._best()
         if best is None:
@@ -395,7 +401,8 @@ class _Study:
                 must += self.pace.proof(first_step(self.records, best)) + self._expected(best.point)
         elif not confirmed(self.records, best):
             more += again
-        return must + min(more, max(0.0, (1 - _SEARCH) * self.settings.budget - must))
+        most = math.inf if all_of_it else max(0.0, (1 - _SEARCH) * self.settings.budget - must)
+        return must + min(more, most)
 
     def _at_its_own_size(self, record: Record, proof: Proof) -> Proof:
         """The proof, or that a run is wrong at its own batch; where something is drawn by chance, nobody can tell."""
