@@ -11,10 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tilewright
 from tilewright.errors import UserError
 from tilewright.train.config import OPTIMIZERS, Optimizer, Schedule, Train
 from tilewright.train.loop import Shown
+from tilewright.tune import forkserver, study
 from tilewright.tune.own_model import Batch, check_name, check_step, load, loss_of, name_of, train
+from tune import factories
 
 TESTS = str(Path(__file__).parents[1])
 RUN = Train(
@@ -198,8 +201,6 @@ def test_a_step_that_runs_out_of_memory_is_no_refusal():
 
 
 def test_a_function_is_given_by_itself(tmp_path, monkeypatch):
-    from tune import factories
-
     assert name_of(factories.pair) == ("tune.factories:pair", [])
     script = tmp_path / "my_script.py"
     script.write_text("def build():\n    return None\n")
@@ -243,3 +244,27 @@ def test_any_text_is_a_name_or_a_sentence(text):
         assert "package.module:factory" in str(error)
     else:
         assert f"{where}:{name}" == text
+
+
+def test_a_study_takes_the_function_itself(tmp_path, monkeypatch):
+    """With a real probe, which imports the function in another process."""
+    begun = []
+    monkeypatch.setattr(study, "run", lambda settings, shown: begun.append(settings))
+    try:
+        tilewright.tune("device=cpu", model=factories.logits_and_loss, out=tmp_path, budget="75s")
+    finally:
+        forkserver.stop()
+    settings = begun[0]
+    assert settings.own_model == "tune.factories:logits_and_loss"
+    assert settings.machine["own_model"]["count"] == 8 and settings.space.start.global_batch == 8
+    assert settings.budget < 75.0 and settings.on_gpu["rows"] == []  # the probe's time is the budget's
+
+
+def test_the_model_on_the_first_page_of_the_readme_runs(tmp_path, monkeypatch):
+    text = (Path(TESTS).parent / "README.md").read_text(encoding="utf-8")
+    block = next(part for part in text.split("```python\n")[1:] if "def build" in part).split("```")[0]
+    (tmp_path / "my_model.py").write_text(block)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = load("my_model:build", [str(tmp_path)])
+    check_step(own, RUN)
+    assert own.facts()["unit"] == "samples"
