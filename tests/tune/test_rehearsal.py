@@ -16,6 +16,7 @@ from tilewright.tune import api, forkserver, jobs
 from tilewright.tune.answer import Answer
 from tilewright.tune.rehearsal import find_gpu, recorded_path, rehearsal
 from tilewright.tune.report import page
+from tilewright.tune.reread import prediction_in
 from tune.example_answer import example
 
 RESULTS = Path(__file__).parents[2] / "results/h200"
@@ -81,7 +82,7 @@ def test_without_a_gpu_the_first_words_are_that_it_is_a_rehearsal(begun, capsys)
     begun()
     first, *rest = capsys.readouterr().err.splitlines()
     text = "\n".join(rest)
-    assert first.startswith("There is no GPU here, so this is a rehearsal: its speeds are this CPU's")
+    assert first.startswith("This study runs without a GPU, so it is a rehearsal: its speeds are this CPU's")
     assert "Predicted by the plan for one H100-SXM5; not measured" in text
     assert "4 layers of 128, 8 x 128" in text and "125m, 32 x 2048" in text  # this, and what it takes on a GPU
     assert "tilewright report" in text and "results/h200/tune_125m_max_autotune.json" in text
@@ -97,7 +98,7 @@ def test_the_gpu_can_be_chosen_and_the_model_is_the_one_given(begun, capsys):
 def test_nothing_is_predicted_of_a_model_of_your_own(begun, capsys):
     begun("--model", "anything:build")
     text = capsys.readouterr().err
-    assert "this is a rehearsal" in text and "nothing is predicted for a GPU" in text and "results/h200/" in text
+    assert "it is a rehearsal" in text and "nothing is predicted for a GPU" in text and "results/h200/" in text
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,13 @@ def test_a_prediction_from_a_stranger_runs_nothing_and_breaks_nothing(rehearsed,
         (tmp_path / "answer.json").write_text(json.dumps({**rehearsed.as_dict(), "on_gpu": damaged}))
         with pytest.raises(UserError, match="is no answer of a study"):
             typer.main.get_command(app).main(["report", str(tmp_path / "answer.json")], standalone_mode=False)
+
+
+def test_damaged_facts_are_a_sentence():
+    assert prediction_in({}) == {} and prediction_in({"on_gpu": {}}) == {}
+    for damaged in ({"on_gpu": 3}, {"on_gpu": [1]}, {"on_gpu": {"rows": None}}, {"on_gpu": {"gpu": "H100"}}):
+        with pytest.raises(UserError, match="are damaged; begin it again under another name"):
+            prediction_in(damaged)
 
 
 def test_a_recorded_study_is_opened_by_its_file(tmp_path, monkeypatch, capsys):

@@ -261,7 +261,7 @@ class _Progress:
     def rehearse(self, on_gpu: dict[str, Any], is_rehearsal: bool) -> None:
         """Say at once that a study without a GPU is a rehearsal, and what the plan predicts for a GPU."""
         if is_rehearsal:
-            self.say(f"There is no GPU here, so this is a rehearsal: {_REHEARSAL}")
+            self.say(f"This study runs without a GPU, so it is a rehearsal: {_REHEARSAL}")
         if on_gpu.get("rows"):
             self.console.print(_predicted(on_gpu))
         elif on_gpu:

@@ -114,7 +114,7 @@ class Answer:
             found[name] = Record.from_dict(tree[name]) if tree.get(name) else None
         found["ablations"] = [Ablation(**each) for each in tree.get("ablations", [])]
         found["proof"] = Proof.from_dict(tree["proof"]) if tree.get("proof") else None
-        found["on_gpu"] = _on_gpu(tree.get("on_gpu"))
+        found["on_gpu"] = read_prediction(tree.get("on_gpu"))
         return cls(**found)
 
     @property
@@ -180,8 +180,8 @@ class Answer:
         return max(abs(each - 1.0) for each in ran) if len(ran) > 1 else None
 
 
-def _on_gpu(tree: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A prediction for a GPU as a file has it, its types checked."""
+def read_prediction(tree: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A prediction for a GPU as a file has it, its types checked: ValueError and the like where they are wrong."""
     if not tree:
         return {}
     rows = [

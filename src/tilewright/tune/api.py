@@ -71,7 +71,7 @@ def tune(
     from tilewright.tune.ledger import Ledger
     from tilewright.tune.own_model import check_name, name_of, refuse_while_importing
     from tilewright.tune.rehearsal import find_gpu, nearest_recorded, rehearsal
-    from tilewright.tune.reread import space_of
+    from tilewright.tune.reread import prediction_in, space_of
     from tilewright.tune.settings import Settings, Shown
     from tilewright.tune.space import open_space
     from tilewright.tune.storage import checked, in_folder, reach
@@ -97,7 +97,7 @@ def tune(
         if not facts:
             raise UserError(f"The study {name} ended before its first trial; begin it again under another name.")
         space, own, cap = space_of(facts), facts["own_model"], cap or facts["ceilings"]["memory_cap"]
-        predicted = facts.get("on_gpu", {})
+        predicted = prediction_in(facts)
     else:
         configuration, device = _configuration(arguments, own)
         space = open_space(configuration, device=device, of_any_model=bool(own), **limits)
