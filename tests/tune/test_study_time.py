@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from tilewright.train.config import COMPILE
 from tilewright.train.configuration import from_dict, read
 from tilewright.tune import jobs, pace, study
 from tilewright.tune.choose import confirmed
@@ -115,7 +116,7 @@ def space_of(preset, batch, *fixed):
     return open_space(read(None, [*sizes, *fixed]), device="cuda", search=("micro_batch",))
 
 
-def tuned(folder, monkeypatch, world, budget, first=()):
+def tuned(folder, monkeypatch, world, budget, first=(), **more):
     clock = types.SimpleNamespace(
         time=lambda: 1e9 + world.now, monotonic=lambda: world.now, sleep=lambda seconds: None
     )  # fmt: skip
@@ -124,7 +125,7 @@ def tuned(folder, monkeypatch, world, budget, first=()):
     for module in (study, jobs, pace):
         monkeypatch.setattr(module, "time", clock)
     place = folder, "s", f"sqlite:///{folder}.db"
-    return run(Settings(world.space, MACHINE, *place, budget, fresh=True, first=first))
+    return run(Settings(world.space, MACHINE, *place, budget, fresh=True, first=first, **more))
 
 
 def test_half_of_a_short_time_is_for_the_search(tmp_path, monkeypatch):
@@ -229,3 +230,19 @@ def test_what_the_main_lever_gives_is_measured_and_the_budget_is_used_and_kept(
         gives = {each.lever: each.tokens_per_second for each in answer.ablations}
         assert gives[main_lever(space, answer.best.point)], (seed, gives)
         assert 0.85 * budget < world.now < budget + max(11.0, 0.09 * budget), (seed, world.now)
+
+
+@pytest.mark.parametrize("compiling", [5.0, 15.0, 40.0])
+def test_75_seconds_of_a_model_of_your_own_are_kept_and_try_compile(tmp_path, monkeypatch, compiling):
+    """They took 139 s, and tried fp32 and tf32 beside a baseline in bf16, but not compile."""
+    space = open_space(read(None, ["global_batch=8", "micro_batch=8"]), device="cuda", of_any_model=True)
+    monkeypatch.setitem(MACHINE, "own_model", {"parameters": 10**6, "tensors": 20, "unit": "samples"})
+    proof = 12.0 + (compiling if compiling < 20 else 0.0)  # which compiles again what has won
+    world = World(space, 0, proof, dict.fromkeys(COMPILE, compiling) | {"none": 0.0}, start=0.5)
+    answer = tuned(tmp_path / "s", monkeypatch, world, 75.0, own_model="my_model:build")
+    assert world.now < 86.0
+    assert {record.point["precision"] for record in answer.records} == {"bf16"}
+    compiled = [record for record in answer.records if record.point["compile"] == "default"]
+    assert compiled and answer.records[1] == compiled[0]  # right after the baseline
+    assert (compiled[0].outcome == "done") == (compiling < 20)
+    assert answer.recommended and answer.proof.verdict == "same within rounding"

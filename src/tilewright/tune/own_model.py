@@ -133,6 +133,7 @@ class Own:
             "global_batch": self.batch.rows, "splits": self.batch.splits, "unit": self.batch.unit,
             "count": self.batch.count,
             "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+            "tensors": len(list(self.module.parameters())),
         }  # fmt: skip
 
 

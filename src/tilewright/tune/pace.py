@@ -12,6 +12,7 @@ OPTIMIZED = "optimized"  # the kind of a run whose block has kernels to compile;
 _TUNED = (300.0, 300.0)
 _USUAL = {"none": (10.0, 20.0), "max-autotune": _TUNED, "max-autotune-no-cudagraphs": _TUNED}
 _COMPILED = (20.0, 60.0)
+_COMPILED_TENSOR = 15.0, 0.15  # on a GPU, and more for each parameter tensor, where these are known: 37 s at 150
 _KERNELS = (0.0, 12.0)  # more than without it: seconds that the optimized block's kernels take to compile
 # Seconds of a proof, and more for a billion parameters: on an H200 17 s at 125m, 30 at 760m, 43 at 1b. Or so many
 # trials', where that is longer. Compiling comes on top.
@@ -36,10 +37,11 @@ class Pace:
         budget: seconds.
         device: "cuda" or "cpu".
         parameters: of the model.
+        tensors: that a user's own model has its parameters in; 0: not known.
     """
 
-    def __init__(self, budget: float, device: str, parameters: int = 0) -> None:
-        self.budget, self._on_gpu, self._parameters = budget, device == "cuda", parameters
+    def __init__(self, budget: float, device: str, parameters: int = 0, tensors: int = 0) -> None:
+        self.budget, self._on_gpu, self._parameters, self._tensors = budget, device == "cuda", parameters, tensors
         self.began = time.monotonic()
         self._trials: dict[str, list[float]] = {}  # seconds, by kind
         self._proof = 0.0  # seconds, the longest
@@ -70,7 +72,10 @@ class Pace:
             return statistics.median(self._trials[kind])
         if kind == OPTIMIZED:
             return self.expected("none") + _KERNELS[self._on_gpu]
-        return _USUAL.get(kind, _COMPILED)[self._on_gpu]
+        usual = _USUAL.get(kind, _COMPILED)[self._on_gpu]
+        if self._on_gpu and self._tensors and kind not in _USUAL:
+            return min(usual, _COMPILED_TENSOR[0] + _COMPILED_TENSOR[1] * self._tensors)
+        return usual
 
     def limit(self, kind: str) -> float:
         """Seconds after which a trial has hung, or is not worth its time: a third of all there is, for the dearest."""

@@ -71,7 +71,7 @@ class _Study:
         if settings.budget <= 0:
             raise UserError(f"The budget is {settings.budget:g} s; give some time, such as --budget 5m.")
         self.settings, self.shown, self.space = settings, shown, settings.space
-        self.pace = Pace(settings.budget, self.space.device, self._parameters())
+        self.pace = self._pace()
         self.jobs = Jobs(settings, shown, self.pace)
         self.machine = settings.machine
         self.cap = settings.memory_cap or math.inf
@@ -86,10 +86,12 @@ class _Study:
         self.signals = Signals(at_once=True)
         self.since = REFERENCE_EVERY  # trials since then
 
-    def _parameters(self) -> int:
-        if self.settings.own_model:
-            return int(self.settings.machine.get("own_model", {}).get("parameters", 0))
-        return from_gpt(self.space.start.model).parameters
+    def _pace(self) -> Pace:
+        settings = self.settings
+        own = settings.machine.get("own_model", {})
+        if settings.own_model:
+            return Pace(settings.budget, self.space.device, own.get("parameters", 0), own.get("tensors", 0))
+        return Pace(settings.budget, self.space.device, from_gpt(self.space.start.model).parameters)
 
     def run(self) -> Answer:
         settings, interrupted = self.settings, False
