@@ -277,7 +277,7 @@ class _Study:
                 break
             if not free:
                 time.sleep(_POLL)
-            elif not ran and self._expected(self.space.origin) + self._expected(free[0]) < spare and self._yardstick():
+            elif not ran and self._has_time_for_both(free[0], spare) and self._yardstick():
                 ran = True
             else:
                 self.ledger.propose([(free[0], purpose)])
@@ -288,6 +288,11 @@ class _Study:
         if ran and self.pace.left - self._expected(self.space.origin) > until():
             self._yardstick()
         return ran
+
+    def _has_time_for_both(self, point: Point, spare: float) -> bool:
+        """Whether the run as given before a run takes no time from what else is to be done."""
+        both = self._expected(self.space.origin) + self._expected(point)
+        return both < min(spare, self.pace.left - self._end_takes())
 
     def _prove(self) -> None:
         """Prove the best; one that was found later, with no time to confirm and prove it, leaves the proof as it is."""
