@@ -15,7 +15,7 @@ _COMPILED = (20.0, 60.0)
 _COMPILED_TENSOR = 15.0, 0.15  # on a GPU, and more for each parameter tensor, where these are known: 37 s at 150
 _KERNELS = (0.0, 12.0)  # more than without it: seconds that the optimized block's kernels take to compile
 # Seconds of a proof on a CPU and on a GPU, where a billion parameters take more: on an H200 17 s at 125m, 30 at 760m,
-# 43 at 1b. Or so many trials', where that is longer. Compiling comes on top.
+# 43 at 1b. On a CPU, or where the size is not known, so many trials' if that is longer. Compiling comes on top.
 _PROOF, _PROOF_PARAMETERS, _PROOF_TRIALS = (12.0, 6.0), 22.0, 2.0
 _MARGIN = 1.2
 _OVERRUN = 10.0, 0.08  # seconds, or a share of the budget where that is longer, by which a study may overrun
@@ -84,9 +84,10 @@ class Pace:
 
     def proof(self, first_step: float = 0.0) -> float:
         """Seconds to leave for a proof, as long as that is not most of all there is."""
-        model = _PROOF[self._on_gpu] + (_PROOF_PARAMETERS * self._parameters / 1e9 if self._on_gpu else 0.0)
-        usual = max(model, _PROOF_TRIALS * self.expected("none")) + _MARGIN * first_step
-        return min(0.4 * self.budget, _MARGIN * self._proof or usual)
+        usual = max(_PROOF[self._on_gpu], _PROOF_TRIALS * self.expected("none"))
+        if self._on_gpu and self._parameters:
+            usual = _PROOF[True] + _PROOF_PARAMETERS * self._parameters / 1e9
+        return min(0.4 * self.budget, _MARGIN * self._proof or usual + _MARGIN * first_step)
 
     @property
     def another(self) -> float:
