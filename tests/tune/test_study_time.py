@@ -131,7 +131,7 @@ def tuned(folder, monkeypatch, world, budget, first=(), **more):
 def test_half_of_a_short_time_is_for_the_search(tmp_path, monkeypatch):
     space = space_of("125m", 32)
     for budget in (70.0, 100.0, 150.0, 240.0):
-        answer = tuned(tmp_path / f"{budget}", monkeypatch, World(space, 0, 35.0, COMPILING), budget)
+        answer = tuned(tmp_path / f"{budget}", monkeypatch, World(space, 0, PROOF["125m"], COMPILING), budget)
         searched = [record for record in answer.records if record.purpose in ("search", "reference")]
         assert searched[-1].purpose != "search" or searched[-1].ended - searched[0].began > 0.5 * budget - 20.0
         assert answer.proof.verdict == "same within rounding" and answer.ratio > 1.2
@@ -229,7 +229,11 @@ def test_what_the_main_lever_gives_is_measured_and_the_budget_is_used_and_kept(
         assert answer.recommended and answer.proof.verdict == "same within rounding"
         gives = {each.lever: each.tokens_per_second for each in answer.ablations}
         assert gives[main_lever(space, answer.best.point)], (seed, gives)
-        assert 0.85 * budget < world.now < budget + max(11.0, 0.09 * budget), (seed, world.now)
+        assert world.now < budget + max(11.0, 0.09 * budget), (seed, world.now)
+        # What is left unused is too little for another run and its proof, and all that it could show is shown.
+        trial = min(record.ended - record.began for record in answer.records)
+        shown = all(gives.values()) and budget - world.now < trial + proof
+        assert world.now > 0.85 * budget or shown, (seed, world.now, gives)
 
 
 @pytest.mark.parametrize("compiling", [5.0, 15.0, 40.0])

@@ -17,6 +17,7 @@ _KERNELS = (0.0, 12.0)  # more than without it: seconds that the optimized block
 # Seconds of a proof on a CPU and on a GPU, where a billion parameters take more: on an H200 17 s at 125m, 30 at 760m,
 # 43 at 1b. On a CPU, or where the size is not known, so many trials' if that is longer. Compiling comes on top.
 _PROOF, _PROOF_PARAMETERS, _PROOF_TRIALS = (12.0, 6.0), 22.0, 2.0
+_PROOF_SPARE = 2.0, 0.15  # of a proof that has not run yet: so many times what is usual, up to this share of the budget
 _MARGIN = 1.2
 _OVERRUN = 10.0, 0.08  # seconds, or a share of the budget where that is longer, by which a study may overrun
 
@@ -31,7 +32,7 @@ class Pace:
 
     >>> pace = Pace(480.0, "cuda")
     >>> pace.expected("none"), pace.note("none", 15.0), pace.expected("none"), pace.proof(first_step=10.0)
-    (20.0, None, 15.0, 42.0)
+    (20.0, None, 15.0, 72.0)
 
     Args:
         budget: seconds.
@@ -87,7 +88,9 @@ class Pace:
         usual = max(_PROOF[self._on_gpu], _PROOF_TRIALS * self.expected("none"))
         if self._on_gpu and self._parameters:
             usual = _PROOF[True] + _PROOF_PARAMETERS * self._parameters / 1e9
-        return min(0.4 * self.budget, _MARGIN * self._proof or usual + _MARGIN * first_step)
+        usual += _MARGIN * first_step
+        usual = max(usual, min(_PROOF_SPARE[0] * usual, _PROOF_SPARE[1] * self.budget))
+        return min(0.4 * self.budget, _MARGIN * self._proof or usual)
 
     @property
     def another(self) -> float:

@@ -298,6 +298,8 @@ class _Study:
         """Prove the best; one that was found later, with no time to confirm and prove it, leaves the proof as it is."""
         if any(_is_sound(proof) for proof in self.proofs.values()) and self.pace.left < self._end_takes():
             return
+        if all(record.point == self.space.origin for record in self.records):
+            return  # there is nothing but the baseline, which is proved only where something was compared with it
         for attempt in range(_PROOFS - sum(proof.verdict == "wrong" for proof in self.proofs.values())):
             self._heed()
             self._read()
