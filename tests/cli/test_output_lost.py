@@ -63,7 +63,7 @@ def test_training_stops_with_a_checkpoint(as_json, tmp_path, monkeypatch, capsys
 def test_a_study_goes_on_though_its_progress_cannot_be_shown(monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
-        with _Progress(60.0) as progress:
+        with _Progress() as progress:
             progress.begin({"levers": {}, "name": "a study", "finished": 0})
             found = Record({}, "reference", "done", measurement=Measurement(1000, [1.0], 1.0, 0.0, [], 1))
             progress.record(found, None)

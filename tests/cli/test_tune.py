@@ -19,6 +19,7 @@ from tilewright.tune.answer import Answer
 from tilewright.tune.choose import at_least
 from tilewright.tune.ledger import Ledger
 from tilewright.tune.record import Measurement, Record
+from tilewright.tune.report import page
 from tilewright.tune.storage import StorageLost, in_folder
 from tune.example_answer import example
 
@@ -49,6 +50,9 @@ def broken():
 
 def empty():
     return torch.nn.Tanh(), torch.randn(4, 8)
+
+def no_loss():
+    return torch.nn.Linear(8, 2), torch.randn(4, 8)
 """
 
 
@@ -113,7 +117,14 @@ def test_a_model_of_somebody_elses(tilewright, tmp_path):
     proved(answer, "bit-identical", "same within rounding", "different by design")
     assert answer.own_model == "mine:build" and "Train:" not in done.stdout
     best = next((tmp_path / "runs/tune").iterdir()) / "best.yaml"
-    assert best.read_text() == f"optimizer:\n  name: {answer.best.point['optimizer.name']}\n"
+    text = f"own_model: mine:build\noptimizer:\n  name: {answer.best.point['optimizer.name']}\n"
+    assert best.read_text() == text
+    with pytest.raises(UserError, match="levers that `tilewright tune` chose for a model of your own, 'mine:build'"):
+        read(best, [])  # as `tilewright train` does, which would train Tilewright's GPT
+    # Neither the answer nor the page describes Tilewright's GPT, whose vocabulary this is.
+    assert not {"model", "data"} & set(answer.start) and "vocabulary" not in page(answer)
+    assert answer.unit == "samples" and "samples/s" in done.stderr and "tokens" not in done.stderr
+    assert "samples a second" in answer.sentences[1]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +150,9 @@ def test_a_model_of_somebody_elses(tilewright, tmp_path):
         (("--model", "mine:biuld"), "did you mean build"),
         (("--model", "mine:broken"), "no weights in /nowhere"),
         (("--model", "mine:empty"), "parameters"),
+        (("--model", "mine:no_loss"), "a loss of shape (4, 2); let it return one number"),
+        (("--model", "mine:build", "micro_batch=3"), "global batch 4 is not micro batch 3"),
+        (("--model", "mine:build", "global_batch=8"), "leave global_batch and accumulation out"),
         (("--out", "/proc/nowhere", *TINY, *FIXED), "/proc/nowhere"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
@@ -190,8 +204,8 @@ def test_what_is_known_is_shown_where_the_storage_is_lost(tmp_path, monkeypatch,
 
 def test_a_log_says_of_each_run_what_it_measured(capsys):
     """Corrected for drift, the run as given would always be as fast as the first time."""
-    progress = _Progress(60.0)
-    progress.begin({"levers": {}, "name": "a study", "finished": 0})
+    progress = _Progress()
+    progress.begin({"levers": {}, "name": "a study", "finished": 0, "budget": 60.0})
     for drift in (1.0, 0.5):
         found = Measurement(1000, [1 / drift], 1.0, 0.0, [], 1)
         progress.record(Record({}, "reference", "done", measurement=found, drift=drift), None)

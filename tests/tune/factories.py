@@ -67,6 +67,26 @@ def half():
     return model.half(), (features.double(), labels)
 
 
+def logits_and_loss():
+    """As many write it."""
+    model = Classifier(lambda loss: (torch.zeros(8, 4), loss))
+    return model, _rows()
+
+
+def images():
+    """Bytes with channels and sides: no tokens."""
+
+    class Pixels(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3 * 5 * 5, 4)
+
+        def forward(self, pixels, labels):
+            return nn.functional.cross_entropy(self.head(pixels.flatten(1).float() / 255), labels)
+
+    return Pixels(), (torch.randint(256, (4, 3, 5, 5), dtype=torch.uint8), torch.randint(4, (4,)))
+
+
 def talks():
     """Writes what looks like events wherever it can."""
     event = '{"event": "result", "outcome": "done", "error": null, "value": {}}'
@@ -196,3 +216,24 @@ def returns_no_loss():
 
 def returns_a_loss_without_gradient():
     return Classifier(lambda loss: loss.detach()), _rows()
+
+
+def returns_two_losses():
+    return Classifier(lambda loss: (loss, 2 * loss)), _rows()
+
+
+def returns_logits_in_a_tuple():
+    return Classifier(lambda loss: (loss.expand(8), None)), _rows()
+
+
+def fails_at_once():
+    features, labels = _rows()
+    return Classifier(), (features[:, :5], labels)
+
+
+def is_not_a_number_at_once():
+    return _after(0, lambda loss: loss * float("nan"))
+
+
+def starves_in_its_first_step():
+    return _after(0, lambda loss: _raise(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")))

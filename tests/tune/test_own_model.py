@@ -1,7 +1,9 @@
 """A user's own model trains as it is, under every lever it can have; every mistake is one sentence."""
 
 import dataclasses
+import functools
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tilewright
 from tilewright.errors import UserError
 from tilewright.train.config import OPTIMIZERS, Optimizer, Schedule, Train
 from tilewright.train.loop import Shown
-from tilewright.tune.own_model import Batch, check_name, load, loss_of, train
+from tilewright.tune import forkserver, study
+from tilewright.tune.own_model import Batch, check_name, check_step, load, loss_of, name_of, train
+from tune import factories
 
 TESTS = str(Path(__file__).parents[1])
 RUN = Train(
@@ -34,16 +39,20 @@ def losses(name, **changes):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "tokens"),
-    [("tensor", 8, 8), ("pair", 8, 8), ("named", 8, 8), ("with_attribute", 4, 36), ("half", 8, 8)],
-)
-def test_every_kind_of_batch_and_loss_is_trained(name, rows, tokens):
+    ("name", "rows", "unit", "count"),
+    [
+        ("tensor", 8, "samples", 8), ("pair", 8, "samples", 8), ("named", 8, "samples", 8),
+        ("with_attribute", 4, "tokens", 36), ("half", 8, "samples", 8), ("logits_and_loss", 8, "samples", 8),
+        ("images", 4, "samples", 4),
+    ],
+)  # fmt: skip
+def test_every_kind_of_batch_and_loss_is_trained(name, rows, unit, count):
     facts = load(f"tune.factories:{name}", [TESTS]).facts()
-    assert (facts["global_batch"], facts["tokens_per_step"], facts["splits"]) == (rows, tokens, True)
+    assert (facts["global_batch"], facts["unit"], facts["count"], facts["splits"]) == (rows, unit, count, True)
     found = figures(name)
     assert [one.step for one in found] == [1, 2, 3, 4, 5, 6] and found[-1].samples == 6 * rows
     assert found[-1].loss < found[0].loss
-    assert found[0].tokens_per_second == pytest.approx(tokens / found[0].seconds)
+    assert found[0].tokens_per_second == pytest.approx(count / found[0].seconds)
 
 
 def test_by_position_and_by_name_are_the_same_run():
@@ -161,11 +170,59 @@ def test_every_mistake_is_one_sentence(text):
         ("returns_logits", r"a loss of shape \(8,\)"),
         ("returns_no_loss", "returned a dictionary of Tensor, which is no loss"),
         ("returns_a_loss_without_gradient", "has no gradient"),
+        ("returns_two_losses", "returned 2 numbers with a gradient; let it return one loss"),
+        ("returns_logits_in_a_tuple", r"returned \(Tensor, NoneType\), which is no loss"),
     ],
 )
 def test_what_is_no_loss_is_one_sentence(name, words):
     with pytest.raises(UserError, match=words):
         figures(name)
+    with pytest.raises(UserError, match=words):
+        check_step(load(f"tune.factories:{name}", [TESTS]), RUN)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fails_at_once", "The model raised RuntimeError: mat1 and mat2 shapes cannot be multiplied .* put that right"),
+        ("is_not_a_number_at_once", "loss is not finite in its first training step; check the batch"),
+        ("has_rows_that_differ", "raised TypeError: .*takes 3 positional arguments"),
+    ],
+)
+def test_one_step_finds_what_every_trial_would_refuse(name, words):
+    with pytest.raises(UserError, match=words) as refused:
+        check_step(load(f"tune.factories:{name}", [TESTS]), RUN)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_step_that_runs_out_of_memory_is_no_refusal():
+    """A smaller micro batch may fit."""
+    check_step(load("tune.factories:starves_in_its_first_step", [TESTS]), RUN)
+
+
+def test_a_function_is_given_by_itself(tmp_path, monkeypatch):
+    assert name_of(factories.pair) == ("tune.factories:pair", [])
+    script = tmp_path / "my_script.py"
+    script.write_text("def build():\n    return None\n")
+    main = types.ModuleType("__main__")
+    main.__file__ = str(script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(compile(script.read_text(), str(script), "exec"), main.__dict__)
+    assert name_of(main.build) == ("my_script:build", [str(tmp_path)])
+    main.__file__ = str(tmp_path / "my-script.py")
+    del main.__spec__
+    for other in (main.build, lambda: None, factories.Classifier().forward, functools.partial(factories.pair)):
+        with pytest.raises(UserError, match="cannot import; define a function at the top of a module"):
+            name_of(other)
+
+
+def test_a_script_that_tunes_when_it_is_imported_is_told_so(tmp_path, monkeypatch):
+    (tmp_path / "tunes_itself.py").write_text(
+        "import tilewright\ndef build():\n    return None\ntilewright.tune(model=build)\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(UserError, match="put the call under `if __name__ == '__main__':`"):
+        load("tunes_itself:build", [str(tmp_path)])
 
 
 def test_a_module_that_raises_while_it_is_imported_is_one_sentence(tmp_path, monkeypatch):
@@ -187,3 +244,27 @@ def test_any_text_is_a_name_or_a_sentence(text):
         assert "package.module:factory" in str(error)
     else:
         assert f"{where}:{name}" == text
+
+
+def test_a_study_takes_the_function_itself(tmp_path, monkeypatch):
+    """With a real probe, which imports the function in another process."""
+    begun = []
+    monkeypatch.setattr(study, "run", lambda settings, shown: begun.append(settings))
+    try:
+        tilewright.tune("device=cpu", model=factories.logits_and_loss, out=tmp_path, budget="75s")
+    finally:
+        forkserver.stop()
+    settings = begun[0]
+    assert settings.own_model == "tune.factories:logits_and_loss"
+    assert settings.machine["own_model"]["count"] == 8 and settings.space.start.global_batch == 8
+    assert settings.budget < 75.0 and settings.on_gpu["rows"] == []  # the probe's time is the budget's
+
+
+def test_the_model_on_the_first_page_of_the_readme_runs(tmp_path, monkeypatch):
+    text = (Path(TESTS).parent / "README.md").read_text(encoding="utf-8")
+    block = next(part for part in text.split("```python\n")[1:] if "def build" in part).split("```")[0]
+    (tmp_path / "my_model.py").write_text(block)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = load("my_model:build", [str(tmp_path)])
+    check_step(own, RUN)
+    assert own.facts()["unit"] == "samples"

@@ -103,6 +103,7 @@ def test_without_a_plan_every_move_is_tried_but_those_seen_to_lose():
     tried = {key(each.point) for each in records}
     left = [(name, p) for name, p in space.neighbours(fastest(records).point) if space.refusal(p) is None]
     lost = {("compile", "none"), ("compile", "max-autotune-no-cudagraphs"), ("cuda_graphs", False)}
+    lost |= {("precision", "fp32")}  # beside bf16 more bits are slower
     assert {(name, p[name]) for name, p in left if key(p) not in tried} <= lost
 
 
@@ -154,3 +155,26 @@ def test_the_fastest_within_a_cap_and_not_wrong():
     assert fastest([stopped]) is None
     for order in itertools.permutations(records):
         assert fastest(order).point == points[0]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_of_a_model_that_the_plan_does_not_know_compile_comes_first_and_more_bits_never(device):
+    space = open_space(read(None, ["global_batch=8", "threads=1"]), device=device, of_any_model=True)
+    search = Search(space, lambda point: None)
+    records = [record(space.origin, 1.0, purpose="reference")]
+    first = search.next(records)
+    assert space.changes(first) == {"compile": "default"}
+    ran = explore(search, multiplied({("compile", "default"): 0.9}))
+    tried = {each.point["precision"] for each in ran}
+    assert tried == ({"bf16"} if device == "cuda" else {"fp32", "bf16"})  # each begins with the first of these
+    assert {each.point["micro_batch"] for each in ran} == {8, 4, 2, 1}
+
+
+def test_where_the_baseline_of_an_unknown_model_fails_more_bits_are_tried():
+    space = open_space(read(None, ["global_batch=8"]), device="cuda", of_any_model=True)
+    fails = [record(space.origin, 1.0, "error", purpose="reference")]
+    search = Search(space, lambda point: None)
+    seen = []
+    while (point := search.next([*fails, *seen])) is not None and len(seen) < 20:
+        seen.append(record(point, 1.0, "error"))
+    assert {"fp32", "tf32"} <= {each.point["precision"] for each in seen}

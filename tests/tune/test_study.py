@@ -770,9 +770,11 @@ def test_a_trial_that_hangs_does_not_take_the_whole_budget(tmp_path, monkeypatch
     assert most["measure"] <= 480 / 6 and most["observe"] <= 480 / 6 and most["prove"] <= 480 + 60 + 10
 
 
-def test_the_run_as_given_is_measured_however_little_time_measuring_the_machine_has_left(tmp_path):
+def test_the_run_as_given_is_measured_and_not_proved_however_little_time_is_left(tmp_path, monkeypatch):
+    heard = told(monkeypatch)
     answer = run(settings(tmp_path / "study", budget=0.001))
     assert [record.purpose for record in answer.records] == ["reference"] and answer.recommended
+    assert [job["kind"] for job in heard] == ["probe", "measure"] and answer.proof is None
     assert "--resume goes on" in answer.sentences[0]
 
 

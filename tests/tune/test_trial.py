@@ -250,7 +250,14 @@ def test_the_probe_says_what_the_machine_can_do():
     assert 1e-8 < found["kernel_seconds"] < 1e-3 and 1e-7 < found["launch_seconds"] < 1e-2
     assert found["memory_bytes"] == found["host"]["memory_bytes"] > 2**28 and found["host"]["cores"] >= 1
     assert found["host"]["cpu"] and found["device"] == "cpu" and found["machine"]["torch"] == torch.__version__
-    assert found["own_model"] == {"global_batch": 4, "splits": True, "tokens_per_step": 36, "parameters": 1056}
+    own = {"global_batch": 4, "splits": True, "unit": "tokens", "count": 36, "parameters": 1056, "tensors": 3}
+    assert found["own_model"] == own
+
+
+def test_the_probe_refuses_what_every_trial_would():
+    """One forward and backward, before anything is measured: 73 s of refused trials otherwise."""
+    result, _ = done(kind="probe", device="cpu", seconds=0.2, own_model="tune.factories:returns_no_loss")
+    assert result["outcome"] == "refused" and "which is no loss" in result["error"]
 
 
 def test_a_probe_without_the_device_is_refused(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from tilewright.cli import output
 from tilewright.cli.output import ProgressConsole, gigabytes
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
-from tilewright.tune.api import DEFAULT_BUDGET, amount, seconds
+from tilewright.tune.api import DEFAULT_BUDGET, REHEARSAL_BUDGET, amount, seconds
 from tilewright.tune.choose import UNKNOWN, at_least, is_known, latest
 from tilewright.tune.space import label
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _ROWS = 12  # of the table
 _WIDE = 110  # columns of a terminal that has room for all of its columns
+_REHEARSAL = "its speeds are this CPU's, where fused ops run as plain PyTorch, and say nothing of a GPU."
 _SHOWN = {"done": "green", "stopped early": "yellow"}
 
 
@@ -35,7 +36,9 @@ def tune(
     arguments: list[str] = typer.Argument(
         None, metavar="[CONFIG.yaml] [FIELD=VALUE]...", help="A run as `train` takes it: what you set stays as it is."
     ),
-    budget: str = typer.Option(DEFAULT_BUDGET, help="Time for all of it: 90s, 20m, 2h."),
+    budget: str = typer.Option(
+        None, help=f"Time for all of it: 90s, 20m, 2h. Default: {DEFAULT_BUDGET}, or {REHEARSAL_BUDGET} without a GPU."
+    ),
     model: str = typer.Option("", metavar="PACKAGE.MODULE:FACTORY", help="Your own model: returns a module, a batch."),
     search: list[str] = typer.Option([], metavar="LEVER", help="Try this lever although it is set; `all` for all."),
     numerics: str = typer.Option("rounding", help="How far numbers may move: same, rounding, state or rule."),
@@ -46,12 +49,16 @@ def tune(
     resume: bool = typer.Option(False, "--resume", help="Go on with a study: the one named, or the newest."),
     storage: str = typer.Option(None, metavar="URL", help="A database that several machines share a study through."),
     fresh: bool = typer.Option(False, "--fresh", help="Measure again what was measured before."),
+    gpu: str = typer.Option(
+        None, help="Predict the same run for this accelerator. Default, without a GPU here: H100-SXM5."
+    ),
     out: Path = typer.Option(Path("runs/tune"), help="Folder of studies."),
     as_json: bool = typer.Option(False, "--json", help="Print the answer as JSON."),
 ) -> None:
     """Find the fastest way to train a model on this machine, and prove that it is the same model.
 
-    Alone, it tunes an embedded default. Ctrl-C ends it with the best so far; --resume goes on. The study's folder gets
+    Alone, it tunes an embedded default. Without a GPU it is a rehearsal: it shows what the plan predicts for a GPU, and
+    how a study goes. Ctrl-C ends it with the best so far; --resume goes on. The study's folder gets
     best.yaml, which `tilewright train` takes as it is, and report.html.
 
     Examples:
@@ -69,17 +76,20 @@ def tune(
     from tilewright.tune.settings import Shown
     from tilewright.tune.storage import StorageLost
 
-    seconds(budget)  # a mistake in a word shows before torch is loaded
+    if budget is not None:
+        seconds(budget)  # a mistake in a word shows before torch is loaded
     if memory is not None:
         amount(memory)
     lost: StorageLost | None = None
     try:
-        with _Progress(seconds(budget)) as progress:
+        with _Progress() as progress:
             answer = run(
                 *(arguments or []), budget=budget, model=model, study=study, storage=storage, resume=resume,
                 search=search, numerics=numerics, precision_floor=precision_floor, first=first, memory=memory,
-                fresh=fresh, out=out,
-                shown=Shown(progress.begin, progress.trial, progress.event, progress.record, progress.say),
+                fresh=fresh, gpu=gpu, out=out,
+                shown=Shown(
+                    progress.begin, progress.trial, progress.event, progress.record, progress.say, progress.rehearse
+                ),
             )  # fmt: skip
     except StorageLost as caught:
         if caught.answer is None:
@@ -119,6 +129,8 @@ def show(answer: Answer, folder: Path, page: Path | None = None) -> None:
             gives = f"{rate / best - 1:+.1%}" if rate and best else each.error or "n/a"
             table.add_row(label({each.lever: each.value}), Text(gives))
         console.print(table)
+    if answer.on_gpu.get("rows"):
+        console.print(_predicted(answer.on_gpu))
     for sentence in answer.sentences:
         console.print(sentence, highlight=False, markup=False, style="bold")
     for note in (*_notes(answer), *_files(answer, folder, page or folder / "report.html")):
@@ -145,32 +157,59 @@ def _notes(answer: Answer) -> list[str]:
         notes.append(f"The run as given ran {len(references)} times; {drifted}.")
     if not all(map(is_known, latest(answer.records).values())):
         notes.append(UNKNOWN)
-    if not answer.machine.get("gpu"):
-        notes.append("On a CPU fused ops run as plain PyTorch: the answer holds for this machine, not for a GPU.")
+    if answer.is_rehearsal:
+        notes.append(f"This was a rehearsal: {_REHEARSAL}")
+        notes += _recorded(answer.on_gpu)
     return notes
+
+
+def _recorded(on_gpu: Mapping[str, Any]) -> list[str]:
+    from tilewright.tune.rehearsal import recorded_path
+
+    path = recorded_path(on_gpu.get("recorded", ""))
+    return [f"Measured on an H200, a recorded study: tilewright report {path}"] if path else []
+
+
+def _predicted(on_gpu: Mapping[str, Any]) -> Table:
+    """What the plan predicts for a GPU that is not here, called so."""
+    title, source = f"Predicted by the plan for one {on_gpu['gpu']}; not measured", f"By {on_gpu['rates']}."
+    table = Table("model", "run", title=Text(title), caption=Text(source), title_justify="left", caption_justify="left")
+    for heading in ("tokens/s", "ratio", "step", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    model = ""
+    for row in on_gpu["rows"]:
+        speed, ratio = row["tokens_per_second"], row["ratio"]
+        table.add_row(
+            Text(row["model"] if row["model"] != model else ""), Text(row["run"]),
+            f"{speed:,.0f}" if speed else "does not fit", f"{ratio:.2f}x" if ratio else "",
+            f"{row['seconds'] * 1e3:,.1f} ms", gigabytes(row["bytes"]),
+        )  # fmt: skip
+        model = row["model"]
+    return table
 
 
 def _files(answer: Answer, folder: Path, page: Path) -> list[str]:
     files = [f"Report: {page}"]
-    if answer.recommended and not answer.own_model and (folder / "best.yaml").is_file():
-        files.append(f"Train: tilewright train {folder / 'best.yaml'}")
+    if answer.recommended and (folder / "best.yaml").is_file():
+        train = f"Train: tilewright train {folder / 'best.yaml'}"
+        files.append(f"Levers for your own training: {folder / 'best.yaml'}" if answer.own_model else train)
     return files
 
 
 def _table(answer: Answer, width: int) -> Table:
     first = answer.reference.tokens_per_second if answer.reference else None
-    return _ranked(answer.records, answer.levers, first, answer.best, width, answer.loss_difference)
+    return _ranked(answer.records, answer.levers, first, answer.best, width, answer.unit, answer.loss_difference)
 
 
 def _ranked(
     records: list[Record], levers: dict[str, list[Any]], first: float | None, best: Record | None, width: int,
-    loss_difference: Callable[[Record], float | None] | None = None,
+    unit: str, loss_difference: Callable[[Record], float | None] | None = None,
 ) -> Table:  # fmt: skip
     """The fastest runs; in a narrow terminal without the times of a step, and the outcome is beside the run."""
     wide = width >= _WIDE
     table = Table("run")
     more = (*(("loss diff",) if loss_difference else ()), *(("predicted", "measured", "outcome") if wide else ()))
-    for heading in ("tokens/s", "ratio", "memory", "MFU", *more):
+    for heading in (f"{unit}/s", "ratio", "memory", "MFU", *more):
         table.add_column(heading, justify="left" if heading == "outcome" else "right", no_wrap=True)
     for record in sorted(latest(records).values(), key=at_least, reverse=True)[:_ROWS]:
         sure = "" if is_known(record) else "?"
@@ -200,12 +239,13 @@ def _ranked(
 class _Progress:
     """A table that grows, with the time that is left; in a log a line a trial. On standard error."""
 
-    def __init__(self, budget: float) -> None:
+    def __init__(self) -> None:
         self.console = ProgressConsole(stderr=True)
-        self.budget, self.began = budget, time.monotonic()
+        self.end, self.began = 0.0, time.monotonic()  # 0: not known yet
         self.records: list[Record] = []
         self.best: Record | None = None
         self.levers: dict[str, list[Any]] = {}
+        self.unit = "tokens"
         self.now, self.steps = "starting", 0
         self.live = Live(get_renderable=self._picture, console=self.console, refresh_per_second=4, transient=True)
 
@@ -219,9 +259,22 @@ class _Progress:
 
     def begin(self, facts: dict[str, Any]) -> None:
         self.levers = facts["levers"]
+        self.end = time.monotonic() + facts["budget"]
+        self.unit = facts.get("ceilings", {}).get("own_model", {}).get("unit", "tokens")
         self.say(
             f"study {facts['name']}: open levers: {len(self.levers)}; trials already finished: {facts['finished']}"
         )
+
+    def rehearse(self, on_gpu: dict[str, Any], is_rehearsal: bool) -> None:
+        """Say at once that a study without a GPU is a rehearsal, and what the plan predicts for a GPU."""
+        if is_rehearsal:
+            self.say(f"This study runs without a GPU, so it is a rehearsal: {_REHEARSAL}")
+        if on_gpu.get("rows"):
+            self.console.print(_predicted(on_gpu))
+        elif on_gpu:
+            self.say("Of a model of your own the plan knows nothing, so nothing is predicted for a GPU.")
+        for line in _recorded(on_gpu) if is_rehearsal else ():
+            self.say(line)
 
     def trial(self, what: str, point: dict[str, Any], prediction: Prediction | None) -> None:
         name = self._label(point) if what != "reference" else "as given, for reference"
@@ -236,7 +289,7 @@ class _Progress:
         self.best = best
         if not self.console.is_terminal:
             measured = record.measurement  # not yet corrected for drift, as the table in the end is
-            found = f"{measured.tokens_per_second:,.0f} tokens/s" if measured else record.error or ""
+            found = f"{measured.tokens_per_second:,.0f} {self.unit}/s" if measured else record.error or ""
             name = self._label(record.point)
             self.console.print(
                 f"{self._clock()}  {name}: {record.outcome}, {found}", highlight=False, markup=False
@@ -249,12 +302,13 @@ class _Progress:
         return label({name: value for name, value in point.items() if value != self.levers[name][0]})
 
     def _clock(self) -> str:
-        elapsed = time.monotonic() - self.began
-        return f"{_minutes(elapsed)} gone, {_minutes(max(0.0, self.budget - elapsed))} left"
+        now = time.monotonic()
+        left = f", {_minutes(max(0.0, self.end - now))} left" if self.end else ""
+        return f"{_minutes(now - self.began)} gone{left}"
 
     def _picture(self) -> Group:
         first = next((r.tokens_per_second for r in self.records if r.purpose == "reference" and r.measurement), None)
-        table = _ranked(self.records, self.levers, first, self.best, self.console.width)
+        table = _ranked(self.records, self.levers, first, self.best, self.console.width, self.unit)
         ratio = ""
         if self.best is not None and self.best.tokens_per_second and first:
             ratio = f"   best so far {self.best.tokens_per_second / first:.2f}x"

@@ -251,6 +251,12 @@ def _layers(path: Path, chain: tuple[str, ...], asked: str = "") -> dict[str, _G
         return {}
     if not isinstance(node.value, dict):
         raise UserError(f"{path} does not hold fields; write one a line, such as `steps: 100`.")
+    own = node.value.pop("own_model", None)
+    if own is not None:
+        raise UserError(
+            f"{own.where}: these are levers that `tilewright tune` chose for a model of your own, {shown(own.value)}; "
+            "set them in your own training, for `tilewright train` trains Tilewright's GPT."
+        )
     base = node.value.pop("base", None)
     below = {} if base is None else _base(base, path, (*chain, os.path.realpath(path)))
     return below | _flat(node, "")

@@ -133,6 +133,7 @@ class Answer:
     elapsed: Amount = 0.0
     interrupted: bool = False
     own_model: str = ""  # package.module:factory, where it is not Tilewright's
+    on_gpu: dict[str, Any] = field(default_factory=dict)  # predicted for a GPU that is not here, by `tune.rehearsal`
     float32_losses: list[float] = field(default_factory=list)  # of the standard model in float32, the first few steps
     no_float32: str = ""  # why there are none
     sentences: list[str] = field(default_factory=list)
@@ -148,6 +149,7 @@ class Answer:
         found: Answer = checked.read(cls, {name: value for name, value in tree.items() if name != "proof"})
         if tree.get("proof") is not None:
             found = dataclasses.replace(found, proof=Proof.from_dict(tree["proof"]))
+        found = dataclasses.replace(found, on_gpu=read_prediction(tree.get("on_gpu")))
         check_start(found.start, found.levers)
         named = [("reference", found.reference), ("best", found.best)]
         for where, record in (*((f"records[{i}]", each) for i, each in enumerate(found.records)), *named):
@@ -155,6 +157,17 @@ class Answer:
                 check_point(record.point, found.levers, where)
                 record.check(where)
         return found
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether the study ran without a GPU, so that its speeds say nothing of one."""
+        return self.ceilings.get("device") == "cpu"
+
+    @property
+    def unit(self) -> str:
+        """What a speed is counted in: "tokens", or "samples" of a user's own batch."""
+        own = self.ceilings.get("own_model")
+        return "samples" if isinstance(own, Mapping) and own.get("unit") == "samples" else "tokens"
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -238,6 +251,22 @@ def check_start(start: Mapping[str, Any], levers: Mapping[str, Sequence[Any]]) -
             raise UserError(f"start.{clean(section, 40)} is no section of a configuration.")
 
 
+def read_prediction(tree: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A prediction for a GPU as a file has it, its types checked."""
+    if not tree:
+        return {}
+    try:
+        rows = [
+            {name: str(row[name]) for name in ("model", "run")}
+            | {name: None if row[name] is None else float(row[name]) for name in ("tokens_per_second", "ratio")}
+            | {name: float(row[name]) for name in ("seconds", "bytes")}
+            for row in tree["rows"]
+        ]
+        return {**{name: str(tree[name]) for name in ("gpu", "rates", "recorded")}, "rows": rows}
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError("on_gpu is no prediction.") from error
+
+
 def answered(space: Space, records: Sequence[Record], best: Record | None, **facts: Any) -> Answer:
     """The answer that follows from what was measured."""
     reference = next((record for record in records if record.purpose == "reference" and record.measurement), None)
@@ -255,11 +284,16 @@ def write_best(answer: Answer, space: Space, folder: Path) -> None:
     elif not answer.own_model:
         write_yaml(space.at(answer.best.point), path)
     else:
-        tree: dict[str, Any] = {}
-        for name, value in answer.best.point.items():
-            section, _, field = name.rpartition(".")
-            (tree.setdefault(section, {}) if section else tree)[field] = value
-        write_text(path, yaml.safe_dump(tree, sort_keys=False))
+        write_text(path, yaml.safe_dump(own_levers(answer), sort_keys=False))
+
+
+def own_levers(answer: Answer) -> dict[str, Any]:
+    """The best.yaml of a user's own model: its name, which `tilewright train` refuses, and the best run's levers."""
+    tree: dict[str, Any] = {"own_model": answer.own_model}
+    for name, value in (answer.best.point if answer.best else {}).items():
+        section, _, field = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[field] = value
+    return tree
 
 
 def _ablations(space: Space, records: Sequence[Record], best: Record | None) -> list[Ablation]:
@@ -313,7 +347,7 @@ def _what(answer: Answer) -> str:
             "than the noise of measuring."
         )
     what = listed(f"{name} to {_word(value)}" for name, value in answer.changes.items())
-    return f"Set {what}, as best.yaml does." if not answer.own_model else f"In your own training, set {what}."
+    return f"Set {what}, as best.yaml does." if not answer.own_model else f"Set {what} in your own training."
 
 
 def alone(answer: Answer) -> str:
@@ -334,7 +368,7 @@ def alone(answer: Answer) -> str:
 
 def _gives(answer: Answer) -> str:
     assert answer.best is not None
-    speed = f"{answer.best.tokens_per_second:,.0f} tokens a second"
+    speed = f"{answer.best.tokens_per_second:,.0f} {answer.unit} a second"
     if answer.reference is None or answer.ratio is None:
         return f"It trains {speed}; the run as given did not run."
     drift = answer.drift or 0.0

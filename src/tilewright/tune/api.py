@@ -8,18 +8,19 @@ import math
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import UserError
+from tilewright.train.config import Train
 from tilewright.train.configuration import Configuration, fields, read, split_arguments
 from tilewright.tune.answer import Answer
 
 if TYPE_CHECKING:
     from tilewright.tune.space import Space
 
-DEFAULT_BUDGET = "4m"
+DEFAULT_BUDGET, REHEARSAL_BUDGET = "4m", "2m"  # on a GPU, and without one
 # What `tune` takes on a GPU where nothing is given: what `train` takes keeps no GPU busy.
 ON_A_GPU = ("model.preset=125m", "global_batch=32")
 
@@ -28,8 +29,8 @@ _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 def tune(
     *arguments: str,
-    budget: str | float = DEFAULT_BUDGET,
-    model: str = "",
+    budget: str | float | None = None,
+    model: str | Callable[[], Any] = "",
     study: str | None = None,
     storage: str | None = None,
     resume: bool = False,
@@ -39,6 +40,7 @@ def tune(
     memory: str | float | None = None,
     first: Sequence[str] = (),
     fresh: bool = False,
+    gpu: str | None = None,
     out: str | Path = "runs/tune",
     shown: Any = None,
 ) -> Answer:
@@ -47,8 +49,9 @@ def tune(
     Args:
         arguments: a configuration file, and `name=value` for fields that differ from it. What is set stays so; levers
             that are left out are searched. With none at all an embedded default is tuned.
-        budget: time for all of it: seconds, or text such as "20m".
-        model: "package.module:factory" of a model of your own, called to give a module and a batch.
+        budget: time for all of it: seconds, or text such as "20m". By default 4 minutes, or 2 without a GPU.
+        model: a function without arguments that returns a module and a batch of your own, or its
+            "package.module:name". Trials import it by that name, so it has to be at the top of a module or a script.
         study: its name, and that of its folder; by default the time it began.
         storage: URL of a database that several machines share; by default a SQLite file in the study's folder.
         resume: go on with a study, the newest of `out` where none is named; with no arguments, as it was begun. A study
@@ -59,6 +62,7 @@ def tune(
         memory: the most that a run may take: bytes, or text such as "80GB".
         first: runs to try before any other: `name=value` of levers, several with commas between.
         fresh: measure again what was measured before.
+        gpu: an accelerator to predict the same run for. By default an H100 where the study itself has no GPU.
         out: the folder of studies.
         shown: a `tune.settings.Shown`, told what happens.
 
@@ -70,15 +74,21 @@ def tune(
     from tilewright.tune import forkserver
     from tilewright.tune.jobs import probe
     from tilewright.tune.ledger import Ledger
-    from tilewright.tune.own_model import check_name
+    from tilewright.tune.own_model import check_name, name_of, refuse_while_importing
+    from tilewright.tune.rehearsal import find_gpu, nearest_recorded, rehearsal
+    from tilewright.tune.reread import prediction_in
     from tilewright.tune.settings import Settings, Shown
     from tilewright.tune.space import open_space
     from tilewright.tune.storage import checked, in_folder, reach
     from tilewright.tune.study import run
 
-    if model:
-        check_name(model)
-    limit, cap = seconds(budget), None if memory is None else amount(memory)
+    began = time.monotonic()
+    refuse_while_importing()
+    accelerator = find_gpu(gpu)
+    own, folders = name_of(model) if callable(model) else (model, [])
+    if own:
+        check_name(own)
+    limit, cap = None if budget is None else seconds(budget), None if memory is None else amount(memory)
     name = _name(study, Path(out), resume, storage is not None)
     folder = Path(out) / name
     place = storage or in_folder(folder)
@@ -86,32 +96,43 @@ def tune(
     forkserver.start()  # it imports torch while this process does
     limits: dict[str, Any] = {"numerics": numerics, "precision_floor": precision_floor, "search": search}
     continued = resume and not arguments
+    predicted: dict[str, Any] = {}
     if continued:  # as it was begun
         facts = Ledger.read(place, name)[0].get("facts") or {}
         if not facts:
             raise UserError(f"The study {name} ended before its first trial; begin it again under another name.")
-        space, begun_with_cap = _as_begun(name, facts, model)
+        space, begun_with_cap = _as_begun(name, facts, own)
         cap = cap or begun_with_cap
+        predicted = prediction_in(facts)
     else:
-        configuration, device = _configuration(arguments, model)
-        space = open_space(configuration, device=device, of_any_model=bool(model), **limits)
-    path = (str(Path.cwd()), *(entry for entry in sys.path if entry)) if model else ()
+        configuration, device = _configuration(arguments, own)
+        space = open_space(configuration, device=device, of_any_model=bool(own), **limits)
+        if own and device == "cpu":
+            predicted = {"gpu": accelerator.name, "rates": "", "rows": [], "recorded": nearest_recorded(0)}
+        elif not own and (device == "cpu" or gpu is not None):
+            predicted = rehearsal(_on_a_gpu(configuration, arguments), accelerator, **limits)
+    path = (*folders, str(Path.cwd()), *(entry for entry in sys.path if entry)) if own else ()
     told = shown or Shown()
+    told.rehearse(predicted, space.device == "cpu")
     points = tuple(space.parse(text) for text in first)
     reach(place, "--out" if storage is None else "--storage")
     if storage is None:
-        check_begun(folder, name, space, model, resume=resume, of_any_model=bool(model))
+        check_begun(folder, name, space, own, resume=resume, of_any_model=bool(own))
     told.say("measuring what this machine can do")
-    began, asked = time.monotonic(), space.start.device
-    machine = probe(space.device if asked == "auto" else asked, own_model=model, path=path)
-    if model and not continued:
+    asked = space.start.device
+    if limit is None:
+        limit = seconds(DEFAULT_BUDGET if space.device == "cuda" else REHEARSAL_BUDGET)
+    micro_batch = space.start.micro_batch if continued else configuration.train.micro_batch  # 0: the whole batch
+    first_step = dataclasses.replace(space.start, micro_batch=micro_batch)
+    machine = probe(space.device if asked == "auto" else asked, own_model=own, path=path, run=first_step)
+    if own and not continued:
         configuration = _with_batch(configuration, machine["own_model"])
         space = open_space(configuration, device=device, of_any_model=True, **limits)
         points = tuple(space.parse(text) for text in first)
     settings = Settings(
         space=space, machine=machine, folder=folder, name=name, storage=place,
         budget=max(1.0, limit - (time.monotonic() - began)), resume=resume or storage is not None, memory_cap=cap,
-        own_model=model, path=path, fresh=fresh, first=points,
+        own_model=own, path=path, fresh=fresh, first=points, on_gpu=predicted,
     )  # fmt: skip
     return run(settings, told)
 
@@ -223,17 +244,33 @@ def _configuration(arguments: Sequence[str], model: str) -> tuple[Configuration,
     if model:
         if any(origin != "default" for name, origin in given.origins.items() if name.startswith(("model.", "data."))):
             raise UserError("A model of your own has its own shape and batch; leave model.* and data.* out.")
+        if any(given.origins[name] != "default" for name in ("global_batch", "accumulation")):
+            raise UserError("A model of your own comes with its batch; leave global_batch and accumulation out.")
         return given, device
     if file is None and not overrides and device == "cuda":
         return _as_if_by_default(read(None, ON_A_GPU)), device
     return given, device
 
 
+def _on_a_gpu(configuration: Configuration, arguments: Sequence[str]) -> dict[str, Configuration]:
+    """The runs to predict for a GPU: this one, and where nothing is given what `tune` takes on a GPU."""
+    found = {_describe(configuration.train): configuration}
+    if not arguments:
+        on_gpu = _as_if_by_default(read(None, ON_A_GPU))
+        found.setdefault(_describe(on_gpu.train), on_gpu)
+    return found
+
+
+def _describe(run: Train) -> str:
+    from tilewright.train.loop import batch_sizes
+
+    shape = run.model.preset or f"{run.model.layers} layers of {run.model.width}"
+    return f"{shape}, {batch_sizes(run, 1).global_} x {run.model.sequence}"
+
+
 def _with_batch(configuration: Configuration, facts: Mapping[str, Any]) -> Configuration:
     """A run whose batch is the one that a model of somebody's own came with."""
     rows, given, origins = facts["global_batch"], configuration.train, dict(configuration.origins)
-    if origins["global_batch"] != "default" or origins["accumulation"] != "default":
-        raise UserError("A model of your own comes with its batch; leave global_batch and accumulation out.")
     if not facts["splits"]:
         origins["micro_batch"] = "the batch, which has no rows to split"
     train = dataclasses.replace(given, global_batch=rows, micro_batch=given.micro_batch or rows)

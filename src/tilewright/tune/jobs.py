@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilewright.errors import UserError
+from tilewright.train.config import Train
 from tilewright.tune import cache
 from tilewright.tune.answer import Proof
 from tilewright.tune.choose import CONFIRMATION, MOST_NOISE, NOISE, SHAKEN
@@ -24,10 +25,24 @@ SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
 
 
 def probe(
-    device: str, *, own_model: str = "", path: Sequence[str] = (), command: Sequence[str] = TRIAL
+    device: str,
+    *,
+    own_model: str = "",
+    path: Sequence[str] = (),
+    run: Train | None = None,
+    command: Sequence[str] = TRIAL,
 ) -> dict[str, Any]:
-    """What this machine can do, and of a model of somebody's own how large its batch is; from a process of its own."""
+    """What this machine can do, measured in a process of its own.
+
+    Args:
+        device: to measure.
+        own_model: a user's own model: its batch is described, and it takes one training step.
+        path: where that is imported from.
+        run: of that step.
+        command: of the process.
+    """
     job = {"kind": "probe", "device": device, "seconds": 2.0, "own_model": own_model, "path": list(path)}
+    job["configuration"] = dataclasses.asdict(run or Train(device=device))
     ended = run_child(job, Limits(120.0, 120.0), command=command)
     if ended.value is None:
         what = f"{own_model} and the machine were" if own_model else "The machine was"
@@ -45,7 +60,7 @@ class Jobs:
         self._profiled: dict[str, Measurement] = {}  # by the key of a point: what was measured of it with a profile
         self._to_keep: list[tuple[str, Record]] = []  # for the cache, when it is known how steady the machine was
 
-    def measure(self, claim: Claim, prediction: Prediction | None, worker: str, best: float) -> Record:
+    def measure(self, claim: Claim, prediction: Prediction | None, worker: str, best: float, limit: float) -> Record:
         """Run a trial, or take it from the cache.
 
         Args:
@@ -54,6 +69,7 @@ class Jobs:
             worker: who runs it.
             best: seconds of a step of the best so far: what is slower beyond doubt ends as soon as that is known. 0 for
                 a run whose speed has to be known well, whatever it is.
+            limit: seconds that it may take.
         """
         run = self.space.at(claim.point)
         self.shown.trial(claim.purpose, claim.point, prediction)
@@ -67,7 +83,7 @@ class Jobs:
             found = self._explained(prediction, kept.measurement)
             changes: dict[str, Any] = {"prediction": prediction, "differences": found, "worker": worker}
             return dataclasses.replace(kept, point=claim.point, purpose=claim.purpose, **changes)
-        began, limit = self._now(), self.pace.limit(kind_of(run))
+        began = self._now()
         seconds = min(20.0, max(1.0, self.settings.budget / 80))
         # A GPU slows down in its first seconds, until it is as warm as it gets: five steps that agree say little there.
         least = seconds / 2 if self.space.device == "cuda" else 0.0

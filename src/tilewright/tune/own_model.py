@@ -1,13 +1,14 @@
 """A user's own model, as it is: `package.module:factory`, where `factory()` returns a module and a batch.
 
-The batch is a tensor, a list of tensors, or tensors by the names of the module's arguments, and the module gives its
-loss: by itself, as `.loss` or as `["loss"]`. It is trained on that one batch again and again, under the levers that
-need to know nothing of a model: precision, compile mode, CUDA graphs, threads, optimizer and micro batch. The batch's
+The batch is a tensor, a list of tensors, or tensors by the names of the module's arguments. The module returns its
+loss: by itself, as `.loss`, as `["loss"]`, or in a tuple such as `(logits, loss)`. It is trained on that one batch
+again and again, under the levers that need to know nothing of a model: precision, compile mode, CUDA graphs, threads,
+optimizer and micro batch. The batch's
 first dimension is the global batch; micro batches are slices of it that count alike. Floating-point tensors of the
 batch have the dtype that the precision gives the weights.
 
-A step's tokens are the elements of the batch's first tensor of whole numbers, such as token ids; of a batch that has
-none, its rows.
+A step is counted in tokens where the batch's first tensor, booleans aside, is a matrix of whole numbers: token ids. It
+is counted in samples, which are rows of the batch, everywhere else: images, features, labels.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -47,8 +49,11 @@ class Batch:
     """The tensors that a module takes: by position, or by name where there are names.
 
     >>> batch = Batch([torch.ones(4, 3), torch.arange(4)])
-    >>> batch.rows, batch.tokens, batch.splits, len(batch.split(2))
-    (4, 4, True, 2)
+    >>> batch.rows, batch.unit, batch.count, batch.splits, len(batch.split(2))
+    (4, 'samples', 4, True, 2)
+    >>> ids = Batch([torch.zeros(4, 9, dtype=torch.int64)])
+    >>> ids.unit, ids.count
+    ('tokens', 36)
     """
 
     tensors: list[Tensor]
@@ -65,9 +70,21 @@ class Batch:
         return all(tensor.dim() and tensor.shape[0] == self.rows for tensor in self.tensors)
 
     @property
-    def tokens(self) -> int:
-        whole = (tensor for tensor in self.tensors if _is_whole(tensor))
-        return next((tensor.numel() for tensor in whole), self.rows)
+    def unit(self) -> str:
+        """What a step's speed is counted in: "tokens" or "samples"."""
+        return "tokens" if self._token_ids is not None else "samples"
+
+    @property
+    def count(self) -> int:
+        """Tokens or samples of the batch."""
+        ids = self._token_ids
+        return self.rows if ids is None else ids.numel()
+
+    @property
+    def _token_ids(self) -> Tensor | None:
+        first = next((tensor for tensor in self.tensors if tensor.dtype != torch.bool), None)
+        is_ids = first is not None and first.dim() == 2 and not (first.is_floating_point() or first.is_complex())
+        return first if is_ids else None
 
     def through(self, module: Callable[..., Any]) -> Any:
         """What the module makes of it."""
@@ -103,10 +120,6 @@ class Batch:
         return Batch([change(tensor) for tensor in self.tensors], self.names)
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
 @dataclass(frozen=True)
 class Own:
     """What a factory has returned, checked."""
@@ -117,8 +130,10 @@ class Own:
     def facts(self) -> dict[str, Any]:
         """What a search has to know: the global batch, and whether micro batches can be cut from it."""
         return {
-            "global_batch": self.batch.rows, "splits": self.batch.splits, "tokens_per_step": self.batch.tokens,
+            "global_batch": self.batch.rows, "splits": self.batch.splits, "unit": self.batch.unit,
+            "count": self.batch.count,
             "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+            "tensors": len(list(self.module.parameters())),
         }  # fmt: skip
 
 
@@ -167,16 +182,56 @@ def check_name(text: str) -> tuple[str, str]:
     return where, name
 
 
+def name_of(factory: Callable[[], Any]) -> tuple[str, list[str]]:
+    """The `package.module:factory` that a function has, and the folders to look for it in beside `sys.path`.
+
+    A trial is a process of its own that imports the function by this name.
+
+    >>> name_of(check_name)
+    ('tilewright.tune.own_model:check_name', [])
+    """
+    where, name, folders = getattr(factory, "__module__", None), getattr(factory, "__qualname__", ""), list[str]()
+    main = sys.modules["__main__"]
+    if where == "__main__":
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        where = spec.name if spec is not None else Path(file).stem if file else None
+        folders = [str(Path(file).resolve().parent)] if file and spec is None else []
+    if not where or not name.isidentifier() or not re.fullmatch(r"\w+(\.\w+)*", where):
+        raise UserError(
+            f"The model is {str(factory)[:80]}, which other processes cannot import; define a function at the top of a "
+            "module, such as my_model.py, and give that."
+        )
+    return f"{where}:{name}", folders
+
+
+_importing = False  # whether a user's module is being imported right now
+
+
+def refuse_while_importing() -> None:
+    """Refuse a study that is begun by the very script which a trial imports to find its model."""
+    if _importing:
+        raise UserError(
+            "tilewright.tune was called while a trial imported this script to find the model; put the call under "
+            "`if __name__ == '__main__':`."
+        )
+
+
 def _find(text: str, path: Sequence[str]) -> Callable[[], Any]:
+    global _importing
     where, name = check_name(text)
     sys.path[:0] = [folder for folder in path if folder not in sys.path]
+    _importing = True
     try:
         module = importlib.import_module(where)
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
         raise UserError(
             f"The model is {text!r} and {where} cannot be imported ({_one_line(error)}); check its name, install it, "
             "or run where it is."
         ) from error
+    finally:
+        _importing = False
     factory = getattr(module, name, None)
     if factory is None:
         known = [each for each, value in vars(module).items() if callable(value)]
@@ -218,16 +273,25 @@ def _one_line(error: BaseException) -> str:
 def loss_of(output: Any) -> Tensor:
     """The loss in what a module returned, as a scalar.
 
+    Of a tuple it is the one number among its members that has a gradient.
+
     >>> loss_of({"loss": torch.ones(1, requires_grad=True)}).shape
     torch.Size([])
+    >>> loss_of((torch.zeros(2, 3), torch.tensor(1.5, requires_grad=True))).item()
+    1.5
     """
     loss = output
     if not isinstance(output, Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None and isinstance(output, (tuple, list)):
+            found = [each for each in output if isinstance(each, Tensor) and each.numel() == 1 and each.requires_grad]
+            if len(found) > 1:
+                raise UserError(f"The model returned {len(found)} numbers with a gradient; let it return one loss.")
+            loss = found[0] if found else None
     if not isinstance(loss, Tensor):
         raise UserError(
-            f"The model returned {_kind(output)}, which is no loss and has none; let it return the loss, or something "
-            "with .loss or ['loss']."
+            f"The model returned {_kind(output)}, which is no loss and has none; let it return the loss, a tuple with "
+            "it such as (logits, loss), or something with .loss or ['loss']."
         )
     if loss.numel() != 1:
         raise UserError(f"The model returned a loss of shape {tuple(loss.shape)}; let it return one number, the mean.")
@@ -255,6 +319,33 @@ def train(own: Own, config: Train, shown: Shown) -> None:
         while run.step < config.steps:
             run.advance()
         run.settle()
+
+
+def check_step(own: Own, config: Train) -> None:
+    """Take one training step, so that what every trial would refuse is refused before the first of them.
+
+    Nothing is compiled or recorded. A step that runs out of memory is no refusal: a smaller micro batch may fit.
+    """
+    from tilewright.tune.trial import outcome_of
+
+    plain = dataclasses.replace(
+        config, steps=1, profile=False, compile="none", cuda_graphs=False,
+        schedule=dataclasses.replace(config.schedule, name="constant", warmup=0),
+    )  # fmt: skip
+    steps: list[Figures] = []
+    try:
+        train(own, plain, Shown(step=lambda figures, _: steps.append(figures)))
+    except Exception as error:
+        if outcome_of(error)[0] == "out of memory":
+            return
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"The model raised {_one_line(error)} in its first training step; put that right in its code."
+        ) from error
+    if steps[0].loss is None or steps[0].gradient_norm is None:
+        what = "loss" if steps[0].loss is None else "gradient"
+        raise UserError(f"The model's {what} is not finite in its first training step; check the batch and the loss.")
 
 
 class _Run:
@@ -308,7 +399,7 @@ class _Run:
         figures = Figures(
             step=step.step, loss=loss if math.isfinite(loss) else None,
             gradient_norm=norm if math.isfinite(norm) else None, skipped=bool(skipped), learning_rate=step.rate,
-            samples=step.step * self.batch.rows, seconds=seconds, tokens_per_second=self.batch.tokens / seconds,
+            samples=step.step * self.batch.rows, seconds=seconds, tokens_per_second=self.batch.count / seconds,
             tflops=0.0, mfu=None, hfu=None, convention="none", data_wait=0.0, **step.memory,
         )  # fmt: skip
         self.shown.step(figures, self.config.steps)

@@ -12,9 +12,14 @@ OPTIMIZED = "optimized"  # the kind of a run whose block has kernels to compile;
 _TUNED = (300.0, 300.0)
 _USUAL = {"none": (10.0, 20.0), "max-autotune": _TUNED, "max-autotune-no-cudagraphs": _TUNED}
 _COMPILED = (20.0, 60.0)
+_COMPILED_TENSOR = 15.0, 0.15  # on a GPU, and more for each parameter tensor, where these are known: 37 s at 150
 _KERNELS = (0.0, 12.0)  # more than without it: seconds that the optimized block's kernels take to compile
-_PROOF, _PROOF_TRIALS = 20.0, 2.0  # seconds, or so many trials' where that is longer; but for compiling
+# Seconds of a proof on a CPU and on a GPU, where a billion parameters take more: on an H200 17 s at 125m, 30 at 760m,
+# 43 at 1b. On a CPU, or where the size is not known, so many trials' if that is longer. Compiling comes on top.
+_PROOF, _PROOF_PARAMETERS, _PROOF_TRIALS = (12.0, 6.0), 22.0, 2.0
+_PROOF_SPARE = 2.0, 0.15  # of a proof that has not run yet: so many times what is usual, up to this share of the budget
 _MARGIN = 1.2
+_OVERRUN = 10.0, 0.08  # seconds, or a share of the budget where that is longer, by which a study may overrun
 
 
 def kind_of(run: Train) -> str:
@@ -27,11 +32,17 @@ class Pace:
 
     >>> pace = Pace(480.0, "cuda")
     >>> pace.expected("none"), pace.note("none", 15.0), pace.expected("none"), pace.proof(first_step=10.0)
-    (20.0, None, 15.0, 42.0)
+    (20.0, None, 15.0, 72.0)
+
+    Args:
+        budget: seconds.
+        device: "cuda" or "cpu".
+        parameters: of the model.
+        tensors: that a user's own model has its parameters in; 0: not known.
     """
 
-    def __init__(self, budget: float, device: str) -> None:
-        self.budget, self._on_gpu = budget, device == "cuda"
+    def __init__(self, budget: float, device: str, parameters: int = 0, tensors: int = 0) -> None:
+        self.budget, self._on_gpu, self._parameters, self._tensors = budget, device == "cuda", parameters, tensors
         self.began = time.monotonic()
         self._trials: dict[str, list[float]] = {}  # seconds, by kind
         self._proof = 0.0  # seconds, the longest
@@ -43,6 +54,11 @@ class Pace:
     @property
     def left(self) -> float:
         return self.budget - self.elapsed
+
+    @property
+    def most(self) -> float:
+        """Seconds that anything may still take: what is left, and what a study may overrun its budget by."""
+        return max(0.0, self.left + max(_OVERRUN[0], _OVERRUN[1] * self.budget))
 
     def note(self, kind: str, seconds: float) -> None:
         """What a trial took."""
@@ -57,21 +73,23 @@ class Pace:
             return statistics.median(self._trials[kind])
         if kind == OPTIMIZED:
             return self.expected("none") + _KERNELS[self._on_gpu]
-        return _USUAL.get(kind, _COMPILED)[self._on_gpu]
+        usual = _USUAL.get(kind, _COMPILED)[self._on_gpu]
+        if self._on_gpu and self._tensors and kind not in _USUAL:
+            return min(usual, _COMPILED_TENSOR[0] + _COMPILED_TENSOR[1] * self._tensors)
+        return usual
 
-    def limit(self, kind: str, beyond: float = 0.0) -> float:
-        """Seconds after which a trial has hung, or is not worth its time: a third of all there is, for the dearest.
-
-        Args:
-            kind: of the trial.
-            beyond: seconds by which it may overrun the budget.
-        """
+    def limit(self, kind: str) -> float:
+        """Seconds after which a trial has hung, or is not worth its time: a third of all there is, for the dearest."""
         most = max(60.0, min(4 * self.expected(kind), self.budget / 3), self.budget / 6)
-        return max(30.0, min(most, self.left + beyond))
+        return max(1.0, min(most, self.most))
 
     def proof(self, first_step: float = 0.0) -> float:
         """Seconds to leave for a proof, as long as that is not most of all there is."""
-        usual = max(_PROOF, _PROOF_TRIALS * self.expected("none")) + _MARGIN * first_step
+        usual = max(_PROOF[self._on_gpu], _PROOF_TRIALS * self.expected("none"))
+        if self._on_gpu and self._parameters:
+            usual = _PROOF[True] + _PROOF_PARAMETERS * self._parameters / 1e9
+        usual += _MARGIN * first_step
+        usual = max(usual, min(_PROOF_SPARE[0] * usual, _PROOF_SPARE[1] * self.budget))
         return min(0.4 * self.budget, _MARGIN * self._proof or usual)
 
     @property

@@ -26,8 +26,9 @@ from tilewright.measure import clock
 from tilewright.measure.ceilings import measure_ceilings
 from tilewright.measure.machine import describe, host_memory_bytes
 from tilewright.train.config import Train
+from tilewright.train.configuration import from_dict
 from tilewright.train.engine import device_of
-from tilewright.tune.own_model import load
+from tilewright.tune.own_model import check_step, load
 
 _LINKS = 200  # of a chain of small ops
 
@@ -38,8 +39,15 @@ def probe(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[st
     found: dict[str, Any] = {"machine": describe(), "host": _host(), "device": device.type}
     if job.get("own_model"):
         say({"event": "alive", "what": f"calling {job['own_model']}"})
-        found["own_model"] = load(job["own_model"], job["path"]).facts()
-        gc.collect()  # its memory is wanted for the products
+        run = from_dict(job["configuration"])
+        own = load(job["own_model"], job["path"], seed=run.seed)
+        found["own_model"] = own.facts()
+        say({"event": "alive", "what": "its first step"})
+        check_step(own, run)
+        del own
+        gc.collect()  # its memory is wanted for the matmuls
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     say({"event": "alive", "what": "measuring"})
     return found | (_cuda(device) if device.type == "cuda" else _cpu(job["seconds"]))
 

@@ -174,7 +174,7 @@ def _own(best: Train, steps: int, text: str, path: Sequence[str]) -> _Subject:
     if batch.splits:
         micro_batch = best.micro_batch or batch.rows
         sized = dataclasses.replace(best, global_batch=batch.rows, micro_batch=micro_batch, accumulation=0)
-        micro, parts, at_once = _shares(sized, max(1, batch.tokens // batch.rows))
+        micro, parts, at_once = _shares(sized, max(1, batch.count // batch.rows))
         batch = batch.split(micro * parts)[0]
 
     def make(run: Train) -> Engine:
@@ -190,7 +190,7 @@ def _own(best: Train, steps: int, text: str, path: Sequence[str]) -> _Subject:
         few = batch.split(_SEQUENCES)[0] if batch.splits else batch
         return few.to(device, optimizers.PRECISIONS[engine.precision][0]).through(engine.model)
 
-    return _Subject(make, [batch] * steps, batch.tokens, micro_batches, forward)
+    return _Subject(make, [batch] * steps, batch.count, micro_batches, forward)
 
 
 def _without_dropout(module: nn.Module) -> None:

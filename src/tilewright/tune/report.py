@@ -51,9 +51,10 @@ def page(answer: Answer) -> str:
 def content(answer: Answer, figures: dict[str, Any]) -> tuple[Element, list[Section]]:
     """The header and the sections of a page; the figures go into `figures` by their place."""
     return _head(answer), [
-        _waterfall(answer, figures), _tradeoff(answer, figures), _kernels(answer, figures), _memory(answer, figures),
-        _time(answer, figures), _timeline(answer, figures), _forecast(answer, figures), _proof(answer, figures),
-        _drift(answer, figures), _trials(answer), _phases(answer), _machine(answer), _best(answer),
+        *_rehearsal(answer), _waterfall(answer, figures), _tradeoff(answer, figures), _kernels(answer, figures),
+        _memory(answer, figures), _time(answer, figures), _timeline(answer, figures), _forecast(answer, figures),
+        _proof(answer, figures), _drift(answer, figures), _trials(answer), _phases(answer), _machine(answer),
+        _best(answer),
     ]  # fmt: skip
 
 
@@ -149,6 +150,28 @@ def _head(answer: Answer) -> Element:
 
 def _badge(answer: Answer, text: str) -> Element:
     return tag("p", text, class_="verdict" if answer.recommended else "verdict bad")
+
+
+def _rehearsal(answer: Answer) -> list[Section]:
+    """Of a study without a GPU: that it is none of a GPU, and what the plan predicts for one."""
+    if not answer.is_rehearsal:
+        return []
+    note = (
+        "It ran without a GPU: its speeds are a CPU's, where fused ops run as plain PyTorch, and say nothing of a GPU."
+    )
+    rows = [
+        [
+            words(row["model"]), words(row["run"]), number(row["tokens_per_second"], "{:,.0f}".format),
+            number(row["ratio"], "{:.2f}x".format), number(row["seconds"], milliseconds), number(row["bytes"], size),
+        ]
+        for row in answer.on_gpu.get("rows", ())
+    ]  # fmt: skip
+    if not rows:
+        return [section("A rehearsal", note)]
+    source = tag("p", f"Predicted by the plan for one {answer.on_gpu['gpu']}, not measured:")
+    header = ["Model", "Run", "Tokens/s", "Ratio", "Step", "Memory"]
+    rates = tag("p", f"By {answer.on_gpu['rates']}.", class_="note")
+    return [section("A rehearsal", note, source, table(header, rows), rates)]
 
 
 def _waterfall(answer: Answer, figures: dict[str, Any]) -> Section:
@@ -362,7 +385,8 @@ def _trials(answer: Answer) -> Section:
             words(record.purpose + (", from the cache" if record.cached else "")), _error(record),
         ])  # fmt: skip
     header = [
-        "#", "Levers", "Outcome", "Tokens/s", "Ratio", "Memory", "MFU", "Loss diff", "Predicted", "Measured", "Purpose",
+        "#", "Levers", "Outcome", f"{answer.unit.capitalize()}/s", "Ratio", "Memory", "MFU", "Loss diff", "Predicted",
+        "Measured", "Purpose",
         "Error",
     ]  # fmt: skip
     unknown = "" if all(map(is_known, answer.records)) else f" {UNKNOWN}"
@@ -427,4 +451,6 @@ def _best(answer: Answer) -> Section:
     if answer.best is None:
         whose = "The run as given, for no other can be recommended"
     note = [f"{whose}, as ", tag("code", "tilewright train"), " takes it."]
+    if answer.own_model:
+        note = [f"{whose}: its levers, to set in your own training of ", tag("code", answer.own_model), "."]
     return section("Configuration", note, tag("button", "Copy", type="button", id="copy"), tag("pre", text, id="yaml"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.hardware import by_driver_name
-from tilewright.tune.answer import Answer
+from tilewright.tune.answer import Answer, own_levers
 from tilewright.tune.record import Prediction, Record
 from tilewright.tune.report_plots import (
     COLOURS,
@@ -42,7 +42,9 @@ NO_PROFILE = "There is no profile of a best run, so nobody can say where its tim
 
 
 def configuration(answer: Answer) -> dict[str, Any]:
-    """The best run, every field; as given where there is none."""
+    """The best run, every field; as given where there is none. Of a user's own model it is the levers alone."""
+    if answer.own_model:
+        return own_levers(answer)
     tree = copy.deepcopy(answer.start)
     for name, value in (answer.best.point if answer.best else {}).items():
         *sections, last = name.split(".")

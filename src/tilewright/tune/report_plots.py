@@ -192,14 +192,14 @@ def waterfall(answer: Answer) -> Drawn:
     trace = {
         "type": "bar", "orientation": "h", "y": [-i for i in range(len(bars))], "base": [start for _, start, _ in bars],
         "x": [to - start for _, start, to in bars], "width": 0.42, "marker": {"color": colours}, "text": words,
-        "textposition": "none", "hovertemplate": Rich("%{text} tokens/s<extra></extra>"),
+        "textposition": "none", "hovertemplate": Rich(f"%{{text}} {answer.unit}/s<extra></extra>"),
     }  # fmt: skip
     labels = [
         {"xref": "paper", "x": 0, "xanchor": "left", "y": -i, "yshift": 20, "text": text, "showarrow": False}
         for i, text in enumerate(words)
     ]
     y = {"visible": False, "fixedrange": True, "range": [-last - 0.4, 0.75]}
-    x = axis("tokens a second", tickformat=",~s", rangemode="tozero")
+    x = axis(f"{answer.unit} a second", tickformat=",~s", rangemode="tozero")
     return figure([trace], 48 * len(bars) + 60, x, y, annotations=labels)
 
 
@@ -293,7 +293,7 @@ def tradeoff(answer: Answer) -> Drawn:
         legend.append(("dash", LOSS, f"the most it may take, {size(cap)}"))
     elif cap is not None:
         legend.append(("→", GREY, f"the most it may take, {size(cap)}, is far to the right"))
-    y = axis("tokens a second", tickformat=",~s")
+    y = axis(f"{answer.unit} a second", tickformat=",~s")
     labels = _labels(answer, records, lambda r: r.measurement.bytes / 1e9, lambda r: r.tokens_per_second)
     return figure([line, *traces], 460, x, y, legend, labels, shapes=shapes)
 

@@ -20,7 +20,7 @@ from typing import Any
 from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict
 from tilewright.tune import prove
-from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, write_best
+from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, read_prediction, write_best
 from tilewright.tune.choose import best_of, fastest
 from tilewright.tune.drift import corrected
 from tilewright.tune.ledger import Ledger
@@ -47,6 +47,7 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
         if len(answer.records) == len(records):
             return answer
     space = space_of(facts)
+    facts = {**facts, "on_gpu": prediction_in(facts)}
     cap, wrong = facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ())
     records = [record for record in records if record.point.keys() == facts["levers"].keys()]
     noted = {key(r.point): notes.get(note_of("proof", r)) for r in records}
@@ -103,6 +104,14 @@ def read_answer(path: Path) -> Answer:
         raise UserError(f"{path} is no answer of a study: {str(error).rstrip('.')}; give another.") from error
     except (ValueError, RecursionError) as error:  # no JSON, or too deep
         raise UserError(f"{path} is no answer of a study: it is not JSON; give another.") from error
+
+
+def prediction_in(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What was predicted for a GPU, as a study has noted it; its storage may be somebody else's."""
+    try:
+        return read_prediction(facts.get("on_gpu"))
+    except UserError as error:
+        raise UserError("The facts of this study are damaged; begin it again under another name.") from error
 
 
 def space_of(facts: dict[str, Any]) -> Space:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from tilewright.tune.choose import SHAKEN, fastest, latest
 from tilewright.tune.record import Prediction, Record
@@ -20,6 +21,14 @@ from tilewright.tune.space import Point, Space, key
 HOPELESS = 1.1  # a move expected to take this much longer than the best is not worth a trial
 UNTRIED = 1.5  # the same for a move that was never tried: there the plan alone speaks
 _WORTH = 0.99  # two moves at once must promise at least this
+# What a lever's value usually does to the time of a step, for a model of which the plan knows nothing. On a GPU more
+# bits cost more; what a CPU makes of bfloat16 nobody knows beforehand. Half of a micro batch costs a little.
+_COMPILED = dict.fromkeys(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"), 0.8)
+_USUAL: dict[str, dict[str, dict[Any, float]]] = {
+    "cuda": {"compile": _COMPILED, "cuda_graphs": {True: 0.95}, "precision": {"fp32": 4.0, "tf32": 2.0}},
+    "cpu": {"compile": _COMPILED},
+}
+_HALVED = 1.02
 _FAILURES = 2  # points at which a lever's value has failed, none at which it ran: it does not work here
 
 
@@ -50,6 +59,15 @@ class Search:
         if key(point) not in self._predictions:
             self._predictions[key(point)] = self._predict(point)
         return self._predictions[key(point)]
+
+    def expected_seconds(self, point: Point) -> float:
+        """Of a step, as the plan has it; where the plan knows nothing, what is usual, over any step without levers."""
+        prediction = self.prediction(point)
+        if prediction is not None:
+            return prediction.seconds
+        usual = _USUAL[self.space.device]
+        halvings = math.log2(max(1.0, self.space.start.global_batch / max(1, self.space.at(point).micro_batch)))
+        return math.prod(usual.get(name, {}).get(value, 1.0) for name, value in point.items()) * _HALVED**halvings
 
     def next(self, records: Sequence[Record], taken: Iterable[Point] = ()) -> Point | None:
         """The point to try next, or None where nothing is left that is worth it.
@@ -97,11 +115,7 @@ class Search:
         near = [guess, *(point for _, point in self.space.neighbours(guess))]
         near += [point for _, point in self.space.neighbours(self.space.origin)]
         free = [p for p in near if key(p) not in tried and self._runs(p) and not self._broken(p, records)]
-        return min(free, key=self._seconds, default=None)
-
-    def _seconds(self, point: Point) -> float:
-        prediction = self.prediction(point)
-        return prediction.seconds if prediction is not None else 0.0
+        return min(free, key=self.expected_seconds, default=None)
 
     def _most_promising(
         self,
@@ -124,8 +138,7 @@ class Search:
 
     def _estimate(self, point: Point, best: Record, moves: dict[tuple[str, str, str], float]) -> float:
         """Time over that of the best."""
-        here, there = self.prediction(best.point), self.prediction(point)
-        ratio = there.seconds / here.seconds if here is not None and there is not None else 1.0
+        ratio = self.expected_seconds(point) / self.expected_seconds(best.point)
         for name, value in point.items():
             if value != best.point[name]:
                 ratio *= math.exp(moves.get((name, str(best.point[name]), str(value)), 0.0))
@@ -139,8 +152,7 @@ class Search:
             names = [name for name, value in one.point.items() if other.point.get(name) != value]
             if len(names) != 1 or one.tokens_per_second is None or other.tokens_per_second is None:
                 continue
-            before, after = self.prediction(one.point), self.prediction(other.point)
-            expected = math.log(after.seconds / before.seconds) if before and after else 0.0
+            expected = math.log(self.expected_seconds(other.point) / self.expected_seconds(one.point))
             move = (names[0], str(one.point[names[0]]), str(other.point[names[0]]))
             seen.setdefault(move, []).append(math.log(one.tokens_per_second / other.tokens_per_second) - expected)
         return {move: sum(found) / len(found) for move, found in seen.items()}

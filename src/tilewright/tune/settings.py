@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Settings:
     path: tuple[str, ...] = ()  # where that package is
     fresh: bool = False  # measure although the cache has it
     first: tuple[Point, ...] = ()  # points to try before any other
+    on_gpu: dict[str, Any] = field(default_factory=dict)  # what the plan predicts for a GPU that is not here
     command: Sequence[str] = TRIAL
 
 
@@ -40,3 +41,4 @@ class Shown:
     event: Callable[[dict[str, Any]], None] = lambda event: None
     record: Callable[[Record, Record | None], None] = lambda record, best: None
     say: Callable[[str], None] = lambda text: None
+    rehearse: Callable[[dict[str, Any], bool], None] = lambda on_gpu, is_rehearsal: None

@@ -6,8 +6,9 @@
     refine     the best run with each of its levers put back; one that gave nothing is put back for good
     prove      the best run beside the standard float32 model; what turns out wrong is struck, and the next is proved
 
-The search ends when the others need what is left of the time. With what they leave it begins again, until nothing is
-left to try. Then one step of the best is observed, kernel by kernel.
+Time for the proof and for the ablation of the main lever is always kept; time for the rest up to half of the budget.
+The search ends when they need what is left. With what they leave it begins again, until nothing is left to try. Then
+one step of the best is observed, kernel by kernel. Nothing may take more than the budget and a tenth of it.
 
 Every trial is a process of its own, and every finished one is in the ledger at once: whoever is killed loses the trial
 at hand and nothing else. Several workers may run the same study through one storage; each compares its trials with its
@@ -28,14 +29,15 @@ from typing import Any
 import tilewright
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
+from tilewright.plan.decoder import from_gpt
 from tilewright.train.signals import Signals
 from tilewright.tune import forkserver
 from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, first_step, write_best
-from tilewright.tune.choose import CONFIRMATION, NOISE, best_of, doubted
+from tilewright.tune.choose import CONFIRMATION, NOISE, best_of, confirmed, doubted
 from tilewright.tune.drift import corrected, first_reference
 from tilewright.tune.jobs import Jobs
 from tilewright.tune.ledger import Claim, Ledger, StorageLost
-from tilewright.tune.pace import Pace, kind_of
+from tilewright.tune.pace import OPTIMIZED, Pace, kind_of
 from tilewright.tune.predict import misfit, predict
 from tilewright.tune.prove import float32
 from tilewright.tune.record import Prediction, Record
@@ -51,7 +53,8 @@ _CONFIRMATIONS = 4  # runs that are repeated before the study leaves it at that
 _PROOFS = 3  # runs that may turn out wrong before the study gives up
 _CURVE = 0.04  # of the time, at most, for a few steps of the standard model in float32
 _CURVE_STEPS = 4  # that it takes as long as: three, and what is before them
-_OVERRUN = 20.0  # seconds beyond the budget in which the best run is still observed
+_FIRST = 30.0  # seconds that the first run may take, whatever the budget: without it there is no answer
+_LEAST_PROOF = 5.0  # seconds: with less nothing would come of it
 _POLL = 0.5  # seconds between two looks at what other workers do
 
 
@@ -74,7 +77,7 @@ class _Study:
         if settings.budget <= 0:
             raise UserError(f"The budget is {settings.budget:g} s; give some time, such as --budget 5m.")
         self.settings, self.shown, self.space = settings, shown, settings.space
-        self.pace = Pace(settings.budget, self.space.device)
+        self.pace = self._pace()
         self.jobs = Jobs(settings, shown, self.pace)
         self.machine = settings.machine
         self.cap = settings.memory_cap or math.inf
@@ -89,6 +92,13 @@ class _Study:
         self.signals = Signals(at_once=True)
         self.since = REFERENCE_EVERY  # trials since then
 
+    def _pace(self) -> Pace:
+        settings = self.settings
+        own = settings.machine.get("own_model", {})
+        if settings.own_model:
+            return Pace(settings.budget, self.space.device, own.get("parameters", 0), own.get("tensors", 0))
+        return Pace(settings.budget, self.space.device, from_gpt(self.space.start.model).parameters)
+
     def run(self) -> Answer:
         settings, interrupted = self.settings, False
         facts = self._facts()
@@ -97,7 +107,7 @@ class _Study:
         with contextlib.closing(self.ledger):
             self.ledger.note("facts", facts)
             self.wrong.update(self.ledger.noted("wrong") or ())
-            self.shown.begin({**facts, "name": settings.name, "finished": len(self._read())})
+            self.shown.begin({**facts, "name": settings.name, "finished": len(self._read()), "budget": self.pace.left})
             try:
                 with self.signals:
                     self._work()
@@ -112,12 +122,16 @@ class _Study:
 
     def _facts(self) -> dict[str, Any]:
         measured = {name: value for name, value in self.machine.items() if name != "machine"}
+        start = dataclasses.asdict(self.space.start)
+        if self.settings.own_model:  # which has nothing to do with Tilewright's model and data
+            del start["model"], start["data"]
         return {
             "machine": self.machine["machine"],
             "ceilings": {**measured, "memory_cap": self.settings.memory_cap},
-            "start": dataclasses.asdict(self.space.start),
+            "start": start,
             "levers": {name: list(values) for name, values in self.space.levers.items()},
             "own_model": self.settings.own_model,
+            "on_gpu": self.settings.on_gpu,
         }
 
     def _head(self) -> dict[str, Any]:
@@ -144,7 +158,8 @@ class _Study:
             # Whatever else is found has to be run and proved as well.
             nothing_new = len(self._read()) == known and len(self.proofs) == proofs
             if nothing_new or self.pace.left < self.pace.another:
-                self._refine()  # which needs no proof
+                # The rest needs no proof. What observes the best may overrun.
+                self._see(self._untried, "ablation", self._observing_takes)
                 return self._observe()
 
     def _predicted_best(self) -> list[Point]:
@@ -156,9 +171,7 @@ class _Study:
 
     def _search(self) -> None:
         """What is most promising, as long as there is time; the run as given even where there is none."""
-        while not self.records or self.pace.left > max(
-            self._end_takes(searching=True), self._expected(self.space.origin)
-        ):
+        while not self.records or self._has_time_to_search():
             self._heed()
             self.ledger.recover()
             claim = self._take(fits=self._fits)
@@ -171,8 +184,19 @@ class _Study:
                 self.ledger.propose([(point, purpose)])
             elif any(each["purpose"] == "search" for each in running):
                 time.sleep(_POLL)  # what they find may open a way on
-            elif not self._yardstick():
+            elif not self._has_time_for_the_reference() or not self._yardstick():
                 return
+
+    def _has_time_for_the_reference(self) -> bool:
+        """Whether the run as given takes no time from what follows."""
+        rest = self._end_takes(searching=True, all_of_it=True)
+        return self.pace.left - self._expected(self.space.origin) > rest
+
+    def _has_time_to_search(self) -> bool:
+        """Whether a trial, and the run as given where it is time for that, leaves enough for what follows."""
+        given = self._expected(self.space.origin)
+        rest = self._end_takes(searching=True) + (given if self.since >= REFERENCE_EVERY else 0.0)
+        return self.pace.left > max(rest, given)
 
     def _fits(self, point: Point) -> bool:
         """Whether a run that waits can end before the rest has to begin; it may not take more than a trial may."""
@@ -212,27 +236,32 @@ class _Study:
                 return []
             return [record.point]
 
-        def until() -> float:
-            best = self._best()
-            return self._proof_takes(best) if best is not None else 0.0
-
         most = confirmations() + _CONFIRMATIONS
-        while self._see(again, CONFIRMATION, until):
+        while self._see(again, CONFIRMATION, self._must_take):
             pass  # what the yardstick at the end says may raise other doubts
 
     def _refine(self) -> None:
         """Put each lever of the best run back; without one that gave nothing, see what the others give."""
+        self._see(self._without_main_lever, "ablation", self._proof_takes)
         self._see(self._untried, "ablation", self._end_takes)
 
     def _untried(self) -> list[Point]:
         """The best run less each of its levers, where nobody has run that; first what is expected to lose least."""
-        best, ran = self._best(), {key(record.point) for record in self.records}
-        if best is None:
-            return []
-        found = [{**best.point, name: self.space.origin[name]} for name in self.space.changes(best.point)]
-        found = [point for point in found if key(point) not in ran and self.space.refusal(point) is None]
-        expected = {key(point): self.search.prediction(point) for point in found}
-        return sorted(found, key=lambda p: each.seconds if (each := expected[key(p)]) is not None else 0.0)
+        return self._not_yet_run(self._ablations())
+
+    def _without_main_lever(self) -> list[Point]:
+        """The best run less the lever without which it is expected to be slowest; nothing where that has run."""
+        return self._not_yet_run(self._ablations()[-1:])
+
+    def _ablations(self) -> list[Point]:
+        best = self._best()
+        names = self.space.changes(best.point) if best is not None else ()
+        found = [{**best.point, name: self.space.origin[name]} for name in names] if best is not None else []
+        return sorted((p for p in found if self.space.refusal(p) is None), key=self.search.expected_seconds)
+
+    def _not_yet_run(self, points: list[Point]) -> list[Point]:
+        ran = {key(record.point) for record in self.records}
+        return [point for point in points if key(point) not in ran]
 
     def _see(self, wanted: Callable[[], list[Point]], purpose: str, until: Callable[[], float]) -> bool:
         """Run what is wanted, the first of it next, as far as time allows, and wait for what others run of it.
@@ -252,22 +281,29 @@ class _Study:
                 break
             if not free:
                 time.sleep(_POLL)
-            elif not ran and self._expected(self.space.origin) + self._expected(free[0]) < spare and self._yardstick():
+            elif not ran and self._has_time_for_both(free[0], spare) and self._yardstick():
                 ran = True
             else:
                 self.ledger.propose([(free[0], purpose)])
-                if (claim := self._take(purpose)) is not None:
+                tight = self._expected(self.space.origin) + self._expected(free[0]) >= spare
+                if (claim := self.ledger.take(purpose) if tight else self._take(purpose)) is not None:
                     self._run(claim)
                     ran = True
         if ran and self.pace.left - self._expected(self.space.origin) > until():
             self._yardstick()
         return ran
 
+    def _has_time_for_both(self, point: Point, spare: float) -> bool:
+        """Whether the run as given before a run takes no time from what else is to be done."""
+        both = self._expected(self.space.origin) + self._expected(point)
+        return both < min(spare, self.pace.left - self._end_takes())
+
     def _prove(self) -> None:
         """Prove the best; one that was found later, with no time to confirm and prove it, leaves the proof as it is."""
         if any(_is_sound(proof) for proof in self.proofs.values()) and self.pace.left < self._end_takes():
             return
-        deadline = max(self.pace.budget, self.pace.elapsed)
+        if all(record.point == self.space.origin for record in self.records):
+            return  # there is nothing but the baseline, which is proved only where something was compared with it
         for attempt in range(_PROOFS - sum(proof.verdict == "wrong" for proof in self.proofs.values())):
             self._heed()
             self._read()
@@ -278,10 +314,12 @@ class _Study:
             if noted is not None and _is_sound(known := Proof.from_dict(noted)):  # another worker's, or of another day
                 self.proofs[key(best.point)] = known
                 return
-            # It may overrun the budget by what compiling takes, and the first attempt by a minute at least.
-            limit = deadline + 2 * first_step(self.records, best) + 60.0 - self.pace.elapsed
-            if attempt and limit < 30.0:
-                break
+            limit = self.pace.most
+            if limit < _LEAST_PROOF and not attempt:
+                why = "no time was left to prove it; --resume with more --budget does."
+                self.proofs[key(best.point)] = Proof("not proven", why)
+            if limit < _LEAST_PROOF:
+                return
             # In the same process, and only now: there is nothing better to be done with the time.
             curve = self._curve()
 
@@ -321,15 +359,25 @@ class _Study:
         if best is None or key(best.point) not in self.proofs:
             return
         work = self.ledger.noted(note_of("work", best))
-        limit = min(self.pace.limit(kind_of(self.space.at(best.point)), _OVERRUN), self.pace.left + _OVERRUN)
+        limit = self.pace.limit(kind_of(self.space.at(best.point)))
         if work is None and limit < self._expected(best.point):
             return self.shown.say("No time is left to observe the kernels of the best run.")
         self.work[key(best.point)] = work or self.jobs.observe(best.point, limit)
         if work is None and self.work[key(best.point)]:
             self.ledger.note(note_of("work", best), self.work[key(best.point)])
 
-    def _proof_takes(self, best: Record) -> float:
-        if key(best.point) in self.proofs:
+    def _must_take(self) -> float:
+        """Seconds that are kept whatever else is of interest: to prove the best, and to put its main lever back."""
+        return self._proof_takes() + sum(map(self._expected, self._without_main_lever()))
+
+    def _observing_takes(self) -> float:
+        """Seconds to leave for observing the best, beside what that may overrun the budget by."""
+        best = self._best()
+        return max(0.0, self._expected(best.point) - self.pace.most + self.pace.left) if best is not None else 0.0
+
+    def _proof_takes(self) -> float:
+        best = self._best()
+        if best is None or key(best.point) in self.proofs:
             return 0.0
         takes = self.pace.proof(first_step(self.records, best))
         if most := self._curve():
@@ -341,28 +389,33 @@ class _Study:
         """Seconds that a few steps of the standard model in float32 may take; none where nobody needs them."""
         return 0.0 if self._float32() else _CURVE * self.pace.budget
 
-    def _end_takes(self, searching: bool = False) -> float:
+    def _end_takes(self, searching: bool = False, all_of_it: bool = False) -> float:
         """Seconds to leave for putting levers of the best back, for confirming, for proving and for observing it.
+
+        What must be is left time for, and the rest as long as half of the budget is for the search.
 
         Args:
             searching: what is found may have to be confirmed, and proved although the best is; as may one of fewer
                 levers than the best.
+            all_of_it: whatever it leaves for the search.
         """
         best = self._best()
         if best is None:
             return 0.0
-        again = self._expected(self.space.origin) + self._expected(best.point)
-        takes = self._proof_takes(best) + self._expected(best.point)
+        must = self._must_take()
         if searching and all(record.point == self.space.origin for record in self.records):
-            takes = self._proof_takes(best)  # the first that is tried is worth more than all the rest
-        elif searching:
+            return must  # the first that is tried is worth more than all the rest
+        again = self._expected(self.space.origin) + self._expected(best.point)
+        more = self._expected(best.point)
+        if searching:
             untried = self._untried()
-            takes += again + sum(map(self._expected, untried)) + (again if untried else 0.0)
+            more += again + sum(map(self._expected, untried)) + (again if untried else 0.0)
             if key(best.point) in self.proofs:
-                takes += self.pace.proof(first_step(self.records, best))
-        elif doubted(self.records, best, self.cap, self.wrong) is not None:
-            takes += again
-        return min((1 - _SEARCH) * self.settings.budget, takes)
+                must += self.pace.proof(first_step(self.records, best)) + self._expected(best.point)
+        elif not confirmed(self.records, best):
+            more += again
+        most = math.inf if all_of_it else max(0.0, (1 - _SEARCH) * self.settings.budget - must)
+        return must + min(more, most)
 
     def _at_its_own_size(self, record: Record, proof: Proof) -> Proof:
         """The proof, or that a run is wrong at its own batch; where something is drawn by chance, nobody can tell."""
@@ -446,7 +499,8 @@ class _Study:
         try:
             stops = claim.purpose not in ("reference", CONFIRMATION)
             prediction = self.search.prediction(claim.point)
-            record = self.jobs.measure(claim, prediction, self.ledger.worker, self._best_step() if stops else 0.0)
+            best = self._best_step() if stops else 0.0
+            record = self.jobs.measure(claim, prediction, self.ledger.worker, best, self._limit(claim))
         except BaseException:  # Ctrl-C: somebody may take it later
             self.ledger.release(claim)
             raise
@@ -455,6 +509,22 @@ class _Study:
         if claim.purpose == "reference":
             self.jobs.keep(self.records)
         self.shown.record(next((r for r in self.records if r.began == record.began), record), self._best())
+
+    def _limit(self, claim: Claim) -> float:
+        """Seconds that a trial may take; a new one leaves enough to prove what is the best by then.
+
+        The proof of one that is compiled compiles it again, which takes about as long as the trial.
+        """
+        kind = kind_of(self.space.at(claim.point))
+        limit = self.pace.limit(kind)
+        if not self.records:
+            return max(_FIRST, limit)
+        if claim.purpose != "search":
+            return limit
+        left = self.pace.left - self._must_take()
+        if kind not in ("none", OPTIMIZED):
+            left = (self.pace.left - self.pace.proof()) / 2
+        return min(limit, max(left, 1.5 * self._expected(claim.point)))
 
     def _best_step(self) -> float:
         """Seconds of a step of the best, as fast as this machine is now; 0: nobody knows."""
