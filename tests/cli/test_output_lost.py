@@ -64,7 +64,7 @@ def test_a_study_goes_on_though_its_progress_cannot_be_shown(monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
         with _Progress() as progress:
-            progress.begin({"levers": {}, "name": "a study", "finished": 0})
+            progress.begin({"levers": {}, "name": "a study", "finished": 0, "budget": 60.0})
             found = Record({}, "reference", "done", measurement=Measurement(1000, [1.0], 1.0, 0.0, [], 1))
             progress.record(found, None)
         assert progress.records == [found]

@@ -242,8 +242,8 @@ def of_bytes(count):
     ("gib", "cap", "why"),
     [
         (8, None, None), (9.2, None, None),  # nearly: torch may still find the room
-        (12, None, "It needs about 13.0 GiB, and the GPU has 10.0."), (4, 4 * 2**30, None),
-        (5, 4 * 2**30, "It needs about 5.0 GiB, and the cap is 4.0."), (5, 0, None),
+        (12, None, "It needs about 14.0 GB, and the GPU has 10.7."), (4, 4 * 2**30, None),
+        (5, 4 * 2**30, "It needs about 5.4 GB, and the cap is 4.3."), (5, 0, None),
     ],
 )  # fmt: skip
 def test_what_cannot_fit_is_told(gib, cap, why):
@@ -254,4 +254,4 @@ def test_what_fits_on_an_h200_is_not_discarded():
     assert all(misfit(expected(case), H200) is None for case in CASES)
     large = next(case for case in CASES if case["run"].model.width == 2048)["run"]
     over = dataclasses.replace(large, micro_batch=64, global_batch=64)
-    assert "the GPU has 139.8" in misfit(predict(over, H200), H200)
+    assert "the GPU has 150.1" in misfit(predict(over, H200), H200)

@@ -54,7 +54,7 @@ def test_resume_goes_on_with_the_model_that_is_named_again(study, monkeypatch):
     study()
     seen = []
 
-    def probe(device, *, own_model, path):
+    def probe(device, *, own_model, path, run):
         seen.append(own_model)
         raise UserError("far enough")
 

@@ -825,7 +825,7 @@ def test_losses_are_compared_with_those_of_float32_which_are_asked_for_once(tmp_
 
 def test_a_proof_outlives_what_comes_after_it(tmp_path, monkeypatch):
     heard = told(monkeypatch)
-    answer = run(settings(tmp_path / "study", {**RULE, "curve": "segfault"}, budget=10.0))
+    answer = run(settings(tmp_path / "study", {**RULE, "curve": "segfault"}, budget=20.0))
     assert answer.proof.verdict == "same within rounding" and answer.recommended
     assert answer.no_float32.startswith("the standard model in float32 did not run: Its process was killed by SIGSEGV")
     assert answer.no_float32.rstrip(".") in answer.about_losses
