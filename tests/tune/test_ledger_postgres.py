@@ -224,9 +224,10 @@ def test_a_password_comes_from_the_url_the_environment_or_a_file_and_is_never_sh
     rules.write_text(f"host all locked 127.0.0.1/32 scram-sha-256\n{before}")
     with psycopg.connect(server.url, autocommit=True) as connection:
         connection.execute("CREATE ROLE locked LOGIN PASSWORD 'tops3cret'")
+        connection.execute("CREATE DATABASE locked OWNER locked")  # the tables of other tests are not his to read
         connection.execute("SELECT pg_reload_conf()")
     try:
-        where = f"127.0.0.1:{server.port}/postgres"
+        where = f"127.0.0.1:{server.port}/locked"
         file = tmp_path / "pgpass"
         file.write_text(f"127.0.0.1:{server.port}:*:locked:tops3cret\n")
         file.chmod(0o600)
