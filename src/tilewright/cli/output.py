@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import io
 import json
 import os
@@ -41,7 +42,7 @@ class ProgressConsole(Console):
         self._lost = lost
 
     def on_broken_pipe(self) -> None:
-        self._stop("nobody reads it")
+        self._stop(os.strerror(errno.EPIPE))
 
     def print(self, *objects: Any, **more: Any) -> None:
         try:

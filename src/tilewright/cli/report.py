@@ -69,6 +69,8 @@ def _read(study: str, storage: str | None, out: Path) -> tuple[Answer, Path | No
 
     if storage is None and Path(study).is_file():
         return read_answer(Path(study)), None
+    if storage is None and study.endswith(".json"):
+        raise UserError(f"There is no file {study}; give a study's folder, or its answer.json.")
     folder = Path(study) if "/" in study or Path(study).is_dir() else out / study
     if storage is None and not folder.is_dir():
         raise UserError(f"There is no study in {folder}; give its folder, or its name and --storage.")
