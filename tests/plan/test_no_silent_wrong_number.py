@@ -90,7 +90,7 @@ def test_float32_travels_in_four_bytes():
     for how in ({"tensor": 8}, {"pipeline": 4, "accumulation": 8}, {"data": 8, "zero": 3}):
         wide, narrow = (
             estimate(model, Training(precision=precision, **how), Cluster(H100, 8, link=1e6, network=1e6))
-            for precision in ("fp32", "bf16")
+            for precision in ("fp32", "bf16_kahan")
         )
         for field in ("tensor_traffic", "pipeline_traffic"):
             assert getattr(wide, field) == pytest.approx(2 * getattr(narrow, field))
@@ -145,7 +145,7 @@ def test_ecc_that_lies_in_the_memory_itself_takes_its_share(gpu, gib):
 
 def test_what_a_row_of_the_table_warns_of_is_shown():
     assert "two dies" in run("train", "125m", "--gpu", "MI250X").stdout
-    assert "16 or 32 GiB; 32 GiB are planned" in " ".join(run("train", "125m", "--gpu", "V100-SXM2").stdout.split())
+    assert "17 or 34 GB; 34 GB are planned" in " ".join(run("train", "125m", "--gpu", "V100-SXM2").stdout.split())
 
 
 # Serving
