@@ -4,7 +4,7 @@
     loss   = cross_entropy(logits, targets)          with all of its options
 
 Tokens go in chunks of as many as `memory` has room for. Ignored tokens are computed like all others: how many there are
-the host would have to ask the device, and wait. A chunk's logits are a product by the vendor's library, their
+the host would have to ask the device, and wait. A chunk's logits are a matmul by the vendor's library, their
 gradient takes their place (`cross_entropy`, in place), and the gradients of x, weight and bias are products with that,
 all in forward. Saved for backward: these gradients, nothing else. Where a gradient has to wait for what comes from
 above (float16, whose range needs the loss scale; reduction="none"), all of it is computed in backward. What is needed

@@ -331,9 +331,7 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     split = "" if t == 1 and ranks == 1 else f", split over {t} tensor and {ranks} data ranks"
     parts = [
         Part("weights", weights, f"{stored} B x {here:,.0f} parameters{split}"),
-        Part(
-            "16-bit copies", copied, "2 B a weight that a product uses" if training.is_autocast else "gathered layers"
-        ),
+        Part("16-bit copies", copied, "2 B a weight that a matmul uses" if training.is_autocast else "gathered layers"),
         Part("gradients", grads, f"{stored} B a parameter, where they are there at the peak"),
         Part("optimizer", states, f"{optimizer_bytes(decoder, training):.3g} B a parameter, {training.optimizer}"),
         Part("activations", acts, f"{acts / tokens:,.0f} B x {tokens:,} tokens; {layers} layers, {held:g} in flight"),
