@@ -26,6 +26,7 @@ from tilewright.tune.answer import VERDICTS
 from tilewright.tune.space import Space, value_of
 from train.tiny import as_on_a_cpu, tiny
 
+nn_norm = sys.modules["tilewright.nn.dropout_add_norm"]
 ops_gelu_mlp = sys.modules["tilewright.ops.gelu_mlp"]  # its name in the package is the function's
 INTERPRETED = _op.INTERPRETED
 OPTIMIZED = {"gpt_block": "optimized", "loss": "linear_fused"}
@@ -322,11 +323,39 @@ def compiled_wrongly(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **how: lambda *inputs: model(*inputs) * 1.01)
 
 
+def _valued(tensor, value):
+    """This value, with the gradient of the tensor."""
+    return value + tensor - tensor.detach()
+
+
+def late_bias_forgotten(monkeypatch):
+    """Its gradient is right, and a model begins with biases of 0."""
+    forward = DropoutAddNorm.forward
+
+    def changed(self, x, residual=None, x_bias=None):
+        late = x_bias if x_bias is None else _valued(x_bias, torch.zeros_like(x_bias))
+        return forward(self, x, residual, x_bias=late)
+
+    monkeypatch.setattr(DropoutAddNorm, "forward", changed)
+
+
+def norm_weight_rounded(monkeypatch):
+    """To 8 bits, of which a weight of 1 needs none."""
+    original = nn_norm.dropout_add_norm
+
+    def changed(x, residual, weight, *inputs, **options):
+        return original(x, residual, _valued(weight, (weight.detach() * 16).round() / 16), *inputs, **options)
+
+    monkeypatch.setattr(nn_norm, "dropout_add_norm", changed)
+
+
 RECOMPUTED = {"model": {**OPTIMIZED, "recompute": "selective"}}
 SABOTAGE = [
     (norm_scaled, FUSED, "output of blocks.0"),
     (stream_lost, FUSED, "output of blocks.0"),
     (norm_of_another_epsilon, FUSED, "output of blocks.0"),
+    (late_bias_forgotten, FUSED, "gradient of norm."),
+    (norm_weight_rounded, FUSED, "output of "),
     (activation_of_another_kind, FUSED, "output of blocks.0"),
     (activation_in_fewer_bits, FUSED, "output of blocks.0"),
     (activation_not_a_number, FUSED, "output of blocks.0"),
@@ -343,7 +372,7 @@ SABOTAGE = [
 ]
 # What rounding hides in bfloat16, or may: a norm, an epsilon and an activation that differ by less.
 SEEN_IN_BF16 = (
-    norm_scaled, stream_lost, activation_not_a_number, token_dropped, gradient_zeroed, gradient_missing,
+    norm_scaled, stream_lost, late_bias_forgotten, norm_weight_rounded, activation_not_a_number, token_dropped, gradient_zeroed, gradient_missing,
     micro_batch_forgotten,
 )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Is the fastest run still the same model? The proof beside the standard float32 model, on the same batches.
 
-Three runs, from the same weights, without dropout:
+Three runs, from the same weights, without dropout. Biases and the weights of norms begin as noise: as zeros and ones they
+would hide what is done to them. The runs:
 
     float32    every lever as it comes: PyTorch's own ops, eager, in float32, the optimizer's state in float32
     standard   the same, but for the levers that are meant to change numbers, which are as in the best run: precision,
@@ -43,6 +44,7 @@ from tilewright.tune.space import value_of, with_values
 from tilewright.tune.verdict import Key, Seen, distance, judge
 
 TOKENS = 4096  # of a step: enough for the kernels that large batches have, few enough for float32
+_NOISE = 0.02  # of parameters that begin as a constant: as large as weights begin
 _SEQUENCES = 2  # whose outputs are compared layer by layer
 
 Say = Callable[[dict[str, Any]], None]
@@ -231,6 +233,7 @@ def _look(
     with restored_modes():
         engine = subject.make(run)
         if reference is None:
+            _perturb_constants(engine.model)
             weights.update({key: value.to("cpu", copy=True) for key, value in engine.model.state_dict().items()})
         engine.model.load_state_dict(weights)
         layers = _layers(engine.model)
@@ -253,6 +256,18 @@ def _look(
             engine.update(loss, torch.full_like(loss, math.inf), rate, len(parts))
             seen.losses.append(float(loss))
     return seen
+
+
+@torch.no_grad()
+def _perturb_constants(model: nn.Module) -> None:
+    """Adds noise to every parameter whose elements are all equal, the same in every process.
+
+    A bias of 0 that is left out, or a norm's weight of 1 that is applied twice, changes nothing at all.
+    """
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.is_floating_point() and parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.add_(_NOISE * noise.to(parameter.device, parameter.dtype))
 
 
 def _layers(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
