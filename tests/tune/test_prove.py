@@ -372,8 +372,8 @@ SABOTAGE = [
 ]
 # What rounding hides in bfloat16, or may: a norm, an epsilon and an activation that differ by less.
 SEEN_IN_BF16 = (
-    norm_scaled, stream_lost, late_bias_forgotten, norm_weight_rounded, activation_not_a_number, token_dropped, gradient_zeroed, gradient_missing,
-    micro_batch_forgotten,
+    norm_scaled, stream_lost, late_bias_forgotten, norm_weight_rounded, activation_not_a_number, token_dropped,
+    gradient_zeroed, gradient_missing, micro_batch_forgotten,
 )  # fmt: skip
 
 
@@ -384,9 +384,13 @@ def test_what_is_wrong_is_found_and_the_sentence_says_where(sabotage, changes, w
     assert proof.verdict == "wrong" and where in proof.why, proof.why
 
 
+LATER_IN_BF16 = {norm_scaled: "output of norm"}  # rounding hides it in the first block, and not in the sum of all
+
+
 @pytest.mark.parametrize(("sabotage", "changes", "where"), [each for each in SABOTAGE if each[0] in SEEN_IN_BF16])
 def test_what_is_wrong_is_found_among_the_rounding_of_bf16(sabotage, changes, where, monkeypatch):
     sabotage(monkeypatch)
+    where = LATER_IN_BF16.get(sabotage, where)
     proof = proved(steps=2, precision="bf16", **changes)
     assert proof.verdict == "wrong" and where.split(".")[0] in proof.why, proof.why
 

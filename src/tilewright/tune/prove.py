@@ -1,7 +1,7 @@
 """Is the fastest run still the same model? The proof beside the standard float32 model, on the same batches.
 
-Three runs, from the same weights, without dropout. Biases and the weights of norms begin as noise: as zeros and ones they
-would hide what is done to them. The runs:
+Three runs, from the same weights, without dropout. Biases and the weights of norms begin as noise: as zeros and ones
+they would hide what is done to them. The runs:
 
     float32    every lever as it comes: PyTorch's own ops, eager, in float32, the optimizer's state in float32
     standard   the same, but for the levers that are meant to change numbers, which are as in the best run: precision,
@@ -265,7 +265,9 @@ def _perturb_constants(model: nn.Module) -> None:
     A bias of 0 that is left out, or a norm's weight of 1 that is applied twice, changes nothing at all.
     """
     for number, parameter in enumerate(model.parameters()):
-        if parameter.is_floating_point() and parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+        if not parameter.is_floating_point() or parameter.numel() < 2:
+            continue
+        if bool((parameter == parameter.flatten()[0]).all()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
             parameter.add_(_NOISE * noise.to(parameter.device, parameter.dtype))
 
