@@ -437,3 +437,24 @@ def test_two_hundred_steps_with_a_fused_loss_stay_within_the_noise_of_a_seed(los
     plain, fused, other = curve("plain", 0), curve(loss, 0), curve("plain", 1)
     assert plain[-20:].mean() < plain[:20].mean() - 0.3  # it learns, whatever Python's sources the text is of
     assert (plain - fused).abs().max() < 0.1 * (plain - other).abs().max()
+
+
+@pytest.mark.parametrize("gpt_block", ["standard", "optimized"])
+def test_a_bias_far_below_the_steps_of_a_16_bit_stream_moves_few_of_its_numbers(gpt_block):
+    """It decided all ties between the result of a matmul and the stream, both of which are on coarse grids."""
+    torch.manual_seed(0)
+    config = GPTConfig(
+        width=64, layers=1, heads=2, vocabulary=64, sequence=64, gpt_block=gpt_block, residual="bf16"
+    )  # fmt: skip
+    model, tokens = GPT(config).to(DEVICE), torch.randint(64, (8, 64), device=DEVICE)
+    streams = []
+    handle = model.norm.register_forward_hook(lambda module, inputs, pair: streams.append(pair[1].detach()))
+    for bias in (0.0, 1e-8):
+        for name, parameter in model.named_parameters():
+            if name.endswith(("out.bias", "down.bias")):
+                torch.nn.init.constant_(parameter, bias)
+        with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+            model(tokens)
+    handle.remove()
+    assert streams[0].dtype == torch.bfloat16
+    assert (streams[0] != streams[1]).float().mean() < 0.005

@@ -156,9 +156,16 @@ class Attention(nn.Module):
             return (attention if self.fused else attend)(q, k, v).flatten(2)
 
 
-def _late_bias(product: nn.Module, norm: nn.Module | None) -> Tensor | None:
+def _late_bias(product: nn.Module, norm: nn.Module | None, stream: torch.dtype) -> Tensor | None:
     """The bias of a matmul that the norm behind it may add in its stead: where there will be a backward, which sums up
-    its gradient on the way. Not of a parameter that is in pieces until its module runs."""
+    its gradient on the way. Not of a parameter that is in pieces until its module runs.
+
+    Nor where the stream has 16 bits. There the matmul's result and the stream are both on coarse grids, their sum often
+    lies halfway between two numbers, and a bias far below the grid's step decides all of these ties: its effect is half a
+    step, however small it is. Added before the matmul's result is rounded, it has the effect of its size.
+    """
+    if stream.itemsize <= 2:
+        return None
     own = is_own(product, Linear) and is_own(norm, DropoutAddNorm)
     if not own or type(product.bias) is not nn.Parameter or not torch.is_grad_enabled():
         return None
@@ -195,11 +202,12 @@ class Block(nn.Module):
         self.mlp = _mlp(config)
         self.leaves_biases = config.gpt_block == "optimized"  # to the norms
 
-    def late_bias(self, norm: nn.Module | None) -> Tensor | None:
+    def late_bias(self, norm: nn.Module | None, stream: torch.dtype) -> Tensor | None:
         """What this norm, the next one, may add to the x that this block returns, if `forward` is told."""
         if not self.leaves_biases or not is_own(self.mlp, GeluMLP, GatedMLP):
             return None
-        return _late_bias(self.mlp.down if type(self.mlp) is GeluMLP else self.mlp.down_proj, norm)  # type: ignore[arg-type]
+        down: Any = self.mlp.down if type(self.mlp) is GeluMLP else self.mlp.down_proj
+        return _late_bias(down, norm, stream)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None = None,
@@ -210,15 +218,15 @@ class Block(nn.Module):
         return self._sublayers(x, residual, rope, with_bias)
 
     def _sublayers(self, x: Tensor, residual: Tensor, rope: nn.Module | None, with_bias: bool) -> tuple[Tensor, Tensor]:
-        late = self._attention_bias()
+        late = self._attention_bias(residual.dtype)
         x = self.attention(x, rope) if late is None else self.attention(x, rope, with_bias=False)
         x, residual = _add_norm(self.norm2, x, residual, late)
         return self._feed(x, with_bias), residual
 
-    def _attention_bias(self) -> Tensor | None:
+    def _attention_bias(self, stream: torch.dtype) -> Tensor | None:
         """What the second norm is to add to what attention returns."""
         own = self.leaves_biases and is_own(self.attention, Attention)
-        return _late_bias(self.attention.out, self.norm2) if own else None
+        return _late_bias(self.attention.out, self.norm2, stream) if own else None
 
     def _feed(self, x: Tensor, with_bias: bool, recompute: bool = False) -> Tensor:
         own = is_own(self.mlp, GeluMLP, GatedMLP)  # else the bias is not left out, and nothing is known of recompute
@@ -255,7 +263,7 @@ class Block(nn.Module):
         with forgetting(is_memory_of(x), lambda: _normalise(norm1, first, given)):
             qkv = attention.project(x)
         mixed = attention.mix(qkv, rope)
-        late = self._attention_bias()  # now, for what runs again must run alike
+        late = self._attention_bias(first.dtype)  # now, for what runs again must run alike
         branch = attention.project_out(mixed, late is None)
         # With dropout, in the norm or in a module put in place of the matmul, the sum cannot be made twice alike.
         if norm2.p > 0 or not is_own(attention.out, Linear):
@@ -386,12 +394,12 @@ class GPT(nn.Module):
             raise TypeError("GPT: the output layer is the weight of `token`; give the module in its place a `weight`.")
         return x if stream is None else x.to(stream), head
 
-    def _late_biases(self) -> list[Tensor | None]:
+    def _late_biases(self, stream: torch.dtype) -> list[Tensor | None]:
         """The bias that each block leaves to the norm behind it, which is the next block's, or the last one."""
         blocks = list(self.blocks)
         norms = [block.norm1 if _is_own_block(block) else None for block in blocks[1:]]
         return [
-            block.late_bias(norm) if _is_own_block(block) else None
+            block.late_bias(norm, stream) if _is_own_block(block) else None
             for block, norm in zip(blocks, [*norms, self.norm], strict=True)
         ]
 
@@ -404,7 +412,7 @@ class GPT(nn.Module):
         x, head = self._embed(tokens)
         residual = x_bias = None
         # Biases are asked for once: who leaves one out and who adds it must be of one mind.
-        for block, how, late in zip(self.blocks, self.recompute, self._late_biases(), strict=True):
+        for block, how, late in zip(self.blocks, self.recompute, self._late_biases(x.dtype), strict=True):
             how = how if torch.is_grad_enabled() else "none"
             if not _is_own_block(block):
                 x, residual = _checkpoint(how, block, x, residual, self.rope)
