@@ -161,8 +161,8 @@ def _late_bias(product: nn.Module, norm: nn.Module | None, stream: torch.dtype) 
     its gradient on the way. Not of a parameter that is in pieces until its module runs.
 
     Nor where the stream has 16 bits. There the matmul's result and the stream are both on coarse grids, their sum often
-    lies halfway between two numbers, and a bias far below the grid's step decides all of these ties: its effect is half a
-    step, however small it is. Added before the matmul's result is rounded, it has the effect of its size.
+    lies halfway between two numbers, and a bias far below the grid's step decides all of these ties: its effect is half
+    a step, however small it is. Added before the matmul's result is rounded, it has the effect of its size.
     """
     if stream.itemsize <= 2:
         return None
