@@ -340,7 +340,7 @@ def late_bias_forgotten(monkeypatch):
 
 
 def norm_weight_rounded(monkeypatch):
-    """To 8 bits, of which a weight of 1 needs none."""
+    """To sixteenths, of which a weight of 1 is one."""
     original = nn_norm.dropout_add_norm
 
     def changed(x, residual, weight, *inputs, **options):
@@ -355,7 +355,7 @@ SABOTAGE = [
     (stream_lost, FUSED, "output of blocks.0"),
     (norm_of_another_epsilon, FUSED, "output of blocks.0"),
     (late_bias_forgotten, FUSED, "gradient of norm."),
-    (norm_weight_rounded, FUSED, "output of "),
+    (norm_weight_rounded, FUSED, "output of blocks.0"),
     (activation_of_another_kind, FUSED, "output of blocks.0"),
     (activation_in_fewer_bits, FUSED, "output of blocks.0"),
     (activation_not_a_number, FUSED, "output of blocks.0"),
@@ -384,13 +384,9 @@ def test_what_is_wrong_is_found_and_the_sentence_says_where(sabotage, changes, w
     assert proof.verdict == "wrong" and where in proof.why, proof.why
 
 
-LATER_IN_BF16 = {norm_scaled: "output of norm"}  # rounding hides it in the first block, and not in the sum of all
-
-
 @pytest.mark.parametrize(("sabotage", "changes", "where"), [each for each in SABOTAGE if each[0] in SEEN_IN_BF16])
 def test_what_is_wrong_is_found_among_the_rounding_of_bf16(sabotage, changes, where, monkeypatch):
     sabotage(monkeypatch)
-    where = LATER_IN_BF16.get(sabotage, where)
     proof = proved(steps=2, precision="bf16", **changes)
     assert proof.verdict == "wrong" and where.split(".")[0] in proof.why, proof.why
 

@@ -44,7 +44,8 @@ from tilewright.tune.space import value_of, with_values
 from tilewright.tune.verdict import Key, Seen, distance, judge
 
 TOKENS = 4096  # of a step: enough for the kernels that large batches have, few enough for float32
-_NOISE = 0.02  # of parameters that begin as a constant: as large as weights begin
+_NOISE = 0.02  # of a parameter that begins as a constant, of its size
+_NOISE_OF_ZERO = 0.005  # larger biases would drown what a layer of small weights computes, and any error of it
 _SEQUENCES = 2  # whose outputs are compared layer by layer
 
 Say = Callable[[dict[str, Any]], None]
@@ -267,9 +268,11 @@ def _perturb_constants(model: nn.Module) -> None:
     for number, parameter in enumerate(model.parameters()):
         if not parameter.is_floating_point() or parameter.numel() < 2:
             continue
-        if bool((parameter == parameter.flatten()[0]).all()):
+        constant = parameter.flatten()[0]
+        if bool((parameter == constant).all()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-            parameter.add_(_NOISE * noise.to(parameter.device, parameter.dtype))
+            size = _NOISE * float(constant.abs()) or _NOISE_OF_ZERO
+            parameter.add_(size * noise.to(parameter.device, parameter.dtype))
 
 
 def _layers(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
