@@ -439,22 +439,24 @@ def test_two_hundred_steps_with_a_fused_loss_stay_within_the_noise_of_a_seed(los
     assert (plain - fused).abs().max() < 0.1 * (plain - other).abs().max()
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("gpt_block", ["standard", "optimized"])
-def test_a_bias_far_below_the_steps_of_a_16_bit_stream_moves_few_of_its_numbers(gpt_block):
-    """It decided all ties between the result of a matmul and the stream, both of which are on coarse grids."""
+@pytest.mark.parametrize("kind", ["out.bias", "down.bias"])
+def test_a_bias_far_below_the_steps_of_a_16_bit_stream_moves_few_of_its_numbers(kind, gpt_block, recompute):
+    """It decided all ties between the result of a matmul and the stream, both of which are on coarse grids: a third of
+    the stream's numbers moved. About one in a hundred does where the bias is added before the matmul's rounding.
+    """
     torch.manual_seed(0)
-    config = GPTConfig(
-        width=64, layers=1, heads=2, vocabulary=64, sequence=64, gpt_block=gpt_block, residual="bf16"
-    )  # fmt: skip
-    model, tokens = GPT(config).to(DEVICE), torch.randint(64, (8, 64), device=DEVICE)
-    streams = []
-    handle = model.norm.register_forward_hook(lambda module, inputs, pair: streams.append(pair[1].detach()))
+    sizes = dict(width=64, layers=3, heads=2, vocabulary=64, sequence=64)
+    model = GPT(GPTConfig(**sizes, gpt_block=gpt_block, recompute=recompute, residual="bf16")).to(DEVICE)
+    tokens, streams = torch.randint(64, (8, 64), device=DEVICE), []
+    # What goes into the last block: one with a hook takes no bias that was left out, and the norms before it are ours.
+    model.blocks[2].register_forward_pre_hook(lambda module, inputs: streams.append(inputs[1].detach()))
     for bias in (0.0, 1e-8):
         for name, parameter in model.named_parameters():
-            if name.endswith(("out.bias", "down.bias")):
+            if name.endswith(kind):
                 torch.nn.init.constant_(parameter, bias)
         with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
             model(tokens)
-    handle.remove()
-    assert streams[0].dtype == torch.bfloat16
-    assert (streams[0] != streams[1]).float().mean() < 0.005
+    assert len(streams) == 2 and streams[0].dtype == torch.bfloat16
+    assert (streams[0] != streams[1]).float().mean() < 0.05
