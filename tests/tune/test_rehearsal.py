@@ -156,7 +156,7 @@ def test_a_recorded_study_is_opened_by_its_file(tmp_path, monkeypatch, capsys):
     path = recorded_path("tune_125m_short.json") or str(RESULTS / "tune_125m_short.json")
     typer.main.get_command(app).main(["report", path], standalone_mode=False)
     printed = capsys.readouterr().out
-    assert "1.56 times as fast" in printed and "Report: tune_125m_short.html" in printed
+    assert "1.63 times as fast" in printed and "Report: tune_125m_short.html" in printed
     assert "Train:" not in printed  # there is no best.yaml
     assert "NVIDIA H200" in (tmp_path / "tune_125m_short.html").read_text()
     with pytest.raises(UserError, match="There is no file nope.json; give a study's folder"):

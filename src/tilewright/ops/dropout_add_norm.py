@@ -341,8 +341,9 @@ def dropout_add_norm(
             and takes no scale.
         rowscale: one factor a row, shape ``x.shape[:-1]`` (stochastic depth).
         layerscale: one factor a column, shape ``(width,)``.
-        x_bias: one summand a column, shape ``(width,)``: the bias of the product that made x, left out there. Its
-            gradient, a sum over all rows, then costs no pass over x's.
+        x_bias: one summand a column, shape ``(width,)``: the bias of the matmul that made x, left out there. Its
+            gradient, a sum over all rows, then costs no pass over x's. Not for a residual of 16 bits: x is rounded by
+            then, its sum with the residual is often a tie, and a bias of any size decides it.
         p: dropout probability in [0, 1), rounded to a multiple of 2**-16; 0 draws nothing. There is no training flag:
             pass 0 to evaluate. The mask follows ``torch.manual_seed`` and is drawn again, not stored, for backward.
         norm: ``"layer"`` or ``"rms"``.
