@@ -79,11 +79,11 @@ def test_a_recorded_study_opens_from_its_file(tmp_path, monkeypatch):
 def test_two_studies_are_set_side_by_side(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    files = RECORDED / "tune_1b.json", RECORDED / "tune_760m.json"
+    files = RECORDED / "tune_1b.json", RECORDED / "tune_125m_max_autotune.json"
     done = report(*files)
     assert done.exit_code == 0, done.exception
-    page = (tmp_path / "tune_1b-beside-tune_760m.html").read_text()
-    for text in ("58,937", "89,549", "70,287", "116,122", "GPT 1b", "GPT 760m", "model.gpt_block", "1.09", "1.17"):
+    page = (tmp_path / "tune_1b-beside-tune_125m_max_autotune.html").read_text()
+    for text in ("58,937", "400,559", "70,287", "621,691", "GPT 1b", "GPT 125m", "model.gpt_block", "1.09", "1.20"):
         assert text in page and text in done.stdout, text
     assert page.count('class="plot"') == 4
     found = json.loads(report(*files, "--json", "--html", "x.html").stdout)
