@@ -9,7 +9,7 @@ import torch
 from tilewright.cli import doctor
 from tilewright.errors import UserError
 from tilewright.hardware import peak
-from tilewright.ops import _cuda
+from tilewright.runtime import nvrtc
 
 
 def tilewright(*arguments, **environment):
@@ -66,10 +66,10 @@ def test_doctor_names_the_compiler_that_torch_brings_for_gpus(monkeypatch):
     assert doctor._nvrtc() == []
     for version, package in (("12.8", "nvidia-cuda-nvrtc-cu12"), ("13.0", "nvidia-cuda-nvrtc;")):
         monkeypatch.setattr(torch.version, "cuda", version)
-        monkeypatch.setattr(_cuda, "can_compile", lambda: False)
+        monkeypatch.setattr(nvrtc, "can_compile", lambda: False)
         (missing,) = doctor._nvrtc()
         assert missing.ok and missing.found == "missing" and f"pip install {package}" in missing.advice
-        monkeypatch.setattr(_cuda, "can_compile", lambda: True)
+        monkeypatch.setattr(nvrtc, "can_compile", lambda: True)
         (found,) = doctor._nvrtc()
         assert (found.found, found.advice) == ("found", "")
 

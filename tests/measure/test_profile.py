@@ -25,9 +25,11 @@ from tilewright.measure.profile import (
     profile_steps,
     read_trace,
 )
-from tilewright.ops import _hopper, attention, cross_entropy_hopper
+from tilewright.ops.attention import op as attention
+from tilewright.ops.cross_entropy import hopper as cross_entropy_hopper
 from tilewright.plan.decoder import load
 from tilewright.plan.memory import Training, train
+from tilewright.runtime import hopper
 
 NAMES = {
     "gelu_mlp_value": "product",
@@ -81,7 +83,7 @@ def test_a_name_says_its_category(name):
 def test_all_of_tilewrights_kernels_are_known():
     """Jit functions that no other jit function calls are those that are launched."""
     functions, called = set(), set()
-    for path in (Path(tilewright.__file__).parent / "ops").glob("*_kernels.py"):
+    for path in Path(tilewright.__file__).parent.glob("[or]*/**/*kernels.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
                 functions.add(node.name)
@@ -90,7 +92,7 @@ def test_all_of_tilewrights_kernels_are_known():
     around_attention = {name for name in functions - called if name.startswith("attention_")}
     assert sorted(functions - called - around_attention) == sorted(FUSED + FUSED_OPTIMIZER)
     assert all(category(name) == "attention" for name in (*around_attention, attention.NAME))
-    for name in (*_hopper._NAMES, cross_entropy_hopper.NAME):
+    for name in (*hopper._NAMES, cross_entropy_hopper.NAME):
         assert category(name) == ("fused" if name == cross_entropy_hopper.NAME else "product")
 
 

@@ -8,10 +8,11 @@ from tilewright import ops
 from tilewright.measure import work
 from tilewright.measure.work import Asked, Observation, read_work
 from tilewright.models import GPT
-from tilewright.ops import _op, optimizer
+from tilewright.ops.optimizer import op as optimizer
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.flops import products
 from tilewright.plan.gpt import GPTConfig
+from tilewright.runtime import dispatch
 
 SMALL = GPTConfig(width=64, layers=2, heads=2, vocabulary=512, sequence=32)
 
@@ -107,7 +108,7 @@ def test_a_kernel_that_works_in_place_reads_and_writes():
 
 @pytest.mark.parametrize("block", ["standard", "optimized"])
 def test_the_products_of_a_step_are_those_of_the_plan(block, monkeypatch):
-    monkeypatch.setattr(_op, "INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
     model = GPT(GPTConfig(**{**vars(SMALL), "gpt_block": block})).to(DEVICE)
     tokens = torch.randint(512, (3, 32), device=DEVICE)
     model(tokens, tokens).backward()
@@ -123,9 +124,9 @@ def test_a_kernel_past_the_dispatcher_is_seen_with_what_it_reads_and_writes(monk
     """And takes the same way as ever: a mode that looks on must not change what it looks at."""
     x, residual, weight = (torch.randn(shape, device=DEVICE) for shape in ((256, 512), (256, 512), (512,)))
     taken = []
-    start = _op.Launch._start
-    monkeypatch.setattr(_op.Launch, "_start", lambda self, *args: (taken.append(self.name), start(self, *args)))
-    with _op.forcing_kernels():  # a call this small is left to PyTorch on a GPU
+    start = dispatch.Launch._start
+    monkeypatch.setattr(dispatch.Launch, "_start", lambda self, *args: (taken.append(self.name), start(self, *args)))
+    with dispatch.forcing_kernels():  # a call this small is left to PyTorch on a GPU
         found = observed(lambda: ops.dropout_add_norm(x, residual, weight))
     (norm,) = (each for each in found if each.op == "tilewright::dropout_add_norm.forward")
     assert taken == ["tilewright::dropout_add_norm.forward"]
@@ -138,8 +139,8 @@ def test_a_step_that_is_observed_runs_the_kernels_that_it_ever_runs(loss, monkey
     model = GPT(GPTConfig(**{**vars(SMALL), "gpt_block": "optimized", "layers": 1, "loss": loss})).to(DEVICE)
     tokens = torch.randint(512, (3, 32), device=DEVICE)
     started = []
-    start = _op.Launch._start
-    monkeypatch.setattr(_op.Launch, "_start", lambda self, *args: (started.append(self.name), start(self, *args)))
+    start = dispatch.Launch._start
+    monkeypatch.setattr(dispatch.Launch, "_start", lambda self, *args: (started.append(self.name), start(self, *args)))
     model(tokens, tokens).backward()
     alone = started.copy()
     started.clear()
@@ -152,7 +153,7 @@ def test_an_observation_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         observed(lambda: 1 / 0)
     x = torch.ones(2, device=DEVICE)
-    assert not _op.is_traced(x)
+    assert not dispatch.is_traced(x)
 
 
 # The trace of a device, written by hand

@@ -14,8 +14,8 @@ from models.test_gpt import SMALL, pair, tokens
 from ops.contract import DEVICE
 from tilewright.models import GPT, gpt
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP
-from tilewright.ops import _op
 from tilewright.plan.gpt import LLAMA
+from tilewright.runtime import dispatch
 
 STYLES = {
     "gpt": SMALL,
@@ -68,7 +68,7 @@ class Adapter(nn.Module):
 def by_pytorch(monkeypatch, request):
     """Do without Triton's slow interpreter, but for a selective recompute, which asks whether there are kernels."""
     if "selective" not in request.node.name:
-        monkeypatch.setattr(_op, "INTERPRETED", False)
+        monkeypatch.setattr(dispatch, "INTERPRETED", False)
 
 
 def replace(model, name, make):

@@ -3,7 +3,7 @@ import torch
 
 from ops.contract import DEVICE
 from tilewright.nn.rope import RoPE
-from tilewright.ops.rope import reference, rope_tables
+from tilewright.ops.rope.op import reference, rope_tables
 
 
 @pytest.mark.parametrize("heads_first", [False, True])

@@ -15,16 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewright.ops import (
-    _op,
-    activation_kernels,
-    attention_kernels,
-    cross_entropy_kernels,
-    embedding_kernels,
-    rope_kernels,
-)
-from tilewright.ops import dropout_add_norm_launch as launches
-from tilewright.ops import optimizer as optimizer_op
+from tilewright.ops.activation import kernels as activation_kernels
+from tilewright.ops.attention import kernels as attention_kernels
+from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
+from tilewright.ops.dropout_add_norm import launch as launches
+from tilewright.ops.embedding import kernels as embedding_kernels
+from tilewright.ops.optimizer import op as optimizer_op
+from tilewright.ops.rope import kernels as rope_kernels
+from tilewright.runtime import dispatch
 
 H200 = torch.device("cuda", 0)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -32,7 +30,7 @@ POINTER = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp3
 SCALARS = ["i64", "i64", "i32", "fp64"]  # seed, rows, threshold, scale
 
 
-def resources(launch: _op.Launch, types: list[str | None]) -> dict[str, Any]:
+def resources(launch: dispatch.Launch, types: list[str | None]) -> dict[str, Any]:
     """Registers, spilled bytes and shared memory of a kernel compiled for compute capability 9.0."""
     names = launch.kernel.arg_names
     signature = {n: t or "constexpr" for n, t in zip(names, types, strict=False)}
@@ -157,8 +155,8 @@ def optimizer(rule: str):
 
 
 if __name__ == "__main__":
-    _op.multiprocessors = lambda device: 132
-    _op.shared_memory = lambda device: 232_448
+    dispatch.multiprocessors = lambda device: 132
+    dispatch.shared_memory = lambda device: 232_448
     for line in sys.stdin:
         op, *arguments = json.loads(line)
         arguments = [getattr(torch, a, a) if isinstance(a, str) and "float" in a else a for a in arguments]

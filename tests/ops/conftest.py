@@ -11,4 +11,4 @@ HOST_BOUND = ("activation", "attention", "dropout_add_norm", "embedding", "gelu_
 def kernels_at_every_size(monkeypatch):
     """Small eager calls on a GPU run our kernels, too, which these tests are about."""
     for name in HOST_BOUND:
-        monkeypatch.setattr(importlib.import_module(f"tilewright.ops.{name}"), "HOST_BOUND", -1)
+        monkeypatch.setattr(importlib.import_module(f"tilewright.ops.{name}.op"), "HOST_BOUND", -1)

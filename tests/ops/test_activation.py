@@ -20,9 +20,8 @@ from ops.contract import (
     on_gpu,
     randn,
 )
-from tilewright.ops import _op
-from tilewright.ops import activation as op
-from tilewright.ops.activation import bias_gelu, cost, geglu, reference, swiglu
+from tilewright.ops.activation.op import bias_gelu, cost, geglu, op, reference, swiglu
+from tilewright.runtime import dispatch
 
 FUNCTIONS = {
     "swiglu": swiglu,
@@ -143,14 +142,14 @@ def test_gradcheck_of_the_kernel_in_float64(name, has_bias):
 def launched(monkeypatch):
     """The tensors that each launch was given."""
     seen = []
-    launch = _op.Launch.__call__
+    launch = dispatch.Launch.__call__
 
     def record(self, grid, tensors, scalars):
-        if not _op._rehearsing:
+        if not dispatch._rehearsing:
             seen.append(tensors)
         launch(self, grid, tensors, scalars)
 
-    monkeypatch.setattr(_op.Launch, "__call__", record)
+    monkeypatch.setattr(dispatch.Launch, "__call__", record)
     return seen
 
 
@@ -199,7 +198,7 @@ def test_any_layout():
 def test_no_load_is_wider_than_the_rows_are_aligned(monkeypatch):
     """The interpreter loads any element from anywhere: what a GPU loads at once is in the launch's constants."""
     vectors = []
-    monkeypatch.setattr(_op.Launch, "__call__", lambda self, *arguments: vectors.append(self.constants[3]))
+    monkeypatch.setattr(dispatch.Launch, "__call__", lambda self, *arguments: vectors.append(self.constants[3]))
     base = torch.zeros(8, 272, dtype=torch.bfloat16, device=DEVICE)
     for first in range(9):
         swiglu(base[:, first : first + 128], base[:, 8:136])
@@ -313,7 +312,7 @@ def test_the_plain_path_agrees_with_the_kernel(name, monkeypatch, launched):
     upstream = randn(5, 77, grad=False)
     kernel = run(ours(name), leaves, upstream)
     assert len(launched) == 2
-    monkeypatch.setattr(op._op, "runs_kernel", lambda x: False)
+    monkeypatch.setattr(op.dispatch, "runs_kernel", lambda x: False)
     for a, b in zip(run(ours(name), leaves, upstream), kernel, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert len(launched) == 2

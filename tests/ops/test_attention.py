@@ -22,9 +22,8 @@ from ops.contract import (
     on_hopper,
 )
 from tilewright.measure.work import Observation
-from tilewright.ops import attention as module
-from tilewright.ops import attention_kernels as kernels
-from tilewright.ops.attention import attention, reference
+from tilewright.ops.attention import op as module
+from tilewright.ops.attention.op import attention, kernels, reference
 
 BF16 = torch.bfloat16
 # Of one tile, of several, of a number that is odd, of more blocks than there are processors, of a long one.

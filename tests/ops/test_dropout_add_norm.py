@@ -26,10 +26,10 @@ from ops.contract import (
     on_gpu,
     randn,
 )
-from tilewright.ops import _op, dropout_add_norm
-from tilewright.ops import dropout_add_norm_kernels as kernels
-from tilewright.ops import dropout_add_norm_launch as launches
-from tilewright.ops.dropout_add_norm import _registered, cost, reference
+from tilewright.ops import dropout_add_norm
+from tilewright.ops.dropout_add_norm import launch as launches
+from tilewright.ops.dropout_add_norm.op import _registered, cost, kernels, reference
+from tilewright.runtime import dispatch
 
 NAMES = ("x", "residual", "weight", "bias", "second", "rowscale", "layerscale", "x_bias")
 OPTIONS = (
@@ -48,7 +48,7 @@ OPTIONS = (
 )
 
 
-OP = sys.modules["tilewright.ops.dropout_add_norm"]
+OP = sys.modules["tilewright.ops.dropout_add_norm.op"]
 
 
 def arguments(shape, dtype, options, parameter_dtype=None, residual_dtype=None):
@@ -305,8 +305,8 @@ def test_a_lazily_negated_input_keeps_its_sign():
 
 
 def test_the_residual_returned_is_never_the_input_itself(monkeypatch):
-    for interpreted in (_op.INTERPRETED, False):
-        monkeypatch.setattr(_op, "INTERPRETED", interpreted)
+    for interpreted in (dispatch.INTERPRETED, False):
+        monkeypatch.setattr(dispatch, "INTERPRETED", interpreted)
         x = randn(2, 8, grad=False)
         before = x.clone()
         dropout_add_norm(x, prenorm=True)[1].add_(1)
@@ -510,7 +510,7 @@ def test_the_plain_pytorch_path_agrees_with_the_kernel(monkeypatch):
     kernel = call(dropout_add_norm, tensors, keywords, prenorm=True)
     assert type(kernel[0].grad_fn).__name__ == "_FunctionBackward"
     tensors = {n: t.cpu() for n, t in tensors.items()}
-    monkeypatch.setattr(_op, "INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
     plain = call(dropout_add_norm, tensors, keywords, prenorm=True)
     assert type(plain[0].grad_fn).__name__ != "_FunctionBackward"
     for a, b in zip(kernel, plain, strict=True):
@@ -560,7 +560,7 @@ def test_bad_input_is_one_sentence(wrong, kind, message):
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch):
-    monkeypatch.setattr(_op, "HAS_TRITON", False)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     with pytest.raises(RuntimeError, match="pip install 'triton>=3.6'"):
         dropout_add_norm(randn(2, 8))
 
@@ -586,8 +586,8 @@ DTYPES_TOGETHER = (  # of x, residual and weight
 
 @pytest.mark.parametrize("shared_memory", [49_152, 101_376, 166_912, 232_448])
 def test_every_width_and_dtype_has_a_shape_that_triton_and_the_gpu_can_take(monkeypatch, shared_memory):
-    monkeypatch.setattr(_op, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(_op, "shared_memory", lambda device: shared_memory)
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(dispatch, "shared_memory", lambda device: shared_memory)
     device = torch.device("cuda", 0)
     widths = {*range(1, 70), *(2**k + d for k in range(7, 17) for d in (-1, 0, 1)), 768, 2560, 5120, 7168, 12288, 14336}
     for width in sorted(w for w in widths if w <= 65536):

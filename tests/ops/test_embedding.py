@@ -13,7 +13,7 @@ from ops.contract import (
     on_gpu,
     randn,
 )
-from tilewright.ops.embedding import embedding, reference, tied_embedding
+from tilewright.ops.embedding.op import embedding, reference, tied_embedding
 
 
 def draw(classes, *shape):

@@ -25,12 +25,12 @@ from ops.contract import (
 from tilewright.measure.work import Observation
 from tilewright.models import GPT
 from tilewright.nn import GeluMLP
-from tilewright.ops import _cublaslt, _hopper
-from tilewright.ops.gelu_mlp import fused_gelu_mlp, gelu_mlp, reference
+from tilewright.ops.gelu_mlp.op import fused_gelu_mlp, gelu_mlp, reference
 from tilewright.plan.gpt import GPTConfig
+from tilewright.runtime import cublaslt, hopper
 
-op = sys.modules["tilewright.ops.gelu_mlp"]
-linear = sys.modules["tilewright.ops.linear"]
+op = sys.modules["tilewright.ops.gelu_mlp.op"]
+linear = sys.modules["tilewright.ops.linear.op"]
 BF16, FP32 = torch.bfloat16, torch.float32
 # Tiles are 256 x 192, and what a stage holds of the inner dimension is 64: whole, cut short, less than one.
 TILES = [(256, 64, 192), (512, 128, 384), (300, 72, 200), (129, 8, 8), (1, 768, 3072), (1000, 520, 1000)]
@@ -76,10 +76,10 @@ def biased(x, weight, bias, out):
 def fused(monkeypatch):
     """Every size is fused, by the kernels or by what stands for them here; the list fills with what was called."""
     called = []
-    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
+    monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 0)
     if not HOPPER:
         monkeypatch.setattr(linear, "_DEVICES", (DEVICE,))
-        monkeypatch.setattr(_hopper, "ready", lambda device, *names: True)
+        monkeypatch.setattr(hopper, "ready", lambda device, *names: True)
         monkeypatch.setattr(op, "_value", value)
         monkeypatch.setattr(op, "_gradient", gradient)
         monkeypatch.setattr(linear, "_biased", biased)
@@ -376,7 +376,7 @@ def test_tiles_that_come_after_others_have_the_same_bits(processors, shape, way,
     rows, width, inner = shape
     leaves, upstream = leaves_of(rows, width, inner), torch.randn(rows, width, device=DEVICE)
     expected = run(way, leaves, upstream)
-    monkeypatch.setattr(op._op, "multiprocessors", lambda device: processors)
+    monkeypatch.setattr(op.dispatch, "multiprocessors", lambda device: processors)
     assert_equal(run(way, leaves, upstream), expected)
 
 
@@ -384,7 +384,7 @@ def test_tiles_that_come_after_others_have_the_same_bits(processors, shape, way,
 def test_the_first_thing_that_a_thread_does():
     """Autograd's thread has no context before the runtime has done something in it."""
     code = (
-        "import torch; from tilewright.ops import _cublaslt, gelu_mlp; _cublaslt.WORTH_CHOOSING = 0\n"
+        "import torch; from tilewright.ops import cublaslt, gelu_mlp; cublaslt.WORTH_CHOOSING = 0\n"
         "shapes = (256, 64), (192, 64), (64, 192)\n"
         "x, up, down = (torch.randn(s, device='cuda').bfloat16().requires_grad_() for s in shapes)\n"
         "y = gelu_mlp(x, up, None, down); g = torch.randn_like(y)\n"
@@ -425,7 +425,7 @@ def test_an_observer_sees_its_products():
 
 
 def test_odd_sizes_are_padded_to_whole_vectors_with_the_same_result(monkeypatch):
-    linear_op = sys.modules["tilewright.ops.linear"]
+    linear_op = sys.modules["tilewright.ops.linear.op"]
     monkeypatch.setattr(linear_op, "_DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(linear_op, "WORTH_PADDING", 0)
     sizes, real = [], linear_op.reference

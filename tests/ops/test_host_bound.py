@@ -5,8 +5,8 @@ import torch
 
 from ops.contract import DEVICE, gradients, on_gpu
 from tilewright import ops
-from tilewright.ops import _op
-from tilewright.ops.embedding import tied_embedding
+from tilewright.ops.embedding.op import tied_embedding
+from tilewright.runtime import dispatch
 
 
 def leaf(*shape, dtype=torch.float32):
@@ -52,7 +52,7 @@ def test_small_calls_are_the_same_function(name, monkeypatch):
     leaves = make()
     found = []
     for small in (False, True):
-        monkeypatch.setattr(_op, "is_host_bound", lambda x, most, *others, small=small: small)
+        monkeypatch.setattr(dispatch, "is_host_bound", lambda x, most, *others, small=small: small)
         out = function(*leaves)
         found.append([out, *gradients([out], leaves, [torch.ones_like(out)])])
     for kernel, plain in zip(*found, strict=True):
@@ -61,7 +61,7 @@ def test_small_calls_are_the_same_function(name, monkeypatch):
 
 def test_options_that_only_the_kernel_has_are_not_left_to_pytorch(monkeypatch):
     """A bias of another dtype, a weight of another dtype, and a limit on the memory."""
-    monkeypatch.setattr(_op, "is_host_bound", lambda *_: True)
+    monkeypatch.setattr(dispatch, "is_host_bound", lambda *_: True)
     x, bias = leaf(ROWS, WIDTH, dtype=torch.bfloat16), leaf(WIDTH)
     assert ops.bias_gelu(x, bias).dtype == torch.bfloat16
     targets = torch.arange(ROWS, device=DEVICE)
@@ -78,7 +78,7 @@ def test_the_kernel_runs_where_the_host_is_out_of_the_way(name, monkeypatch):
     import importlib
 
     for module in ("activation", "embedding", "gelu_mlp", "linear_cross_entropy"):
-        monkeypatch.setattr(importlib.import_module(f"tilewright.ops.{module}"), "HOST_BOUND", 2**20)
+        monkeypatch.setattr(importlib.import_module(f"tilewright.ops.{module}.op"), "HOST_BOUND", 2**20)
     function, make = CALLS[name]
     leaves = make()
 
@@ -94,7 +94,7 @@ def test_the_kernel_runs_where_the_host_is_out_of_the_way(name, monkeypatch):
     assert has_own_node(function(*leaves)) == (name == "linear_cross_entropy")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        monkeypatch.setattr(_op, "is_host_bound", lambda *_: False)
+        monkeypatch.setattr(dispatch, "is_host_bound", lambda *_: False)
         function(*leaves)  # compiled before the capture
         monkeypatch.undo()
         graph = torch.cuda.CUDAGraph()

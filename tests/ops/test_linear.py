@@ -33,12 +33,13 @@ from ops.contract import (
 )
 from tilewright.measure.numerics import relative_error, tolerance
 from tilewright.measure.work import Observation
-from tilewright.ops import _cublaslt, _hopper, cross_entropy
-from tilewright.ops._cublaslt import Choice, Config, Description, Epilogue, Preference
-from tilewright.ops.linear import linear, linear_parts, reference
-from tilewright.ops.linear_kernels import pack_and_sum, sum_rows
+from tilewright.ops import cross_entropy
+from tilewright.ops.linear.kernels import pack_and_sum, sum_rows
+from tilewright.ops.linear.op import linear, linear_parts, reference
+from tilewright.runtime import cublaslt, hopper
+from tilewright.runtime.cublaslt import Choice, Config, Description, Epilogue, Preference
 
-op = sys.modules["tilewright.ops.linear"]
+op = sys.modules["tilewright.ops.linear.op"]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NOT_SUPPORTED = 15
 WIDTHS = {
@@ -49,15 +50,15 @@ WIDTHS = {
 CONFIGURATION = {
     "ID": (0, ctypes.c_int32),
     "TILE_ID": (1, ctypes.c_uint32),
-    "SPLITK_NUM": (_cublaslt.Config.SPLITK_NUM, ctypes.c_int32),
-    "REDUCTION_SCHEME": (_cublaslt.Config.REDUCTION_SCHEME, ctypes.c_uint32),
+    "SPLITK_NUM": (cublaslt.Config.SPLITK_NUM, ctypes.c_int32),
+    "REDUCTION_SCHEME": (cublaslt.Config.REDUCTION_SCHEME, ctypes.c_uint32),
     "CTA_SWIZZLING": (4, ctypes.c_uint32),
     "CUSTOM_OPTION": (5, ctypes.c_uint32),
     "STAGES_ID": (6, ctypes.c_uint32),
     "INNER_SHAPE_ID": (7, ctypes.c_uint16),
     "CLUSTER_SHAPE_ID": (8, ctypes.c_uint16),
 }
-DTYPES = {number: dtype for dtype, number in _cublaslt.TYPES.items()}
+DTYPES = {number: dtype for dtype, number in cublaslt.TYPES.items()}
 
 
 class Emulator:
@@ -109,7 +110,7 @@ class Emulator:
     def cublasLtMatmulAlgoGetHeuristic(self, handle, description, a, b, c, d, preference, most, found, count):
         assert self.get(handle) == "handle"
         settings, preferred = self.get(description), self.get(preference)
-        assert preferred[Preference.REDUCTION_SCHEME_MASK] == _cublaslt.REDUCTION_SCHEME_NONE
+        assert preferred[Preference.REDUCTION_SCHEME_MASK] == cublaslt.REDUCTION_SCHEME_NONE
         if settings[Description.EPILOGUE] in self.refused:
             return NOT_SUPPORTED
         alignments = [preferred[Preference[f"MIN_ALIGNMENT_{name}_BYTES"]] for name in "ABCD"]
@@ -175,23 +176,23 @@ class Emulator:
 
 
 def forget():
-    _cublaslt._handles.pop(torch.device("cpu"), None)  # the emulator's
-    _cublaslt._plans.clear()
-    _cublaslt._choices.clear()
-    _cublaslt._uses.clear()
-    _cublaslt._machine.cache_clear()
-    _cublaslt.Plan.choices = 0
+    cublaslt._handles.pop(torch.device("cpu"), None)  # the emulator's
+    cublaslt._plans.clear()
+    cublaslt._choices.clear()
+    cublaslt._uses.clear()
+    cublaslt._machine.cache_clear()
+    cublaslt.Plan.choices = 0
 
 
 @pytest.fixture
 def emulator(monkeypatch, tmp_path):
     library = Emulator()
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_cublaslt, "library", lambda device: library)
-    monkeypatch.setattr(_cublaslt, "_stream", lambda device: 0)
-    monkeypatch.setattr(_cublaslt, "_may_time", lambda: False)
-    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
-    monkeypatch.setattr(_cublaslt, "_USES", 1)
+    monkeypatch.setattr(cublaslt, "library", lambda device: library)
+    monkeypatch.setattr(cublaslt, "_stream", lambda device: 0)
+    monkeypatch.setattr(cublaslt, "_may_time", lambda: False)
+    monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 0)
+    monkeypatch.setattr(cublaslt, "_USES", 1)
     monkeypatch.setattr(op, "_DEVICES", ("cpu",))
     forget()
     yield library
@@ -237,7 +238,7 @@ def test_a_product_by_rows(has_bias, left_transposed, right_transposed, out_dtyp
     right = numbers(columns, inner, grad=False).t() if right_transposed else numbers(inner, columns, grad=False)
     bias = numbers(columns, dtype=out_dtype, grad=False) if has_bias else None
     out = torch.full((rows, columns), float("nan"), dtype=out_dtype)
-    assert _cublaslt.product(left, right, out, bias)
+    assert cublaslt.product(left, right, out, bias)
     assert_near_truth([out], [left.double() @ right.double() + (bias.double() if has_bias else 0.0)], reduced=1)
 
 
@@ -247,23 +248,23 @@ def test_one_shape_in_many_layouts(emulator):
     for left in (memory[0][:, :16], memory[0].view(32, 16)[:16], memory[0].view(32, 16)[:16].t()):
         for right in (memory[1][:, :16], memory[1].view(32, 16)[:16], memory[1].view(32, 16)[:16].t()):
             out = numbers(16, 16, grad=False)
-            assert _cublaslt.product(left, right, out)
+            assert cublaslt.product(left, right, out)
             assert_near_truth([out], [left.double() @ right.double()], reduced=1)
 
 
 def test_what_the_library_cannot_do_is_left_to_the_caller(emulator):
     left, right, out = numbers(4, 16, grad=False), numbers(16, 8, grad=False), torch.full((4, 8), 7.0, dtype=BF16)
     for a, b, d in ((left.half(), right, out), (left.float(), right.float(), out), (left, right, out.double())):
-        assert not _cublaslt.product(a, b, d)
-    assert not _cublaslt.product(left[:, :0], right[:0], out) and not _cublaslt.product(left[:0], right, out[:0])
+        assert not cublaslt.product(a, b, d)
+    assert not cublaslt.product(left[:, :0], right[:0], out) and not cublaslt.product(left[:0], right, out[:0])
     emulator.refused = set(Epilogue)
-    assert not _cublaslt.product(left, right, out)
+    assert not cublaslt.product(left, right, out)
     assert (out == 7.0).all() and not emulator.launched
 
 
 def test_no_library_no_product():
     if DEVICE == "cpu":
-        assert not _cublaslt.product(*(numbers(8, 8, grad=False) for _ in range(3)))
+        assert not cublaslt.product(*(numbers(8, 8, grad=False) for _ in range(3)))
 
 
 @pytest.mark.parametrize("shape", [(5, 24), (1, 24), (2, 3, 24), (24,), (0, 24), (129, 8)], ids=str)
@@ -401,8 +402,8 @@ def clock(monkeypatch):
     def measure(launch, candidate, times=2):
         return milliseconds[candidate.algorithm[1]] if launch(candidate) else float("inf")
 
-    monkeypatch.setattr(_cublaslt, "_may_time", lambda: True)
-    monkeypatch.setattr(_cublaslt, "_milliseconds", measure)
+    monkeypatch.setattr(cublaslt, "_may_time", lambda: True)
+    monkeypatch.setattr(cublaslt, "_milliseconds", measure)
     return milliseconds
 
 
@@ -416,7 +417,7 @@ def chosen(emulator, operands):
     """Which candidate does the product, the choice made: the last to be launched, twice."""
     (left, right, out), taken = operands, []
     for _ in range(2):
-        assert _cublaslt.product(left, right, out)
+        assert cublaslt.product(left, right, out)
         assert_near_truth([out], [left.double() @ right.double()], reduced=1)
         taken.append(emulator.launched[-1][1])
     assert taken[0] == taken[1]
@@ -437,7 +438,7 @@ def test_the_first_candidate_wins_unless_another_is_clearly_quicker(emulator, op
 
 def test_a_short_timing_decides_nothing_between_two_that_are_close(emulator, operands, clock, monkeypatch):
     """Two launches differ by chance by more than two algorithms do, and a GPU at its limit of power is another one."""
-    measure, tried = _cublaslt._milliseconds, []
+    measure, tried = cublaslt._milliseconds, []
 
     def sometimes(launch, candidate, times=2):
         index = candidate.algorithm[1]
@@ -445,7 +446,7 @@ def test_a_short_timing_decides_nothing_between_two_that_are_close(emulator, ope
         by_time = {0: (1.0, 1.0), 1: (0.90, 0.93), 3: (0.96, 0.95)} if times < 10 else {}
         return by_time[index][times > 2] if index in by_time and launch(candidate) else measure(launch, candidate)
 
-    monkeypatch.setattr(_cublaslt, "_milliseconds", sometimes)
+    monkeypatch.setattr(cublaslt, "_milliseconds", sometimes)
     clock[1:] = [0.97, 0.1, 0.93]
     assert chosen(emulator, operands) == 3
     assert not any(index == 0 and times > 10 for index, times in tried)  # who has lost is not timed for long
@@ -455,28 +456,28 @@ def test_a_short_timing_decides_nothing_between_two_that_are_close(emulator, ope
 def test_a_candidate_with_other_bits_is_not_taken(values, emulator, clock):
     left, right, out = (values(*shape, grad=False) for shape in ((4, 16), (16, 8), (4, 8)))
     emulator.noise = {1: 1.0}
-    assert _cublaslt.product(left, right, out)
+    assert cublaslt.product(left, right, out)
     assert emulator.launched[-1][1] == (0 if out.isnan().all() else 3)
 
 
 def test_a_product_of_nothing_decides_nothing(emulator, operands, clock):
     """On zeros all algorithms agree, whatever their order of summing."""
     (left, right, out), (emulator.noise) = operands, {1: 0.0}
-    assert _cublaslt.product(left, torch.zeros_like(right), out) and emulator.launched[-1][1] == 0
+    assert cublaslt.product(left, torch.zeros_like(right), out) and emulator.launched[-1][1] == 0
     forget()
     assert not os.path.exists(os.environ["TILEWRIGHT_CACHE"])  # nothing was decided
     zeros = torch.zeros_like(right)
-    assert _cublaslt.product(left, zeros, out)
+    assert cublaslt.product(left, zeros, out)
     zeros.copy_(right)
-    assert _cublaslt.product(left, zeros, out) and emulator.launched[-1][1] == 1
+    assert cublaslt.product(left, zeros, out) and emulator.launched[-1][1] == 1
 
 
 def test_a_shape_is_timed_when_it_comes_again(emulator, operands, clock, monkeypatch):
-    monkeypatch.setattr(_cublaslt, "_USES", 3)
+    monkeypatch.setattr(cublaslt, "_USES", 3)
     left, right, out = operands
     taken = []
     for _ in range(4):
-        assert _cublaslt.product(left, right, out)
+        assert cublaslt.product(left, right, out)
         taken.append(emulator.launched[-1][1])
     assert taken == [0, 0, 1, 1]
 
@@ -550,41 +551,41 @@ def test_a_choice_survives_being_written():
 
 def test_row_counts_of_a_bucket_share_one_search(emulator, clock, monkeypatch):
     """Padded batches have ever other counts of tokens: the clock is asked once for those that are near each other."""
-    monkeypatch.setattr(_cublaslt, "_USES", 3)
+    monkeypatch.setattr(cublaslt, "_USES", 3)
     right, searches = numbers(16, 8, grad=False), []
-    choose = _cublaslt.Plan._choose
+    choose = cublaslt.Plan._choose
 
     def search(plan, *rest):
         searches.append(plan.bucket)
         choose(plan, *rest)
 
-    monkeypatch.setattr(_cublaslt.Plan, "_choose", search)
+    monkeypatch.setattr(cublaslt.Plan, "_choose", search)
     for rows in range(225, 257):  # one bucket for each alignment that memory here happens to have
         left, out = numbers(rows, 16, grad=False), torch.empty(rows, 8, dtype=BF16)
-        assert _cublaslt.product(left, right, out)
+        assert cublaslt.product(left, right, out)
         assert_near_truth([out], [left.double() @ right.double()], reduced=1)
     assert len(set(searches)) == len(searches) <= 3 and emulator.launched[-1][1] == 1
     for rows in range(1, 2049):
-        assert _cublaslt.product(numbers(rows, 16, grad=False), right, torch.empty(rows, 8, dtype=BF16))
+        assert cublaslt.product(numbers(rows, 16, grad=False), right, torch.empty(rows, 8, dtype=BF16))
     assert len(set(searches)) == len(searches) <= 3 * 4 * 11
 
 
 def test_buckets_are_near_and_few():
     for rows in [*range(1, 3000), 2**20 + 1, 2**31]:
-        bucket = _cublaslt._bucket(rows)
-        assert rows <= bucket <= max(rows * 1.25, 8) and _cublaslt._bucket(bucket) == bucket
-    assert len({_cublaslt._bucket(rows) for rows in range(1, 4097)}) < 50
+        bucket = cublaslt._bucket(rows)
+        assert rows <= bucket <= max(rows * 1.25, 8) and cublaslt._bucket(bucket) == bucket
+    assert len({cublaslt._bucket(rows) for rows in range(1, 4097)}) < 50
 
 
 @pytest.mark.parametrize("gap", [lambda m: m[:, ::2], lambda m: m[:, ::2].t(), lambda m: m[:1].expand(16, -1)])
 def test_a_matrix_with_gaps_between_its_elements_is_left_to_torch(gap, emulator):
     right = gap(numbers(16, 16, grad=False))
     left = numbers(4, right.shape[0], grad=False)
-    assert not _cublaslt.product(left, right, numbers(4, right.shape[1], grad=False))
+    assert not cublaslt.product(left, right, numbers(4, right.shape[1], grad=False))
 
 
 def test_a_small_product_takes_the_first_candidate(emulator, operands, clock, monkeypatch):
-    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 2 * 4 * 16 * 8 + 1)
+    monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 2 * 4 * 16 * 8 + 1)
     assert chosen(emulator, operands) == 0 and len(emulator.launched) == 2
 
 
@@ -604,30 +605,30 @@ def test_nothing_is_timed_where_bits_must_not_depend_on_it(emulator, operands, c
 
 def test_a_capture_takes_the_first_and_decides_nothing(emulator, operands, clock, monkeypatch):
     with monkeypatch.context() as capture:
-        capture.setattr(_cublaslt, "_may_time", lambda: False)
+        capture.setattr(cublaslt, "_may_time", lambda: False)
         assert chosen(emulator, operands) == 0 and len(emulator.launched) == 2
     assert chosen(emulator, operands) == 1
 
 
 def test_a_program_of_many_shapes_does_not_choose_for_ever(emulator, operands, clock, monkeypatch):
-    monkeypatch.setattr(_cublaslt, "_MOST_CHOICES", 0)
+    monkeypatch.setattr(cublaslt, "_MOST_CHOICES", 0)
     assert chosen(emulator, operands) == 0
 
 
 def test_plans_are_not_kept_without_end(emulator, monkeypatch):
-    monkeypatch.setattr(_cublaslt, "_PLANS", 3)
+    monkeypatch.setattr(cublaslt, "_PLANS", 3)
     right = numbers(16, 8, grad=False)
     for rows in range(1, 8):
-        assert _cublaslt.product(numbers(rows, 16, grad=False), right, numbers(rows, 8, grad=False))
-        assert len(_cublaslt._plans) <= 3
+        assert cublaslt.product(numbers(rows, 16, grad=False), right, numbers(rows, 8, grad=False))
+        assert len(cublaslt._plans) <= 3
 
 
 def test_small_layers_are_left_to_pytorch(emulator, monkeypatch):
     leaves = of_linear((6, 16), 24, BF16, FP32)
-    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 2 * 6 * 16 * 24)
+    monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 2 * 6 * 16 * 24)
     run(linear, leaves, numbers(6, 24, grad=False), BF16)
     assert len(emulator.launched) == 2
-    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 2 * 6 * 16 * 24 + 1)
+    monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 2 * 6 * 16 * 24 + 1)
     run(linear, leaves, numbers(6, 24, grad=False), BF16)
     assert len(emulator.launched) == 2
 
@@ -652,20 +653,20 @@ def test_constants_and_sizes_are_those_of_the_header(tmp_path):
     expected |= {f"CUBLASLT_EPILOGUE_{e.name}": e.value for e in Epilogue}
     expected |= {f"CUBLASLT_ALGO_CONFIG_{name}": number for name, (number, _) in CONFIGURATION.items()}
     types = {"CUDA_R_16BF": BF16, "CUDA_R_16F": FP16, "CUDA_R_32F": FP32}
-    expected |= {name: _cublaslt.TYPES[dtype] for name, dtype in types.items()}
+    expected |= {name: cublaslt.TYPES[dtype] for name, dtype in types.items()}
     expected |= {
-        "CUBLAS_COMPUTE_32F": _cublaslt.COMPUTE_32F,
+        "CUBLAS_COMPUTE_32F": cublaslt.COMPUTE_32F,
         "CUBLAS_OP_N": int(False),
         "CUBLAS_OP_T": int(True),
         "CUBLAS_STATUS_SUCCESS": 0,
         "CUBLAS_STATUS_NOT_SUPPORTED": NOT_SUPPORTED,
-        "CUBLASLT_REDUCTION_SCHEME_NONE": _cublaslt.REDUCTION_SCHEME_NONE,
-        "sizeof(cublasLtMatmulHeuristicResult_t)": ctypes.sizeof(_cublaslt.Heuristic),
+        "CUBLASLT_REDUCTION_SCHEME_NONE": cublaslt.REDUCTION_SCHEME_NONE,
+        "sizeof(cublasLtMatmulHeuristicResult_t)": ctypes.sizeof(cublaslt.Heuristic),
     }
     members = {"algo": "algorithm", "workspaceSize": "workspace_bytes", "state": "state", "wavesCount": "waves"}
     for theirs, ours in members.items():
         offset = f"offsetof(cublasLtMatmulHeuristicResult_t, {theirs})"
-        expected[offset] = getattr(_cublaslt.Heuristic, ours).offset
+        expected[offset] = getattr(cublaslt.Heuristic, ours).offset
     lines = "".join(f'printf("%ld\\n", (long){name});' for name in expected)
     source, program = tmp_path / "constants.c", tmp_path / "constants"
     source.write_text(f"#include <stdio.h>\n#include <stddef.h>\n#include <cublasLt.h>\nint main() {{{lines}}}\n")
@@ -701,7 +702,7 @@ def test_opcheck(refused, has_bias, emulator):
 def test_compiles_into_one_graph_with_the_same_result(autocast, request, monkeypatch):
     if DEVICE == "cpu":
         request.getfixturevalue("emulator")
-    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
+    monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 0)
     leaves = of_linear((4, 6, 16), 32, BF16, FP32 if autocast else BF16, device=DEVICE)
 
     def function(x, weight, bias):
@@ -788,7 +789,7 @@ def test_bad_input_is_one_sentence(arguments, kind, message):
 @pytest.fixture
 def always(monkeypatch):
     """The library, and its choice, for products of any size."""
-    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
+    monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 0)
     forget()
     yield
     forget()
@@ -819,8 +820,8 @@ def test_every_candidate_gives_the_same_bits(rows, columns, inner, right_transpo
     right = randn(columns, inner, dtype=BF16, grad=False).t() if right_transposed else None
     right = randn(inner, columns, dtype=BF16, grad=False) if right is None else right
     bias = randn(columns, dtype=BF16, grad=False) if has_bias else None
-    assert _cublaslt.product(left, right, out, bias)
-    (plan,) = _cublaslt._plans.values()
+    assert cublaslt.product(left, right, out, bias)
+    (plan,) = cublaslt._plans.values()
     assert plan.candidates
     expected, different = None, []
     for index, candidate in enumerate(plan.candidates):
@@ -844,8 +845,8 @@ def test_the_library_agrees_with_float64(tokens, dtype, autocast, width, out, al
     upstream = randn(tokens, out, dtype=dtype, grad=False)
     actual = run(linear, leaves, upstream, dtype if autocast else None)
     assert_near_truth(actual, truth(reference, leaves, upstream, dtype), reduced=max(tokens, width, out))
-    ours = dtype == BF16 and op._hopper.ready(torch.device("cuda", 0))  # and the bias is added by a kernel of ours
-    plans = [plan is not None and bool(plan.candidates) for plan in _cublaslt._plans.values()]
+    ours = dtype == BF16 and op.hopper.ready(torch.device("cuda", 0))  # and the bias is added by a kernel of ours
+    plans = [plan is not None and bool(plan.candidates) for plan in cublaslt._plans.values()]
     assert plans == [True] * (1 if ours else 2)
 
 
@@ -908,7 +909,7 @@ def test_a_weights_gradient_in_two_products_is_that_of_one(full, monkeypatch):
 
     monkeypatch.setattr(torch, "mm", watched)
     monkeypatch.setattr(op, "_TILE", 8)
-    monkeypatch.setattr(op._op, "multiprocessors", lambda device: 11)  # 3 tiles, and 2 and 1 cut by 4 and by 8
+    monkeypatch.setattr(op.dispatch, "multiprocessors", lambda device: 11)  # 3 tiles, and 2 and 1 cut by 4 and by 8
     op._cut.cache_clear()
     dy, x = randn(40, 24, dtype=BF16, grad=False), randn(40, 8, dtype=BF16, grad=False)
     found = op._backward(dy, x, x.new_empty(24, 8), [full, full], [False, True, False])[1]
@@ -923,7 +924,7 @@ def test_a_weights_gradient_in_two_products_is_that_of_one(full, monkeypatch):
 )
 def test_which_biases_a_kernel_adds(dtype, inner, has_bias, takes, emulator, monkeypatch):
     taken = []
-    monkeypatch.setattr(op._hopper, "ready", lambda device, *names: True)
+    monkeypatch.setattr(op.hopper, "ready", lambda device, *names: True)
     monkeypatch.setattr(op, "_biased", lambda tokens, matrix, bias, out: taken.append(tuple(out.shape)))
     weight, bias = numbers(16, inner, dtype=dtype), numbers(16, dtype=FP32) if has_bias else None
     with torch.autocast("cpu", dtype):
@@ -942,7 +943,7 @@ def test_a_kernel_that_adds_the_bias(rows, columns, inner, stored, monkeypatch):
     out, again = (x.new_full((rows, columns), float("nan")) for _ in range(2))
     op._biased(x, matrix, bias, out)
     assert_near_truth([out], [x.double() @ matrix.double().t() + bias.double()], inner)
-    monkeypatch.setattr(op._op, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(op.dispatch, "multiprocessors", lambda device: 6)
     op._biased(x, matrix, bias, again)
     assert_equal([again], [out])
 
@@ -962,7 +963,7 @@ def test_gradients_of_three_parts_where_they_are(rows, sizes, columns, monkeypat
     assert_near_truth(found, [together @ matrix.double(), together.sum(0)], max(sum(sizes), rows))
     assert_equal([op._of_parts(parts, matrix, False)[0]], [found[0]])
     assert_equal(op._of_parts(parts, matrix, True), found)
-    monkeypatch.setattr(op._op, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(op.dispatch, "multiprocessors", lambda device: 6)
     few = op._of_parts(parts, matrix, True)
     assert_equal([few[0]], [found[0]])
     assert_near_truth([few[1]], [together.sum(0)], rows)
@@ -995,13 +996,13 @@ def test_an_observer_sees_the_product_of_parts():
 
 
 def test_which_gradients_of_parts_a_kernel_takes_as_they_are(monkeypatch):
-    monkeypatch.setattr(_hopper, "ready", lambda device, *names: True)
+    monkeypatch.setattr(hopper, "ready", lambda device, *names: True)
     part, cast = torch.empty(2, 64, dtype=BF16), torch.empty(192, 8, dtype=BF16)
     assert op._fits_hopper([part] * 3, cast)
     for parts in ([part] * 2, [part, None, part], [part, part, part[:, :32]], [part, part, torch.empty(2, 8192)]):
         assert not op._fits_hopper(parts, cast)
     assert not op._fits_hopper([part] * 3, cast.to(FP16))
-    monkeypatch.setattr(_hopper, "ready", lambda device, *names: False)
+    monkeypatch.setattr(hopper, "ready", lambda device, *names: False)
     assert not op._fits_hopper([part] * 3, cast)
 
 

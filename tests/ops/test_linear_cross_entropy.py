@@ -17,12 +17,12 @@ from ops.contract import (
     on_gpu,
 )
 from ranks import run_ranks
-from tilewright.ops import _hopper, cross_entropy_kernels, linear_cross_entropy
-from tilewright.ops import linear_cross_entropy_kernels as kernels
-from tilewright.ops.linear_cross_entropy import cost, reference
+from tilewright.ops import linear_cross_entropy
+from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
+from tilewright.ops.linear_cross_entropy.op import cost, kernels, reference
 
-OP = sys.modules["tilewright.ops.linear_cross_entropy"]
-MEMORY = sys.modules["tilewright.ops.linear_cross_entropy_memory"]
+OP = sys.modules["tilewright.ops.linear_cross_entropy.op"]
+MEMORY = sys.modules["tilewright.ops.linear_cross_entropy.memory"]
 OPTIONS = {
     "plain": {},
     "sum": {"reduction": "sum"},
@@ -91,7 +91,7 @@ def test_loss_and_gradients_match_float64_and_are_no_worse_than_torch(dtype, nam
 
 @pytest.mark.parametrize("hopper", [True, False] if HOPPER else [False])
 def test_a_sum_over_many_chunks_stays_as_exact_as_one_product(hopper, monkeypatch):
-    monkeypatch.setattr(_hopper, "ready", lambda device, *names: hopper)
+    monkeypatch.setattr(hopper, "ready", lambda device, *names: hopper)
     large = int(hopper)  # a scale is a class's over columns or, on a Hopper, a column's over classes
     torch.manual_seed(0)
     left, right = (torch.randn(320, n, device=DEVICE).bfloat16() for n in (CLASSES, WIDTH))
@@ -478,7 +478,7 @@ def test_same_bits_on_every_run_even_in_poisoned_memory(memory):
 def test_the_plain_path_agrees_with_the_kernel(monkeypatch):
     leaves, targets, options = problem(torch.float32, OPTIONS["all"])
     kernel = run(linear_cross_entropy, leaves, targets, options)
-    monkeypatch.setattr(OP._op, "runs_kernel", lambda x: False)
+    monkeypatch.setattr(OP.dispatch, "runs_kernel", lambda x: False)
     for a, b in zip(run(linear_cross_entropy, leaves, targets, options), kernel, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

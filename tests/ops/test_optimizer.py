@@ -6,8 +6,7 @@ import torch
 
 from ops.contract import DEVICE, assert_equal, layouts, on_gpu
 from tilewright.errors import UserError
-from tilewright.ops import _op
-from tilewright.ops.optimizer import (
+from tilewright.ops.optimizer.op import (
     BLOCK,
     MOMENTS,
     adafactor,
@@ -19,6 +18,7 @@ from tilewright.ops.optimizer import (
     reference,
     update,
 )
+from tilewright.runtime import dispatch
 
 RULES = ("adamw", "lion", "sgd")
 STATES = (torch.float32, torch.bfloat16, torch.int8)
@@ -31,14 +31,14 @@ ELEMENTS = 5000  # five tiles, a block that is not full, enough for 8-bit states
 def path(request, monkeypatch):
     """Both ways in, whatever the machine."""
     if request.param == "reference":
-        monkeypatch.setattr(_op, "runs_kernel", lambda x: False)
+        monkeypatch.setattr(dispatch, "runs_kernel", lambda x: False)
     return request.param
 
 
 @pytest.fixture
 def plain(monkeypatch):
     """The reference alone: for hundreds of steps, which the interpreter has not the time for."""
-    monkeypatch.setattr(_op, "runs_kernel", lambda x: False)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda x: False)
 
 
 def problem(rule, dtype, rounding, elements=ELEMENTS, gradient_dtype=None):

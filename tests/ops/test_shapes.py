@@ -14,10 +14,10 @@ from tilewright.bench.shapes import OPS, TINY, Scale, draw
 from tilewright.bench.verdict import describe_case
 from tilewright.measure.numerics import relative_error, ulp
 from tilewright.ops import dropout_add_norm
-from tilewright.ops.cross_entropy import reference as cross_entropy
-from tilewright.ops.dropout_add_norm import reference as norm_reference
-from tilewright.ops.linear_cross_entropy import reference as linear_cross_entropy
-from tilewright.ops.rope import reference as rope
+from tilewright.ops.cross_entropy.op import reference as cross_entropy
+from tilewright.ops.dropout_add_norm.op import reference as norm_reference
+from tilewright.ops.linear_cross_entropy.op import reference as linear_cross_entropy
+from tilewright.ops.rope.op import reference as rope
 
 SEED = int(os.environ["TILEWRIGHT_SEED"])  # which conftest.py sees to
 SCALE, CASES = (Scale(2**20, (0.0, 1e8), 3e11), 25) if DEVICE == "cuda" else (TINY, 4)

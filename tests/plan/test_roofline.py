@@ -5,7 +5,7 @@ import pytest
 
 from tilewright import hardware
 from tilewright.errors import UserError
-from tilewright.ops.dropout_add_norm import cost as op_cost
+from tilewright.ops.dropout_add_norm.op import cost as op_cost
 from tilewright.plan import cost
 from tilewright.plan.decoder import from_gpt, load
 from tilewright.plan.flops import forward_flops

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilewright.models.gpt import StandardDropoutAddNorm
-from tilewright.ops import optimizer
+from tilewright.ops.optimizer import op as optimizer
 from tilewright.plan import memory
 from tilewright.plan.decoder import from_gpt, load
 from tilewright.plan.gpt import LLAMA, preset

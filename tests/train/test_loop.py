@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
-from tilewright.ops import _cublaslt
+from tilewright.runtime import cublaslt
 from tilewright.train import loop
 from tilewright.train.checkpoint import read
 from tilewright.train.config import OPTIMIZERS, SCHEDULES
@@ -357,8 +357,8 @@ def test_levers_that_do_not_go_together_are_one_sentence(tmp_path, changes, word
 def products_on_any_device(monkeypatch):
     """Let `linear` compute small matmuls on a CPU too, and the optimizer's kernel take CPU tensors."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    monkeypatch.setattr(sys.modules["tilewright.ops.linear"], "_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 0)
+    monkeypatch.setattr(sys.modules["tilewright.ops.linear.op"], "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 0)
     monkeypatch.setattr(AdamW, "_device", device.type)
     return device
 
@@ -418,7 +418,7 @@ def test_an_engine_reads_the_weights_that_are_there(tmp_path, products_on_any_de
 def test_an_engine_that_sees_a_larger_batch_computes_its_loss(tmp_path, products_on_any_device, monkeypatch):
     """Matmuls of the small batch are PyTorch's, those of the large one ours, which once read memory nobody wrote."""
     device = products_on_any_device
-    monkeypatch.setattr(_cublaslt, "WORTH_CHOOSING", 2 * 6 * 32 * 32 * 32)
+    monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 2 * 6 * 32 * 32 * 32)
     config = tiny(tmp_path, precision="bf16", model={"gpt_block": "optimized"})
     torch.manual_seed(0)
     small, large = (torch.randint(256, (batch, 33), device=device) for batch in (4, 8))

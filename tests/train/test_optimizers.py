@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.contract import DEVICE, assert_equal
 from tilewright.errors import UserError
-from tilewright.ops import _op
-from tilewright.ops import optimizer as op
+from tilewright.ops.optimizer import op
+from tilewright.runtime import dispatch
 from tilewright.train import optimizers
 from tilewright.train.config import OPTIMIZERS, Optimizer
 from tilewright.train.config import PRECISIONS as CONFIGURED
@@ -27,7 +27,7 @@ ALL = [(name, precision) for name in OPTIMIZERS for precision in ("fp32", "bf16_
 def plain(monkeypatch):
     """The reference: that the kernel is the same is shown in tests/ops, and its interpreter is slow."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(_op, "runs_kernel", lambda x: False)
+        monkeypatch.setattr(dispatch, "runs_kernel", lambda x: False)
 
 
 def model(precision="fp32", seed=0):

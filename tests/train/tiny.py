@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tilewright.ops import _op
+from tilewright.runtime import dispatch
 from tilewright.train.config import Data, Model, Optimizer, Schedule, Train
 from tilewright.train.loop import Shown, train
 
@@ -19,7 +19,7 @@ RUN = Train(
 def as_on_a_cpu():
     """Run the ops as a user's CPU does, not under Triton's interpreter, which is slow and has tests of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_op, "INTERPRETED", False)
+        patch.setattr(dispatch, "INTERPRETED", False)
         yield
 
 

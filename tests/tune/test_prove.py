@@ -16,8 +16,8 @@ from ops.contract import DEVICE
 from tilewright.measure.numerics import tolerance
 from tilewright.models import gpt
 from tilewright.nn import DropoutAddNorm
-from tilewright.ops import _op
 from tilewright.plan.gpt import LLAMA
+from tilewright.runtime import dispatch
 from tilewright.train.config import PRECISIONS, Model, Train
 from tilewright.train.configuration import fields
 from tilewright.train.engine import Engine
@@ -27,8 +27,8 @@ from tilewright.tune.space import Space, value_of
 from train.tiny import as_on_a_cpu, tiny
 
 nn_norm = sys.modules["tilewright.nn.dropout_add_norm"]
-ops_gelu_mlp = sys.modules["tilewright.ops.gelu_mlp"]  # its name in the package is the function's
-INTERPRETED = _op.INTERPRETED
+ops_gelu_mlp = sys.modules["tilewright.ops.gelu_mlp.op"]  # its name in the package is the function's
+INTERPRETED = dispatch.INTERPRETED
 OPTIMIZED = {"gpt_block": "optimized", "loss": "linear_fused"}
 FUSED = {"model": OPTIMIZED}
 
@@ -96,7 +96,7 @@ def test_levers_that_change_no_model_are_the_same_within_rounding(name):
 
 
 def test_the_kernels_themselves_are_the_same_within_rounding(monkeypatch):
-    monkeypatch.setattr(_op, "INTERPRETED", INTERPRETED)
+    monkeypatch.setattr(dispatch, "INTERPRETED", INTERPRETED)
     proof = proved(steps=2, device=DEVICE, **FUSED)
     assert proof.verdict == "same within rounding", proof.why
     assert all(layer.output > 0 for layer in proof.layers if layer.name.startswith("blocks"))

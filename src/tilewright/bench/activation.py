@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, forward_backward, run_cases
 from tilewright.measure.machine import package_version
-from tilewright.ops.activation import bias_gelu, cost, geglu, swiglu
+from tilewright.ops.activation.op import bias_gelu, cost, geglu, swiglu
 from tilewright.plan.cost import Cost
 
 SIZES = ((16384, 8192), (8192, 14336), (16384, 11008))

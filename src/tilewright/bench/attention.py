@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewright.bench.protocol import Ask, Case, Prepared, build, forward_backward, run_cases
-from tilewright.ops.attention import attention, cost, reference
+from tilewright.ops.attention.op import attention, cost, reference
 from tilewright.plan.cost import Cost
 
 HEAD_DIM = 64

@@ -29,7 +29,7 @@ from tilewright.bench.verdict import NEIGHBOUR, PEERS, add_shares, describe_case
 from tilewright.errors import UserError
 from tilewright.measure.ceilings import Ceilings, measure_ceilings
 from tilewright.measure.clock import SEATS, Timing, interleaved_event_time, interleaved_wall_time, turns
-from tilewright.ops import _cublaslt
+from tilewright.runtime import cublaslt
 
 if TYPE_CHECKING:
     from tilewright.bench.shapes import Op
@@ -130,7 +130,7 @@ def _tune_alone(path: str) -> None:
     """Let Inductor and our search for cuBLASLt's algorithms time theirs alone, too."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    for owner, name in ((CachingAutotuner, "benchmark_all_configs"), (_cublaslt.Plan, "_choose")):
+    for owner, name in ((CachingAutotuner, "benchmark_all_configs"), (cublaslt.Plan, "_choose")):
         setattr(owner, name, _locked(getattr(owner, name), path))
 
 
@@ -149,7 +149,7 @@ def time_cases(shared: dict[str, Any], cases: list[Case]) -> Iterator[Message]:
     if device == "cuda":
         torch.set_num_threads(1)
         _tune_alone(lock)
-    _cublaslt.Plan.choices = 0  # a user's process sees a few shapes, and searches for each
+    cublaslt.Plan.choices = 0  # a user's process sees a few shapes, and searches for each
     for index, case in enumerate(cases):
         yield "the inputs", None
         op = _find_table(shared["table"])[case["op"]]

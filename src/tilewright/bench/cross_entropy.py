@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, run_cases
 from tilewright.measure.machine import package_version
 from tilewright.ops import cross_entropy
-from tilewright.ops.cross_entropy import cost
+from tilewright.ops.cross_entropy.op import cost
 from tilewright.plan.cost import Cost
 
 TOKENS = 8192

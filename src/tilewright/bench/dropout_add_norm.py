@@ -15,7 +15,7 @@ from tilewright.bench.protocol import Ask, Pass, Prepared, build, forward_backwa
 from tilewright.measure.clock import interleaved_graph_time, interleaved_wall_time
 from tilewright.measure.machine import package_version
 from tilewright.ops import dropout_add_norm
-from tilewright.ops.dropout_add_norm import cost
+from tilewright.ops.dropout_add_norm.op import cost
 from tilewright.plan.cost import Cost
 
 ROWS = 16384

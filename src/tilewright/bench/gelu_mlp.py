@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, forward_backward, run_cases
-from tilewright.ops.gelu_mlp import cost, fused_gelu_mlp, gelu_mlp, reference
+from tilewright.ops.gelu_mlp.op import cost, fused_gelu_mlp, gelu_mlp, reference
 from tilewright.plan.cost import Cost
 
 # Tokens and width of GPTs from 125m to 7b; the dimension between is four times as wide.

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, run_cases
 from tilewright.measure.machine import package_version
 from tilewright.ops import linear_cross_entropy
-from tilewright.ops.linear_cross_entropy import cost
+from tilewright.ops.linear_cross_entropy.op import cost
 from tilewright.plan.cost import Cost
 
 TOKENS = 8192

@@ -9,7 +9,7 @@ import torch
 
 from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, forward_backward, run_cases
 from tilewright.measure.machine import package_version
-from tilewright.ops.rope import cost, rope, rope_tables
+from tilewright.ops.rope.op import cost, rope, rope_tables
 from tilewright.plan.cost import Cost
 
 BATCH, SEQUENCE = 4, 4096

@@ -19,9 +19,9 @@ from tilewright import ops
 from tilewright.bench.compare import compare
 from tilewright.bench.protocol import Ask, Case
 from tilewright.errors import UserError
-from tilewright.ops.attention import attention
-from tilewright.ops.attention import reference as attend
-from tilewright.ops.gelu_mlp import cost as gelu_mlp_cost
+from tilewright.ops.attention.op import attention
+from tilewright.ops.attention.op import reference as attend
+from tilewright.ops.gelu_mlp.op import cost as gelu_mlp_cost
 from tilewright.plan import cost
 from tilewright.plan.cost import Cost
 

@@ -101,13 +101,13 @@ def _nvrtc() -> list[Finding]:
     """The compiler that torch brings for GPUs, and that our kernels in CUDA C++ take."""
     import torch
 
-    from tilewright.ops import _cuda
+    from tilewright.runtime import nvrtc
 
     if torch.version.cuda is None:
         return []
     package = f"nvidia-cuda-nvrtc{'-cu12' if torch.version.cuda.startswith('12') else ''}"
     advice = f"optional: pip install {package}; without it attention, gelu_mlp and losses are slower on a Hopper"
-    found = _cuda.can_compile()
+    found = nvrtc.can_compile()
     return [Finding("nvrtc", "found" if found else "missing", True, "" if found else advice)]
 
 

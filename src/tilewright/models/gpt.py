@@ -26,14 +26,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.nn.hooks import is_own
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
-from tilewright.ops import _hopper, cross_entropy, cross_entropy_hopper, linear, linear_cross_entropy, linear_parts
-from tilewright.ops._op import forcing_kernels, is_traced, runs_kernel, triton_ready
-from tilewright.ops.attention import attention
-from tilewright.ops.attention import compile_ahead as compile_attention_ahead
-from tilewright.ops.attention import reference as attend
-from tilewright.ops.embedding import tied_embedding
-from tilewright.ops.rope import reference as rotate
+from tilewright.ops import cross_entropy, linear, linear_cross_entropy, linear_parts
+from tilewright.ops.attention.op import attention
+from tilewright.ops.attention.op import compile_ahead as compile_attention_ahead
+from tilewright.ops.attention.op import reference as attend
+from tilewright.ops.cross_entropy import hopper as cross_entropy_hopper
+from tilewright.ops.embedding.op import tied_embedding
+from tilewright.ops.rope.op import reference as rotate
 from tilewright.plan.gpt import GPTConfig
+from tilewright.runtime import hopper
+from tilewright.runtime.dispatch import forcing_kernels, is_traced, runs_kernel, triton_ready
 
 
 class StandardDropoutAddNorm(nn.Module):
@@ -325,7 +327,7 @@ def _is_plain(table: nn.Module) -> bool:
 @functools.cache
 def _compile_ahead(device: torch.device, loss: str, vocabulary: int) -> None:
     """Begins to compile what a first step on a Hopper would wait for, one kernel after the other."""
-    _hopper.compile_ahead(device)
+    hopper.compile_ahead(device)
     compile_attention_ahead(device)
     if loss != "plain":
         cross_entropy_hopper.compile_ahead(device, vocabulary)

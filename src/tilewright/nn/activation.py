@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from tilewright.nn.hooks import is_own
 from tilewright.nn.linear import Linear
 from tilewright.nn.recompute import forgetting, is_memory_of
-from tilewright.ops.activation import bias_gelu, geglu, swiglu
-from tilewright.ops.gelu_mlp import fused_gelu_mlp, gelu_mlp
-from tilewright.ops.linear import linear
+from tilewright.ops.activation.op import bias_gelu, geglu, swiglu
+from tilewright.ops.gelu_mlp.op import fused_gelu_mlp, gelu_mlp
+from tilewright.ops.linear.op import linear
 
 _GATED: dict[str, Callable[..., torch.Tensor]] = {
     "swiglu": swiglu,

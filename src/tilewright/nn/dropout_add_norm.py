@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilewright.ops import dropout_add_norm
-from tilewright.ops.dropout_add_norm import reference
+from tilewright.ops.dropout_add_norm.op import reference
 
 
 class DropoutAddNorm(torch.nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.ops.linear import linear
+from tilewright.ops.linear.op import linear
 
 
 class Linear(torch.nn.Linear):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tilewright.ops._op import forcing_kernels, kernels_are_forced
+from tilewright.runtime.dispatch import forcing_kernels, kernels_are_forced
 
 
 class _Layout(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.rope import rope, rope_tables
+from tilewright.ops.rope.op import rope, rope_tables
 
 
 class RoPE(torch.nn.Module):

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from tilewright.errors import UserError
-from tilewright.ops import _op
-from tilewright.ops import optimizer as op
+from tilewright.ops.optimizer import op
+from tilewright.runtime import dispatch
 from tilewright.train.config import Optimizer as Config
 
 # The rule of a name, and the dtype it keeps its moments in: int8 for 8-bit codes, None for the parameter's own.
@@ -78,7 +78,7 @@ class AdamW(torch.optim.AdamW):
         return True
 
     def _is_plain(self, tensor: Any) -> bool:
-        own = type(tensor) in _op.PLAIN and tensor.dtype == torch.float32 and tensor.device.type == self._device
+        own = type(tensor) in dispatch.PLAIN and tensor.dtype == torch.float32 and tensor.device.type == self._device
         return own and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 

@@ -1,0 +1,1 @@
+"""SwiGLU, GEGLU and bias + GELU."""

@@ -1,0 +1,1 @@
+"""Attention: cuDNN forward, backward in CUDA C++ on a Hopper."""

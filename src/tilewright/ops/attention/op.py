@@ -1,0 +1,196 @@
+"""Causal self-attention with a backward of its own.
+
+    S = scale q k^T,  P = softmax of S under the mask,  out = P v
+    dP = dout v^T,  dS = P (dP - delta),  delta = sum of out dout
+    dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout
+
+Forward is cuDNN's, as torch has it. Backward is a kernel in CUDA C++ (`hopper.cu`), for Triton neither puts
+products of registers beside each other as that does nor adds to memory by bulk copies. It runs between two small ones:
+the first sums up out dout, the last rounds dq, which is added up in float32. The order of every sum is always the same.
+
+This is for heads of 64 in bfloat16 on a Hopper, as many of keys as of queries, and sequences of a multiple of 128
+tokens, where PyTorch would take cuDNN's forward; everything else is PyTorch's, and so is what is too small to pay.
+
+Saved for backward: q, k, v, out, and a float32 for each query and head.
+
+Floor: batch x heads x sequence^2 x head_dim FLOPs for each product, of which forward has two and backward five.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from ctypes import c_float, c_int, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from tilewright.measure import work
+from tilewright.plan.cost import attention as cost
+from tilewright.runtime import dispatch, hopper, nvrtc
+
+__all__ = ["attention", "cost", "reference"]
+
+SOURCE = Path(__file__).with_name("hopper.cu")
+NAME = "attention_backward"
+_THREADS, _SHARED_BYTES = 384, 215_672
+MACROS = {"SHARED_BYTES": _SHARED_BYTES}
+HEAD, BLOCK = 64, 128  # columns of a head; queries, or keys, of a tile
+HOST_BOUND = 2**28  # pairs of a query and a key up to which an eager host may lose what the device saves
+_DEVICES = ("cuda",)
+_ONCE = "attention has no second derivative: leave out create_graph=True, or use torch's scaled_dot_product_attention."
+
+Tensor = torch.Tensor
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in plain PyTorch: the definition."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = _forward(q, k, v)
+        _foresee_backward(q.device, *q.shape[2:])
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_ONCE)
+        q, k, v, out, lse = ctx.saved_tensors
+        return _backward(q, k, v, out, lse, dout)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The result, and a logarithm for each query: (batch, heads, sequence, 1)."""
+    by_head = [t.transpose(1, 2) for t in (q, k, v)]
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*by_head, None, True, 0.0, True, False)
+    return out.transpose(1, 2), lse
+
+
+@functools.cache
+def _foresee_backward(device: torch.device, heads: int, width: int) -> None:
+    """Begins to compile the small kernels of backward."""
+    from tilewright.ops.attention import kernels
+
+    def rehearse() -> None:
+        rows = torch.empty((BLOCK, heads * width), dtype=torch.bfloat16, device=device)
+        sums = torch.empty(BLOCK * heads * width, dtype=torch.float32, device=device)
+        kernels.prepare(rows, rows, sums[: BLOCK * heads], heads, BLOCK, 1.0)
+        kernels.finish(sums, rows, heads, BLOCK, 1.0)
+
+    dispatch.rehearse(rehearse)
+
+
+@functools.cache
+def _compiler_takes_it() -> bool:
+    """NVRTC 12.8 and 12.9 crash the process on this source; 13.0 and 13.4 compile it."""
+    return nvrtc.compiler_version() >= (13, 0)
+
+
+def compile_ahead(device: torch.device) -> None:
+    """Begins to compile the kernel of backward, where there is one."""
+    if _compiler_takes_it():
+        hopper.compile_ahead(device, SOURCE, MACROS)
+
+
+def _backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    from tilewright.ops.attention import kernels
+
+    _, sequence, heads, width = q.shape
+    scale = width**-0.5
+    dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
+    # Whoever saved tensors for us may have put them elsewhere, and a gradient may lie anyhow.
+    inputs = [_rows(t if _lies_in_rows(t) else dispatch.packed((t,))[0]) for t in (q, k, v, dout, out)]
+    starts, slope_starts, counts = kernels.prepare(inputs[4], inputs[3], lse, heads, sequence, scale)
+    sums = torch.empty_like(dq, dtype=torch.float32)
+    _start(inputs[:4], starts, slope_starts, (_rows(dk), _rows(dv)), sums, counts, q.shape)
+    kernels.finish(sums, _rows(dq), heads, sequence, scale)
+    return dq, dk, dv
+
+
+def _start(
+    inputs: Sequence[Tensor], starts: Tensor, slope_starts: Tensor, gradients: Sequence[Tensor], sums: Tensor,
+    counts: Tensor, shape: torch.Size,
+) -> None:  # fmt: skip
+    """Starts the kernel. Inputs, queries, keys, values and dout, and gradients, of keys and values, are rows."""
+    batch, sequence, heads, width = shape
+    flops = float(cost(batch, sequence, heads, heads, width, backward=True).flops)
+    kernel = _kernel(sums.device)
+    assert kernel is not None
+    with work.launching(f"tilewright::{NAME}", (*inputs, starts, slope_starts, *gradients, sums), flops):
+        maps = [nvrtc.tensor_map(rows, HEAD, BLOCK) for rows in inputs]
+        maps += [nvrtc.tensor_map(rows, HEAD, BLOCK // 2) for rows in gradients]
+        addresses = [c_void_p(t.data_ptr()) for t in (starts, slope_starts, sums, counts)]
+        numbers = c_int(sequence), c_int(heads), c_float(width**-0.5)
+        kernel(batch * heads * (sequence // BLOCK), (*maps, *addresses, *numbers))
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Tokens of all batches by the columns of all heads, as bulk copies take them."""
+    batch, sequence, heads, width = t.shape
+    return t.as_strided((batch * sequence, heads * width), (t.stride(1), 1))
+
+
+def _lies_in_rows(t: Tensor) -> bool:
+    """Whether `_rows` is what it says."""
+    batch, sequence, heads, width = t.shape
+    side_by_side = t.stride(3) == 1 and t.stride(2) == width and t.data_ptr() % 16 == 0 and not t.is_neg()
+    apart = t.stride(1) >= heads * width and t.stride(1) % 8 == 0
+    return side_by_side and apart and (batch == 1 or t.stride(0) == sequence * t.stride(1))
+
+
+def _kernel(device: torch.device) -> nvrtc.Kernel | None:
+    if not _compiler_takes_it():
+        return None
+    loaded = hopper.kernels(device, SOURCE, (NAME,), _THREADS, _SHARED_BYTES, MACROS)
+    return None if loaded is None else loaded[NAME]
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether there will be a backward, and the kernel takes it."""
+    parts, kind = (q, k, v), q.device.type
+    if kind not in _DEVICES or dispatch.is_traced(*parts) or not dispatch.runs_kernel(q) or not torch.is_grad_enabled():
+        return False
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
+        return False
+    if q.dtype != torch.bfloat16 or q.ndim != 4 or q.shape[3] != HEAD or q.shape[1] % BLOCK:
+        return False
+    if q.numel() // HEAD * q.shape[1] <= HOST_BOUND or not any(t.requires_grad for t in parts):
+        return False
+    if not all(t.shape == q.shape and t.dtype == q.dtype and t.device == q.device for t in parts):
+        return False
+    return all(map(_lies_in_rows, parts)) and _kernel(q.device) is not None and _is_cudnns(q, k, v)
+
+
+def _is_cudnns(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether PyTorch itself would take cuDNN's forward: what is preferred or forbidden stays so."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return torch._fused_sdp_choice(q, k, v, None, 0.0, True) == SDPBackend.CUDNN_ATTENTION.value
+
+
+_eager = dispatch.eager(_Function)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention.
+
+    Args:
+        q: ``(batch, sequence, heads, head_dim)``.
+        k, v: the same, or with fewer heads, each of which serves several of `q`.
+
+    Returns: the shape of `q`.
+
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 2, 16, 4, 8)
+    >>> attention(q, k, v).shape
+    torch.Size([2, 16, 4, 8])
+    """
+    return _eager(q, k, v) if _fits(q, k, v) else reference(q, k, v)

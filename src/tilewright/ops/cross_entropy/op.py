@@ -1,0 +1,414 @@
+"""Cross-entropy whose forward also computes the gradient, in one pass over the logits.
+
+    x    = softcap * tanh(logits / softcap)                                   where a softcap is given
+    lse  = log(sum(exp(x)))
+    loss = w[t] (1 - e) (lse - x[t]) + e / V * sum(w[c] (lse - x[c])) + z_loss * lse^2      with label smoothing e
+
+Saved for backward: the gradient itself, nothing else. It takes the logits' own memory with `inplace=True`. (Float16,
+which needs the loss scale, and reduction="none", where each row has a factor of its own, save the logits and compute
+the gradient in backward, where these are known: it is rounded once.)
+
+Floor at 2 bytes a logit: each is read once and its gradient is written once, 4 bytes, forward and backward together.
+The arithmetic, two exponentials a logit, takes about as long as that on an H200 at worst, beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tilewright.plan.cost import cross_entropy as cost
+from tilewright.runtime import dispatch
+
+__all__ = ["cost", "cross_entropy", "reference"]
+
+_NAME = "cross_entropy"
+_LARGEST = 2**24
+_TARGETS = (torch.int64, torch.int32)
+_REDUCTIONS = ("mean", "sum", "none")
+ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
+
+
+def reference(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, lse) in plain PyTorch: the definition."""
+    x = logits.to(dispatch.compute_dtype(logits))
+    if softcap > 0.0:
+        x = softcap * torch.tanh(x / softcap)
+    lse = torch.logsumexp(x, -1)
+    flat, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
+    kept = flat_targets != ignore_index
+    loss = F.cross_entropy(
+        flat, flat_targets, None if weight is None else weight.to(x.dtype), ignore_index=ignore_index,
+        label_smoothing=label_smoothing, reduction="none",
+    )  # fmt: skip
+    if z_loss > 0.0:
+        loss = loss + torch.where(kept, z_loss * lse.reshape(-1).square(), 0.0)
+    if reduction == "none":
+        return loss.view(targets.shape), lse
+    total = loss.sum()
+    if reduction == "mean":
+        count = _denominator(flat_targets, weight, ignore_index, x.dtype)
+        total = torch.where(count > 0, total / count.clamp_min(torch.finfo(x.dtype).tiny), total * 0.0)
+    return total, lse
+
+
+def _denominator(
+    targets: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What a mean divides by: the targets that count, each by its class's weight."""
+    kept = targets != ignore_index
+    if weight is None:
+        return kept.sum().to(dtype)
+    known = kept & (targets >= 0) & (targets < len(weight))
+    return torch.where(known, weight.to(dtype)[torch.where(known, targets, 0)], 0.0).sum()
+
+
+class Options(NamedTuple):
+    """What a loss is apart from its tensors."""
+
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    softcap: float
+
+
+def begin(
+    targets: torch.Tensor, weight: torch.Tensor | None, classes: int, ignore_index: int, mean: bool,
+    dtype: torch.dtype, new: Callable[..., torch.Tensor] | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
+    """(what a mean divides by, zeros for the rows' tiles to be counted in), in memory from `new`, by a small kernel."""
+    from tilewright.ops.cross_entropy import kernels
+
+    new = new or targets.new_empty
+    denominator = new((), dtype=dtype) if mean else None
+    arrived = new(targets.numel(), dtype=torch.int32)
+    tensors = (*dispatch.packed((targets, weight)), denominator, arrived)
+    start = kernels.prepare_launch(targets.device, classes, dispatch.dtypes(tensors), dtype == torch.float64)
+    start((1, 1), tensors, (ignore_index, targets.numel()))
+    return denominator, arrived
+
+
+def launch(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None,
+    denominator: torch.Tensor | None,
+    options: Options,
+    *,
+    arrived: torch.Tensor | None = None,
+    upstream: torch.Tensor | None = None,
+    loss: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    gradient: torch.Tensor | None = None,
+    offset: int = 0,
+    classes: int | None = None,
+    given: tuple[torch.Tensor, torch.Tensor] | None = None,
+    keep: bool = False,
+    new: Callable[..., torch.Tensor] | None = None,
+) -> Any:
+    """Fill `loss`, `lse` and `gradient`, those that are not None.
+
+    `logits` are packed, or a matrix with rows further apart than they are long, and so is the gradient.
+
+    Where they are the columns from `offset` on of a row of `classes`: without `arrived`, only the statistics of these
+    columns are taken and come back, (target's logit, what each tile leaves); `given` are those of whole rows, one part
+    a row. To `keep` them they come back from whole rows too, and their memory from `new`.
+    """
+    from tilewright.ops.cross_entropy import kernels
+
+    columns = logits.shape[-1]
+    rows, compute = targets.numel(), dispatch.compute_dtype(logits)
+    smooth, capped = options.smoothing > 0.0, options.softcap > 0.0
+    targets, weight, upstream = dispatch.packed((targets, weight, upstream))
+    plain = rows and weight is None and upstream is None and not (smooth or capped or keep)
+    if plain and arrived is not None and loss is not None and gradient is not None:
+        from tilewright.ops.cross_entropy.hopper import start as start_rows
+
+        if start_rows(logits, targets, denominator, loss, lse, gradient, options.ignore_index, options.z_loss):
+            return None, None
+    first = (logits, targets, weight, denominator, upstream, loss, lse, gradient)
+    tiles, lag, start = kernels.tiles_launch(
+        logits.device,
+        columns,
+        columns if logits.is_contiguous() else logits.stride(-2),
+        classes or columns,
+        dispatch.dtypes((*first, arrived)),
+        given is not None,
+        keep,
+        smooth,
+        capped,
+    )
+    statistics = given or (None, None)
+    if given is None and (tiles > 1 or keep or arrived is None):
+        new = new or logits.new_empty
+        statistics = new(rows, dtype=compute), new((rows, tiles, kernels.numbers(smooth)), dtype=compute)
+        if arrived is None:
+            statistics[0].zero_()  # where the target is in other columns, its logit is 0 here
+    lag = min(lag, rows)
+    apart = gradient is not None and arrived is not None and tiles > 1
+    programs = (rows + lag) * 2 * tiles if apart else rows * tiles
+    if rows:
+        stride = 0 if upstream is None or upstream.ndim == 0 else 1
+        scalars = (options.ignore_index, stride, rows, offset, lag, options.smoothing, options.z_loss)
+        start((programs, 1), (*first, *statistics, arrived), (*scalars, options.softcap if capped else 1.0))
+    return statistics
+
+
+def _forward(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+    softcap: float,
+    mean: bool,
+    wants_lse: bool,
+    wants_gradient: bool,
+    inplace: bool = False,
+    upstream: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(loss of each row over the denominator, lse of each row, gradient): the last two where they are wanted."""
+    (packed,) = dispatch.packed((logits,))
+    compute = dispatch.compute_dtype(logits)
+    denominator, arrived = begin(targets, weight, logits.shape[-1], ignore_index, mean, compute)
+    loss = logits.new_empty(targets.shape, dtype=compute)
+    lse = torch.empty_like(loss) if wants_lse else None
+    gradient = None
+    if wants_gradient:
+        gradient = packed if inplace or packed is not logits else torch.empty_like(packed)
+    options = Options(ignore_index, smoothing, z_loss, softcap)
+    launch(
+        packed, targets, weight, denominator, options, arrived=arrived, upstream=upstream, loss=loss, lse=lse,
+        gradient=gradient,
+    )  # fmt: skip
+    return loss, lse, gradient
+
+
+def scale(gradient: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
+    """gradient *= upstream, a number."""
+    from tilewright.ops.cross_entropy import kernels
+
+    count = gradient.numel()
+    if count:
+        start = kernels.scale_launch(gradient.device, gradient.dtype, upstream.dtype)
+        programs = min(-(-count // kernels.SCALED), kernels.SCALING * dispatch.multiprocessors(gradient.device))
+        start((programs, 1), (gradient, upstream), (count,))
+    return gradient
+
+
+# bfloat16 and float32 have room for a gradient before its factor is known. float16 has not: a mean over many targets
+# would leave nothing for a loss scale to save, so its gradient waits for backward, as does float64's, for gradcheck.
+AHEAD = (torch.bfloat16, torch.float32)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inplace: bool, reduced: bool, *inputs: Any) -> Any:
+        logits, targets, weight, *rest = inputs
+        ctx.options, ctx.inplace = rest[:5], inplace
+        ctx.ahead = reduced and logits.dtype in AHEAD
+        if ctx.ahead:
+            launches = dispatch.Launch.firsts
+            loss, lse, gradient = _forward(*(*inputs, inplace))
+            if dispatch.Launch.firsts != launches and gradient is not None:
+                dispatch.rehearse(scale, gradient, loss)
+            ctx.gradient = dispatch.taken(gradient, logits)
+        else:
+            loss, lse, _ = _forward(*(*inputs[:-1], False))
+            ctx.save_for_backward(logits, targets, weight)
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
+        return (loss.sum() if reduced else loss), lse
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Any, _: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(ONCE)
+        if not ctx.ahead:
+            saved = ctx.saved_tensors  # once: whoever computes again what was not kept allows no more
+            _, _, gradient = _forward(*(*saved, *ctx.options, False, True, ctx.inplace, upstream))
+            gradient = dispatch.taken(gradient, saved[0])
+        else:
+            gradient, ctx.gradient = ctx.gradient, None
+            if gradient is None:
+                raise RuntimeError(f"{_NAME}: an earlier backward took its gradient; run forward again.")
+            scale(gradient, *dispatch.packed((upstream,)))
+        return None, None, gradient, *(None,) * 9
+
+
+_eager = dispatch.eager(_Function)
+
+
+@torch.library.custom_op(
+    "tilewright::cross_entropy",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor targets, Tensor? weight, int ignore_index, float smoothing, float z_loss, "
+    "float softcap, bool mean, bool wants_lse, bool wants_gradient, Tensor? upstream) -> (Tensor, Tensor, Tensor)",
+)
+def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    # A registered op cannot return None: an empty tensor stands for what nobody asked for.
+    *given, upstream = inputs
+    return tuple(inputs[0].new_empty(0) if t is None else t for t in _forward(*(*given, False, upstream)))
+
+
+@dispatch.fake_of(_registered)
+def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    logits, targets, wants_lse, wants_gradient = inputs[0], inputs[1], inputs[8], inputs[9]
+    rows = torch.empty(targets.shape, dtype=dispatch.compute_dtype(logits), device=logits.device)
+    gradient = torch.empty(logits.shape if wants_gradient else 0, dtype=logits.dtype, device=logits.device)
+    return rows, torch.empty_like(rows) if wants_lse else logits.new_empty(0), gradient
+
+
+def _registered_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.options, ctx.ahead = inputs[3:8], inputs[9]
+    ctx.save_for_backward(*(output[2:] if ctx.ahead else inputs[:3]))
+    ctx.set_materialize_grads(False)
+
+
+def _registered_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(ONCE)
+    gradient = None
+    if upstream is not None and ctx.ahead:
+        (known,) = ctx.saved_tensors
+        gradient = (known * upstream.unsqueeze(-1)).to(known.dtype)
+    elif upstream is not None:
+        *_, gradient = _registered(*ctx.saved_tensors, *ctx.options, False, True, upstream)
+    return gradient, *(None,) * 10
+
+
+_registered.register_autograd(_registered_backward, setup_context=_registered_setup)
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+    return_lse: bool = False,
+    inplace: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Cross-entropy of logits with class indices, its gradient computed in the same pass.
+
+    Args:
+        logits: ``(..., V)``, any floating dtype, V from 2 to 16,777,216; sums are in float32.
+        targets: ``(...)``, class indices, int64 or int32.
+        weight: ``(V,)``, a factor for each class, as in ``torch.nn.functional.cross_entropy``.
+        ignore_index: a target that counts for nothing; where all are, the loss is 0 and so is its gradient.
+        label_smoothing: share of the target's probability that is spread over all classes, in [0, 1).
+        z_loss: factor of ``lse ** 2``, which keeps the logits from drifting; it adds to the loss of each target.
+        softcap: bend the logits into (-softcap, softcap) first; 0: leave them.
+        reduction: ``"mean"`` over the targets that count (by their weights), ``"sum"`` or ``"none"``.
+        return_lse: also return the log-sum-exp of each row, which has no gradient.
+        inplace: let the gradient take the logits' memory where their layout allows. They must not be used again.
+        group: the logits are this rank's columns, ranks in order, all with as many; ``targets`` and ``weight`` are
+            the same on every rank and for all classes. Every rank gets the loss and the gradient of its columns. Of
+            shards of different sizes the loss is NaN; with ``TILEWRIGHT_DEBUG=1``, and on a CPU, it is an error.
+
+    Returns:
+        The loss in float32 (float64 for float64), or ``(loss, lse)``.
+
+    A target outside of the vocabulary makes its loss NaN; with ``TILEWRIGHT_DEBUG=1`` in the environment, an error.
+    Backward works once for each forward. Float16 and ``reduction="none"`` take a second pass there, where their factors
+    are known: a gradient over the targets' number fits no float16, and one that is rounded first is rounded twice.
+
+    >>> import torch
+    >>> logits, targets = torch.randn(4, 10), torch.tensor([1, 2, -100, 3])
+    >>> loss = cross_entropy(logits, targets)
+    >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, targets))
+    True
+    """
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    _check(logits, targets, weight, options, reduction, inplace, group)
+    if group is not None:
+        from tilewright.ops.cross_entropy.parallel import parallel
+
+        loss, lse = parallel(logits, targets, weight, options, reduction, inplace, group)
+        return (loss, lse.detach()) if return_lse else loss
+    if not dispatch.runs_kernel(logits):
+        loss, lse = reference(
+            logits, targets, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+            softcap=softcap, reduction=reduction,
+        )  # fmt: skip
+        return (loss, lse.detach()) if return_lse else loss
+    wants_gradient = logits.requires_grad and torch.is_grad_enabled()
+    reduced = reduction != "none"
+    inputs = (logits, targets, weight, *options, reduction == "mean", return_lse)
+    if dispatch.is_traced(logits, targets, weight):
+        rows, lse, _ = _registered(*inputs, wants_gradient and reduced and logits.dtype in AHEAD, None)
+        loss, lse = rows.sum() if reduced else rows, lse.detach()
+    else:
+        loss, lse = _eager(inplace and wants_gradient, reduced, *inputs, wants_gradient)
+    return (loss, lse) if return_lse else loss
+
+
+def _check(logits: Any, targets: Any, weight: Any, options: Options, reduction: Any, inplace: bool, group: Any) -> None:
+    dispatch.check_tensor(_NAME, "logits", logits)
+    if group is not None and os.environ.get("TILEWRIGHT_DEBUG") == "1":
+        from tilewright.ops.cross_entropy.parallel import check_shards
+
+        check_shards(logits, group)  # before anything that one rank alone could stumble over
+    ranks = 1 if group is None else dist.get_world_size(group)
+    vocabulary = ranks * logits.shape[-1] if logits.ndim else 0
+    check_loss(_NAME, logits, vocabulary, targets, "weight", weight, options, reduction)
+    # A compiler decides for itself what is in place.
+    if inplace and logits.requires_grad and not torch.compiler.is_compiling() and dispatch.is_needed(logits):
+        raise ValueError(f"{_NAME}: autograd still needs these logits; leave out inplace=True.")
+
+
+def check_loss(
+    op: str, x: torch.Tensor, vocabulary: int, targets: Any, weight_name: str, weight: Any, options: Options,
+    reduction: Any,
+) -> None:  # fmt: skip
+    """Refuse, with one sentence, targets and options that no loss over `vocabulary` classes can take."""
+    if not 2 <= vocabulary <= _LARGEST:
+        raise ValueError(f"{op}: the vocabulary, of {vocabulary}, must be of 2 to {_LARGEST} classes.")
+    if not isinstance(targets, torch.Tensor) or targets.dtype not in _TARGETS:
+        kind = targets.dtype if isinstance(targets, torch.Tensor) else type(targets).__name__
+        raise TypeError(f"{op}: targets are {kind}; give class indices as an int64 or int32 tensor.")
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(f"{op}: targets have shape {tuple(targets.shape)}, but {tuple(x.shape[:-1])} is needed.")
+    if targets.device != x.device:
+        raise ValueError(f"{op}: targets are on {targets.device}, but the rest on {x.device}; move one of them.")
+    dispatch.check_tensor(op, weight_name, weight, torch.Size([vocabulary]), x)
+    if weight is not None and weight.requires_grad:
+        raise ValueError(f"{op}: {weight_name} requires a gradient and gets none; detach it.")
+    ignore_index, smoothing, z_loss, softcap = options
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"{op}: ignore_index is {ignore_index!r}; give a whole number.")
+    if not isinstance(smoothing, (int, float)) or not 0.0 <= smoothing < 1.0:
+        raise ValueError(f"{op}: label_smoothing is {smoothing!r}; it must lie in [0, 1).")
+    for name, value in (("z_loss", z_loss), ("softcap", softcap)):
+        if not isinstance(value, (int, float)) or not 0.0 <= value < float("inf"):
+            raise ValueError(f"{op}: {name} is {value!r}; give a number of at least 0.")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{op}: reduction is {reduction!r}; choose {', '.join(_REDUCTIONS)}.")
+    if os.environ.get("TILEWRIGHT_DEBUG") == "1" and not torch.compiler.is_compiling():
+        bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
+        if bool(bad.any()):
+            raise ValueError(
+                f"{op}: target {targets[bad][0].item()} is not ignore_index {ignore_index} and not in the vocabulary "
+                f"of {vocabulary}."
+            )

@@ -1,0 +1,1 @@
+"""Dropout, residual add and norm in one pass."""

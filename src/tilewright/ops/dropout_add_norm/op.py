@@ -1,0 +1,473 @@
+"""Dropout, residual add and a norm in one pass over memory.
+
+    residual_out = dropout((x + x_bias) * rowscale * layerscale) + dropout(second) + residual
+    out          = norm(residual_out) * weight + bias                                   LayerNorm or RMSNorm
+
+residual_out is rounded to residual_dtype before its norm is taken. x_bias is the bias of the product that made x: its
+gradient, the sum of x's over all rows, comes with those of the norm and takes no pass of its own.
+
+Saved for backward: residual_out, 1/std and mean of every row, weight, x_bias and a 64-bit seed; x only when a scale
+needs its gradient. The dropout mask is never stored: backward draws it again from the seed.
+
+Floor at 2 bytes an element, prenorm: forward reads x and residual, writes out and residual_out: 8 bytes. Backward
+reads two gradients and residual_out, writes two gradients: 10 bytes, or 8 when p = 0 lets one tensor serve as the
+gradient of both x and residual. Arithmetic is far below that on any current GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilewright.plan.cost import dropout_add_norm as cost
+from tilewright.runtime import dispatch
+from tilewright.runtime.philox import draw_seed, drop_threshold, dropout_mask, quantised, split_seed
+
+__all__ = ["cost", "dropout_add_norm", "reference"]
+
+_NAME = "dropout_add_norm"
+_WIDEST = 65536
+HOST_BOUND = 4 * 2**20  # elements up to which PyTorch's own ops run an eager call
+
+
+def reference(
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    second: torch.Tensor | None = None,
+    rowscale: torch.Tensor | None = None,
+    layerscale: torch.Tensor | None = None,
+    x_bias: torch.Tensor | None = None,
+    p: float = 0.0,
+    eps: float = 1e-5,
+    norm: str = "layer",
+    zero_centered: bool = False,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    masks: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, residual_out) in plain PyTorch: the definition. `masks` names the elements that dropout keeps."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    p = quantised(p)
+    if masks is None:
+        masks = _draw_masks(x, second, p)
+    z = x.to(compute)
+    if x_bias is not None:
+        z = z + x_bias.to(compute)
+    if rowscale is not None:
+        z = z * rowscale.to(compute).unsqueeze(-1)
+    if layerscale is not None:
+        z = z * layerscale.to(compute)
+    if p > 0.0:
+        z = torch.where(masks[0], z / (1.0 - p), 0.0)
+    if second is not None:
+        branch = second.to(compute)
+        z = z + (torch.where(masks[1], branch / (1.0 - p), 0.0) if p > 0.0 else branch)
+    if residual is not None:
+        z = z + residual.to(compute)
+    residual_out = z.to(residual_dtype or (x if residual is None else residual).dtype)
+    if residual_out is x:  # nothing to add and nothing to round: still a tensor of its own
+        residual_out = x.clone()
+    z = residual_out.to(compute)
+    if norm == "layer":
+        z = z - z.mean(-1, keepdim=True)
+    out = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        out = out * (weight.to(compute) + 1.0 if zero_centered else weight.to(compute))
+    if bias is not None:
+        out = out + bias.to(compute)
+    return out.to(out_dtype or x.dtype), residual_out
+
+
+def _draw_masks(x: torch.Tensor, second: torch.Tensor | None, p: float) -> list[torch.Tensor]:
+    return [torch.rand(x.shape, device=x.device) >= p for _ in range(0 if p == 0.0 else 1 if second is None else 2)]
+
+
+def _forward(
+    x: torch.Tensor,
+    second: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    rowscale: torch.Tensor | None,
+    layerscale: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    x_bias: torch.Tensor | None,
+    seed: torch.Tensor | int | None,
+    p: float,
+    eps: float,
+    rms: bool,
+    zero_centered: bool,
+    residual_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, residual_out, statistics); statistics holds 1/std and, for LayerNorm, the mean of every row."""
+    inputs = dispatch.packed((x, second, residual, rowscale, layerscale, weight, bias, x_bias))
+    width = x.shape[-1]
+    rows = x.numel() // width
+    out = torch.empty_like(inputs[0], dtype=out_dtype)
+    residual_out = torch.empty_like(inputs[0], dtype=residual_dtype)
+    statistics = x.new_empty((1 if rms else 2, rows), dtype=_statistics_dtype(x))
+    if rows:
+        seed_tensor, seed_value = split_seed(seed, x.device)
+        tensors = (*inputs, seed_tensor, out, residual_out)
+        from tilewright.ops.dropout_add_norm.launch import forward_launch
+
+        tile_rows, together, launch = forward_launch(
+            x.device, width, dispatch.dtypes(tensors), rms, zero_centered, p > 0.0
+        )
+        scalars = (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p), eps)
+        programs = -(-rows // (tile_rows * together)) * together
+        launch((programs, 1), (*tensors, statistics), scalars)
+    return out, residual_out, statistics
+
+
+def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _backward(
+    dout: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+    z: torch.Tensor,
+    x: torch.Tensor | None,
+    rowscale: torch.Tensor | None,
+    layerscale: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    x_bias: torch.Tensor | None,
+    statistics: torch.Tensor,
+    seed: torch.Tensor | int | None,
+    p: float,
+    rms: bool,
+    zero_centered: bool,
+    x_dtype: torch.dtype,
+    needs: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """The gradients of x, second, residual, rowscale, layerscale, weight, bias and x_bias, those that are needed."""
+    inputs = dispatch.packed((dout, dresidual_out, z, x, rowscale, layerscale, weight, x_bias))
+    z = inputs[2]
+    seed_tensor, seed_value = split_seed(seed, z.device)
+    width = z.shape[-1]
+    rows = z.numel() // width
+    from tilewright.ops.dropout_add_norm.launch import backward_plan
+
+    plan = backward_plan(
+        z.device, width, dispatch.dtypes(inputs), statistics.dtype, x_dtype, tuple(needs),
+        rms, zero_centered, p > 0.0,
+    )  # fmt: skip
+    programs = max(1, min(-(-rows // plan.rows), plan.programs))  # with no rows, one writes zeros
+    programs = -(-programs // plan.together) * plan.together
+    dx = torch.empty_like(z, dtype=x_dtype) if needs[0] else None
+    dsecond = torch.empty_like(z, dtype=x_dtype) if needs[1] else None
+    dresidual = torch.empty_like(z) if needs[2] else None
+    drowscale = z.new_empty((plan.slices, rows), dtype=statistics.dtype) if needs[3] else None
+    parameters = [
+        torch.empty_like(parameter) if need and parameter is not None else None
+        for parameter, need in zip((layerscale, weight, weight, x_bias), needs[4:], strict=True)
+    ]
+    partials = z.new_empty((4, programs, width), dtype=statistics.dtype)
+    sums = [None if parameter is None else partials[i] for i, parameter in enumerate(parameters)]
+    row_sums = None
+    if plan.row_sums is not None:
+        row_sums = z.new_empty((2, rows), dtype=statistics.dtype)
+        if rows:
+            plan.row_sums((rows, 1), (inputs[0], z, inputs[6], statistics, row_sums), (rows,))
+    plan.main(
+        (programs, plan.slices),
+        (*inputs, statistics, row_sums, seed_tensor, dx, dsecond, dresidual, drowscale, *sums),
+        (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p)),
+    )
+    if any(needs[4:]):
+        plan.add_partials((-(-width // plan.band), 4), (partials, *parameters), (programs,))
+    if drowscale is not None and rowscale is not None:
+        drowscale = drowscale.sum(0).to(rowscale.dtype).reshape(z.shape[:-1])
+    return [dx, dsecond, dresidual, drowscale, *parameters]
+
+
+# Autograd. Both ways in, the light eager one and the registered one, save and differentiate by the same two functions.
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, _, _, rowscale, layerscale, weight, _, x_bias, seed, p, _, rms, zero_centered, _, _ = inputs
+    needs = ctx.needs_input_grad
+    seed_tensor, seed_value = (seed, None) if isinstance(seed, torch.Tensor) else (None, seed)
+    kept_x = x if needs[3] or needs[4] else None
+    kept_bias = x_bias if kept_x is not None or needs[7] else None
+    ctx.save_for_backward(output[1], kept_x, rowscale, layerscale, weight, kept_bias, output[2], seed_tensor)
+    # With nothing between x and the sum, the gradients of the summands are the same numbers: one tensor serves all.
+    shared = p == 0.0 and rowscale is None and layerscale is None and x.dtype == output[1].dtype
+    wanted = (any(needs[:3]), False, False, *needs[3:8]) if shared else needs[:8]
+    ctx.options = (seed_value, p, rms, zero_centered, x.dtype, wanted, shared)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, backward: Any, dout: Any, dresidual_out: Any) -> tuple[torch.Tensor | None, ...]:
+    z, x, rowscale, layerscale, weight, x_bias, statistics, seed = ctx.saved_tensors
+    seed_value, p, rms, zero_centered, x_dtype, wanted, shared = ctx.options
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`.")
+    if dout is None:
+        if dresidual_out is None:
+            return (None,) * 15
+        dout = torch.zeros(z.shape, dtype=x_dtype, device=z.device)
+    dx, dsecond, dresidual, *rest = backward(
+        dout, dresidual_out, z, x, rowscale, layerscale, weight, x_bias, statistics,
+        seed_value if seed is None else seed, p, rms, zero_centered, x_dtype, wanted,
+    )  # fmt: skip
+    if shared:
+        needs = ctx.needs_input_grad
+        dx, dsecond, dresidual = (dx if need else None for need in needs[:3])
+    return dx, dsecond, dresidual, *rest, *(None,) * 7
+
+
+def _foresee_backward(ctx: Any, out: torch.Tensor) -> None:
+    """Backward of one row, with a gradient of the sum and without, for `dispatch.rehearse`."""
+    z, x, rowscale, layerscale, weight, x_bias, statistics, seed = ctx.to_save
+    seed_value, p, rms, zero_centered, x_dtype, wanted, _ = ctx.options
+    out, z, x = (dispatch.one_row(t) for t in (out, z, x))
+    rowscale = None if rowscale is None else rowscale.reshape(-1)[:1]
+    for dresidual_out in (z, None):
+        _backward(
+            out, dresidual_out, z, x, rowscale, layerscale, weight, x_bias, statistics[:, :1],
+            seed_value if seed is None else seed, p, rms, zero_centered, x_dtype, wanted,
+        )  # fmt: skip
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        launches = dispatch.Launch.firsts
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        if dispatch.Launch.firsts != launches and any(ctx.needs_input_grad):
+            dispatch.rehearse(_foresee_backward, ctx, output[0])
+        return output[:2]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dresidual_out: Any) -> Any:
+        return _differentiate(ctx, _backward, dout, dresidual_out)
+
+
+_eager = dispatch.eager(_Function)
+
+
+@torch.library.custom_op(
+    "tilewright::dropout_add_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? second, Tensor? residual, Tensor? rowscale, Tensor? layerscale, Tensor? weight, "
+    "Tensor? bias, Tensor? x_bias, Tensor? seed, float p, float eps, bool rms, bool zero_centered, "
+    "ScalarType residual_dtype, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+)
+def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    return _forward(*inputs)
+
+
+@dispatch.fake_of(_registered)
+def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    x, rms, residual_dtype, out_dtype = inputs[0], inputs[11], inputs[13], inputs[14]
+    return (
+        torch.empty(x.shape, dtype=out_dtype, device=x.device),
+        torch.empty(x.shape, dtype=residual_dtype, device=x.device),
+        torch.empty((1 if rms else 2, x.numel() // x.shape[-1]), dtype=_statistics_dtype(x), device=x.device),
+    )
+
+
+@torch.library.custom_op(
+    "tilewright::dropout_add_norm_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor? dresidual_out, Tensor z, Tensor? x, Tensor? rowscale, Tensor? layerscale, "
+    "Tensor? weight, Tensor? x_bias, Tensor statistics, Tensor? seed, float p, bool rms, bool zero_centered, "
+    "ScalarType x_dtype, bool[] needs) -> Tensor[]",
+)
+def _registered_backward(*inputs: Any) -> list[torch.Tensor]:
+    # A registered op cannot return None: an empty tensor stands for a gradient nobody asked for.
+    return [inputs[2].new_empty(0) if gradient is None else gradient for gradient in _backward(*inputs)]
+
+
+@dispatch.fake_of(_registered_backward)
+def _(*inputs: Any) -> list[torch.Tensor]:
+    z, rowscale, layerscale, weight, x_bias, x_dtype, needs = (inputs[i] for i in (2, 4, 5, 6, 7, 13, 14))
+    like = [(z.shape, x_dtype), (z.shape, x_dtype), (z.shape, z.dtype)]
+    parameters = (rowscale, layerscale, weight, weight, x_bias)
+    like += [(t.shape, t.dtype) if t is not None else (0, z.dtype) for t in parameters]
+    return [
+        torch.empty(shape if need else 0, dtype=dtype if need else z.dtype, device=z.device)
+        for (shape, dtype), need in zip(like, needs, strict=True)
+    ]
+
+
+def _registered_differentiate(ctx: Any, dout: Any, dresidual_out: Any, _: Any) -> Any:
+    def backward(*inputs: Any) -> list[torch.Tensor | None]:
+        gradients = _registered_backward(*inputs)
+        return [gradient if need else None for gradient, need in zip(gradients, inputs[-1], strict=True)]
+
+    return _differentiate(ctx, backward, dout, dresidual_out)
+
+
+_registered.register_autograd(
+    _registered_differentiate, setup_context=lambda ctx, inputs, output: _save(ctx, inputs, output)
+)
+
+
+def dropout_add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    second: torch.Tensor | None = None,
+    rowscale: torch.Tensor | None = None,
+    layerscale: torch.Tensor | None = None,
+    x_bias: torch.Tensor | None = None,
+    p: float = 0.0,
+    eps: float = 1e-5,
+    norm: str = "layer",
+    zero_centered: bool = False,
+    prenorm: bool = False,
+    residual_dtype: torch.dtype | None = None,
+    return_mask: bool = False,
+) -> Any:
+    """Dropout, residual add and LayerNorm or RMSNorm, fused.
+
+    Computes ``residual_out = dropout((x + x_bias) * rowscale * layerscale) + dropout(second) + residual`` and
+    ``out = norm(residual_out) * weight + bias``.
+
+    Args:
+        x: the branch's output, any shape ``(..., width)`` with width from 1 to 65,536.
+        residual: the residual stream, same shape, in its own dtype (float32 beside bfloat16 activations works).
+        weight, bias: ``(width,)``, of one dtype, which may differ from that of x.
+        second: a second branch for parallel residual blocks, same shape and dtype as x; it has its own dropout mask
+            and takes no scale.
+        rowscale: one factor a row, shape ``x.shape[:-1]`` (stochastic depth).
+        layerscale: one factor a column, shape ``(width,)``.
+        x_bias: one summand a column, shape ``(width,)``: the bias of the matmul that made x, left out there. Its
+            gradient, a sum over all rows, then costs no pass over x's. Not for a residual of 16 bits: x is rounded by
+            then, its sum with the residual is often a tie, and a bias of any size decides it.
+        p: dropout probability in [0, 1), rounded to a multiple of 2**-16; 0 draws nothing. There is no training flag:
+            pass 0 to evaluate. The mask follows ``torch.manual_seed`` and is drawn again, not stored, for backward.
+        norm: ``"layer"`` or ``"rms"``.
+        zero_centered: the weight is stored as its distance from one (RMSNorm).
+        prenorm: also return ``residual_out``.
+        residual_dtype: dtype of ``residual_out`` where no residual is given; default: that of x.
+        return_mask: also return the boolean mask of what dropout kept, and that of `second` behind it.
+
+    Returns:
+        ``out``, in autocast's dtype inside ``torch.autocast``, else in that of x; or a tuple ``(out, residual_out,
+        mask, second_mask)`` of the parts asked for, in this order.
+
+    >>> import torch
+    >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    >>> out, new_residual = dropout_add_norm(x, residual, torch.ones(8), p=0.1, prenorm=True)
+    >>> out.shape, torch.allclose(out.mean(-1), torch.zeros(2, 3), atol=1e-5)
+    (torch.Size([2, 3, 8]), True)
+    """
+    if second is rowscale is layerscale is None is residual_dtype and not (zero_centered or return_mask):
+        outputs = _by_torch(x, residual, weight, bias, x_bias, p, eps, norm)
+        if outputs is not None:
+            return outputs if prenorm else outputs[0]
+    _check(x, residual, weight, bias, second, rowscale, layerscale, x_bias, p, eps, norm, zero_centered, residual_dtype)
+    p = quantised(p)
+    if residual_dtype is None:
+        residual_dtype = (x if residual is None else residual).dtype
+    kind = x.device.type
+    autocast = x.dtype != torch.float64 and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    out_dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+    traced = dispatch.is_traced(x, second, residual, rowscale, layerscale, weight, bias, x_bias)
+    masks: list[torch.Tensor] = []
+    if dispatch.runs_kernel(x):
+        seed = draw_seed(x, as_tensor=traced) if p > 0.0 else None
+        out, residual_out, *_ = (_registered if traced else _eager)(
+            x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed,
+            p, eps, norm == "rms", zero_centered, residual_dtype, out_dtype,
+        )  # fmt: skip
+        if return_mask:
+            masks = [dropout_mask(x, seed, p, stream) for stream in range(1 if second is None else 2)]
+    else:
+        masks = _draw_masks(x, second, p)
+        out, residual_out = reference(
+            x, residual, weight, bias, second=second, rowscale=rowscale, layerscale=layerscale, x_bias=x_bias, p=p,
+            eps=eps, norm=norm, zero_centered=zero_centered, residual_dtype=residual_dtype, out_dtype=out_dtype,
+            masks=masks,
+        )  # fmt: skip
+        if return_mask and p == 0.0:
+            masks = [dropout_mask(x, None, p, 0)] * (1 if second is None else 2)
+    if not prenorm and not return_mask:
+        return out
+    return (out, *((residual_out,) if prenorm else ()), *(masks if return_mask else ()))
+
+
+def _by_torch(
+    x: Any, residual: Any, weight: Any, bias: Any, x_bias: Any, p: float, eps: float, norm: str
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The same by PyTorch's own ops, where they do it sooner: a small, plain call with the host in the way; else None.
+
+    Up to some 4 million elements the device idles most of the time, and what counts is the host. There, three ops
+    whose backward is C++ take less of it than one whose backward is Python. A compiler or a captured graph takes the
+    host out of the way, so under those the kernel runs at every size; so it does with dropout, whose mask must not
+    depend on who draws it. This runs before the arguments are checked, and is as short as it can be: it looks at what
+    PyTorch would take and we would not, and leaves the rest to PyTorch.
+    """
+    if torch.compiler.is_dynamo_compiling() or type(x) not in dispatch.PLAIN or not x.is_cuda or x.numel() > HOST_BOUND:
+        return None
+    try:
+        shape, dtype = x.shape, x.dtype
+        if (
+            residual.dtype is not dtype
+            or residual.shape != shape
+            or not (x_bias is None or (x_bias.shape == shape[-1:] and x_bias.dtype is dtype))
+            or not (p == 0.0 and eps >= 0.0)
+            or (bias is not None and (weight is None or norm != "layer"))
+            or torch.is_autocast_enabled()
+            or dispatch.kernels_are_forced()
+            or (torch._C._len_torch_dispatch_stack() and dispatch.has_mode())
+            or torch._C._cuda_isCurrentStreamCapturing()
+        ):
+            return None
+        if x_bias is not None:
+            x = x + x_bias
+        total = x + residual  # in place it takes autograd longer
+        width = (shape[-1],)  # a slice of a shape takes three times as long
+        if norm == "layer":
+            return torch.layer_norm(total, width, weight, bias, eps), total
+        return (torch.rms_norm(total, width, weight, eps), total) if norm == "rms" else None
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return None  # the checks will say why
+
+
+def _check(
+    x: Any, residual: Any, weight: Any, bias: Any, second: Any, rowscale: Any, layerscale: Any, x_bias: Any,
+    p: Any, eps: Any, norm: Any, zero_centered: bool, residual_dtype: Any,
+) -> None:  # fmt: skip
+    dispatch.check_tensor(_NAME, "x", x)
+    shape = x.shape
+    width = shape[-1] if shape else 0
+    if not 1 <= width <= _WIDEST:
+        raise ValueError(f"{_NAME}: x has shape {tuple(shape)}; its last dimension must be 1 to {_WIDEST} wide.")
+    dispatch.check_probability(_NAME, p)
+    dispatch.check_eps(_NAME, eps)
+    if norm not in ("layer", "rms"):
+        raise ValueError(f"{_NAME}: norm is {norm!r}; choose 'layer' or 'rms'.")
+    dispatch.check_tensor(_NAME, "residual", residual, shape, x)
+    dispatch.check_tensor(_NAME, "second", second, shape, x)
+    dispatch.check_tensor(_NAME, "weight", weight, shape[-1:], x)
+    dispatch.check_tensor(_NAME, "bias", bias, shape[-1:], x)
+    dispatch.check_tensor(_NAME, "layerscale", layerscale, shape[-1:], x)
+    dispatch.check_tensor(_NAME, "x_bias", x_bias, shape[-1:], x)
+    dispatch.check_tensor(_NAME, "rowscale", rowscale, shape[:-1], x)
+    if second is not None and second.dtype != x.dtype:
+        raise TypeError(f"{_NAME}: second is {second.dtype}, but x is {x.dtype}; convert one of them.")
+    if bias is not None and (weight is None or weight.dtype != bias.dtype):
+        raise TypeError(f"{_NAME}: a bias needs a weight of the same dtype, {bias.dtype}.")
+    if zero_centered and (norm != "rms" or weight is None):
+        raise ValueError(f"{_NAME}: zero_centered needs norm='rms' and a weight.")
+    if residual_dtype is None:
+        return
+    if residual_dtype not in dispatch.FLOATS or (residual_dtype == torch.float64) != (x.dtype == torch.float64):
+        raise TypeError(
+            f"{_NAME}: residual_dtype is {residual_dtype}; choose a floating-point dtype, float64 only for x."
+        )
+    if residual is not None and residual_dtype != residual.dtype:
+        raise TypeError(f"{_NAME}: residual_dtype is {residual_dtype}, but residual is {residual.dtype}; leave it out.")

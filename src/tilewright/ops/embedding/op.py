@@ -1,0 +1,167 @@
+"""Token and position embeddings: one pass, rounded once.
+
+    out[..., s, :] = weight[tokens[..., s]] + position[s]                                rounded to dtype
+    dweight[v]     = sum of dout over the tokens that are v                              in float32
+    dposition[s]   = sum of dout over all but the sequence                               in float32
+
+PyTorch takes three ops and four passes over the result for the first line, and widens dout before it adds any of it up.
+Here tokens are sorted in backward, and the rows of one token lie side by side: each is read once and added up in
+float32, in an order that is the same on every run.
+
+A table that is the output layer's weight too gets two gradients. `tied_embedding` hands the table on to whoever
+multiplies by it, and adds its own sums to the rows of the gradient that comes back: no second gradient is made, which
+would be zeros but for the rows that have tokens, to be added to the first.
+
+Saved for backward: the tokens.
+
+Floor: forward reads a row of the table and writes one of the result for each token; backward reads dout twice, once for
+each table, and writes both tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.runtime import dispatch
+
+__all__ = ["embedding", "reference", "tied_embedding"]
+
+_NAME = "embedding"
+_ONCE = "embedding has no second derivative: leave out create_graph=True, or use torch.nn.functional.embedding."
+HOST_BOUND = 4 * 2**20  # elements of the result up to which PyTorch's own ops run an eager call,
+_FEW = 1024  # of so many tokens at most: their kernel for a few reads all tokens for each column
+_TIED = 65536  # the same where the table's other gradient would have to be added
+
+Tensor = torch.Tensor
+
+
+def reference(
+    tokens: Tensor, weight: Tensor, position: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Token and position embeddings in plain PyTorch: the definition."""
+    x = torch.nn.functional.embedding(tokens, weight)
+    if position is not None:
+        length = tokens.shape[-1]
+        x = x + (position if len(position) == length else position[:length])
+    return x if dtype is None else x.to(dtype)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, position: Tensor | None, dtype: torch.dtype) -> Any:
+        from tilewright.ops.embedding import kernels
+
+        flat, table, places = dispatch.packed((tokens.reshape(-1), weight, position))
+        ctx.save_for_backward(flat)
+        ctx.tables = [None if t is None else (t.shape, t.dtype) for t in (weight, position)]
+        ctx.set_materialize_grads(False)
+        launches = dispatch.Launch.firsts
+        out = kernels.gather(flat, table, places, dtype, tokens.shape)
+        if dispatch.Launch.firsts != launches and ctx.needs_input_grad[1]:  # as of a table that is tied
+            some = out.reshape(-1, out.shape[-1])[:32]
+            dispatch.rehearse(kernels.scatter, flat[:32], some, len(weight), weight.dtype, table)
+        return out, weight
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dtied: Any) -> Any:
+        from tilewright.ops.embedding import kernels
+
+        if torch.is_grad_enabled():
+            raise RuntimeError(_ONCE)
+        if dout is None:
+            return None, dtied, None, None
+        (tokens,) = ctx.saved_tensors
+        dweight = dposition = None
+        if ctx.needs_input_grad[1]:
+            (classes, width), dtype = ctx.tables[0]
+            (rows,) = dispatch.packed((dout.reshape(-1, width),))
+            dweight = kernels.scatter(tokens, rows, classes, dtype, dispatch.packed((dtied,))[0])
+        if ctx.needs_input_grad[2]:
+            (length, width), dtype = ctx.tables[1]
+            sequence = dout.shape[-2]
+            batch = len(tokens) // max(1, sequence)
+            summed = dout.reshape(batch, sequence, width).sum(0, dtype=dispatch.compute_dtype(dout)).to(dtype)
+            dposition = (
+                summed if sequence == length else torch.cat((summed, summed.new_zeros(length - sequence, width)))
+            )
+        return None, dweight, dposition, None
+
+
+_eager = dispatch.eager(_Function)
+
+
+def embedding(
+    tokens: Tensor, weight: Tensor, position: Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``weight[tokens] + position[:sequence]``, rounded to `dtype` once.
+
+    Args:
+        tokens: ``(..., sequence)``, int64 or int32. A token outside of the table gives NaN where kernels run, and
+            PyTorch's error elsewhere.
+        weight: ``(vocabulary, width)``.
+        position: ``(at least sequence, width)``, of the weight's dtype; None for none.
+        dtype: of the result; left out, the weight's.
+
+    Under ``torch.compile`` and for few tokens this is plain PyTorch.
+
+    >>> import torch
+    >>> weight, position = torch.randn(10, 4), torch.randn(6, 4)
+    >>> embedding(torch.tensor([[1, 2, 3]]), weight, position).shape
+    torch.Size([1, 3, 4])
+    """
+    _check(tokens, weight, position, dtype)
+    most = min(_FEW, HOST_BOUND // max(1, weight.shape[1]))
+    return _look_up(tokens, weight, position, dtype, most)[0]
+
+
+def tied_embedding(
+    tokens: Tensor, weight: Tensor, position: Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`embedding`, and the weight, to be used in one product and nowhere else: the gradient that comes back for it is
+    written to.
+
+    So that gradient must be nobody else's, as those of `torch.nn.functional.linear` and of this package are. Of a sum,
+    `weight + low_rank` say, it is the other summand's too; which is why this is not for everybody.
+
+    >>> import torch
+    >>> weight = torch.randn(10, 4)
+    >>> x, head = tied_embedding(torch.tensor([[1, 2, 3]]), weight)
+    >>> torch.nn.functional.linear(x, head).shape
+    torch.Size([1, 3, 10])
+    """
+    _check(tokens, weight, position, dtype)
+    return _look_up(tokens, weight, position, dtype, min(_TIED, HOST_BOUND) // max(1, weight.shape[1]))
+
+
+def _look_up(
+    tokens: Tensor, weight: Tensor, position: Tensor | None, dtype: torch.dtype | None, most: int
+) -> tuple[Tensor, Tensor]:
+    """The embeddings and the table; up to `most` tokens of an eager call are left to PyTorch's own ops."""
+    host_bound = dispatch.is_host_bound(tokens, most, weight, position)
+    if host_bound or not dispatch.runs_kernel(weight) or dispatch.is_traced(tokens, weight, position):
+        return reference(tokens, weight, position, dtype), weight
+    x, alias = _eager(tokens, weight, position, dtype or weight.dtype)
+    if not weight.requires_grad:  # the alias would have a gradient for the position's sake
+        return x, weight
+    return x, alias
+
+
+def _check(tokens: Any, weight: Any, position: Any, dtype: Any) -> None:
+    dispatch.check_tensor(_NAME, "weight", weight)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise ValueError(f"{_NAME}: weight must be a matrix, vocabulary by width.")
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32) or not tokens.ndim:
+        raise TypeError(f"{_NAME}: tokens must be an int64 or int32 tensor of at least one dimension.")
+    if tokens.device != weight.device:
+        raise ValueError(f"{_NAME}: tokens are on {tokens.device}, but weight is on {weight.device}; move one of them.")
+    if dtype is not None and dtype not in dispatch.FLOATS:
+        raise TypeError(f"{_NAME}: dtype is {dtype}; choose a floating-point one.")
+    if position is None:
+        return
+    dispatch.check_tensor(_NAME, "position", position, torch.Size((len(position), weight.shape[1])), weight)
+    if position.dtype != weight.dtype:
+        raise TypeError(f"{_NAME}: position is {position.dtype}, but weight is {weight.dtype}; convert one of them.")
+    if len(position) < tokens.shape[-1]:
+        raise ValueError(f"{_NAME}: {tokens.shape[-1]} tokens are more than the {len(position)} positions.")

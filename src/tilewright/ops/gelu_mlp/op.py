@@ -1,0 +1,232 @@
+"""Two products with a GELU between them, the GELU on the way out of the products: no pass of its own over memory.
+
+    z    = x @ up^T + up_bias                    never in memory
+    a    = gelu(z), s = gelu'(z)                 both stored by the kernel that computes z
+    y    = a @ down^T + down_bias
+    dz   = (dy @ down) * s                       by the kernel of that product, which sums up the bias's gradient
+
+The derivative is computed in forward, from z in float32, and stored in its place: beside the exponential that the GELU
+takes anyway it is a few instructions, while in backward it would take longer than the product that it has to hide
+behind. It is rounded to 16 bits (times 7/8, for the better), but what it multiplies is not; plain PyTorch rounds that,
+and z: its error is the larger one.
+
+Lean, z is kept in 16 bits and neither a nor s: both are computed once more on the way out of backward's product, which
+stores a again. Half as much lies between forward and backward, and nothing makes a pass of its own; that the kernel
+takes longer than its product is the price, the lower the wider the model.
+
+`runtime/cuda/gemm.cu` has the kernels, for bfloat16 on a Hopper. Everything else is `linear`, `bias_gelu`, `linear`.
+
+Saved for backward: x, a, s (lean: x, z), and both weights in the dtype of the products.
+
+Floor: that of the products, 2 forward and 4 backward, each of 2 x tokens x width x inner FLOPs.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tilewright.measure import work
+from tilewright.ops.activation.op import bias_gelu
+from tilewright.ops.linear.op import WORTH_PADDING, is_worth_padding, linear, pad
+from tilewright.plan.cost import Cost, product
+from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc
+
+__all__ = ["cost", "fused_gelu_mlp", "gelu_mlp", "reference"]
+
+_NAME = "gelu_mlp"
+HOST_BOUND = 4 * 2**20  # elements between the matmuls up to which PyTorch's own ops run an eager call
+_ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
+_linear: Any = sys.modules["tilewright.ops.linear.op"]  # the module; its name in the package is the function's
+
+Tensor = torch.Tensor
+
+
+def cost(tokens: int, width: int, inner: int, *, element_bytes: int = 2, backward: bool = False) -> Cost:
+    """The products; between them two tensors of the inner width are written, and in backward read.
+
+    >>> cost(1, 2, 8).flops, cost(1, 2, 8, backward=True).flops
+    (64, 128)
+    """
+    up, down = (product(tokens, *shape, element_bytes=element_bytes) for shape in ((inner, width), (width, inner)))
+    between = element_bytes * tokens * inner
+    if not backward:
+        written = up.bytes_written + between + down.bytes_written
+        return Cost(up.flops + down.flops, up.bytes_read + down.bytes_read, written)
+    # Read: dy twice, x, both weights, activations and slopes; dz is written and read twice. Written: the gradients.
+    weights, outer = element_bytes * width * inner, element_bytes * tokens * width
+    return Cost(2 * (up.flops + down.flops), 3 * outer + 2 * weights + 4 * between, outer + 2 * weights + between)
+
+
+def reference(
+    x: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None = None,
+    *, approximate: str = "tanh",
+) -> Tensor:  # fmt: skip
+    """The definition in plain PyTorch."""
+    return F.linear(F.gelu(F.linear(x, up, up_bias), approximate=approximate), down, down_bias)
+
+
+def _value(x: Tensor, up: Tensor, bias: Tensor | None, lean: bool) -> tuple[Tensor, Tensor]:
+    """gelu(x @ up^T + bias) and its derivative, or lean what it is the GELU of; `bias` is in float32."""
+    (rows, inner), columns = x.shape, up.shape[0]
+    out, kept = (x.new_empty((rows, columns)) for _ in range(2))
+    with work.launching(f"tilewright::{_NAME}.value", (x, up, bias, out, kept), 2.0 * x.numel() * columns):
+        maps = (
+            nvrtc.tensor_map(x, 64, 128), nvrtc.tensor_map(up, 64, hopper.COLUMNS // 2),
+            nvrtc.tensor_map(kept, 32, 128), nvrtc.tensor_map(out, 32, 128),
+        )  # fmt: skip
+        hopper.start(f"{_NAME}_{'lean_' * lean}value", maps, bias, (rows, columns, inner), x.device)
+    return out, kept
+
+
+def _gradient(dy: Tensor, down: Tensor, kept: Tensor, lean: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dy @ down) * slope, its sum over the rows, the latter in float32, and lean the GELU again."""
+    from tilewright.ops.linear.kernels import add_up
+
+    (rows, inner), columns = dy.shape, down.shape[1]
+    out, value = torch.empty_like(kept), torch.empty_like(kept) if lean else None
+    sums = dy.new_empty((-(-rows // hopper.PAIR_ROWS) * 2, columns), dtype=torch.float32)
+    tensors = (dy, down, kept, value, out, sums)
+    with work.launching(f"tilewright::{_NAME}.gradient", tensors, 2.0 * dy.numel() * columns):
+        wide = 32 if lean else 64  # columns of what is kept that are copied at a time
+        maps = (
+            nvrtc.tensor_map(dy, 64, 128), nvrtc.tensor_map(down, 64, 32),
+            *[nvrtc.tensor_map(tensor, wide, 128) for tensor in (kept, value, out) if tensor is not None],
+        )  # fmt: skip
+        hopper.start(f"{_NAME}_{'lean_' * lean}gradient", maps, sums, (rows, columns, inner), dy.device)
+    return out, add_up(sums), value
+
+
+class _Function(torch.autograd.Function):
+    """Each weight comes twice: the parameter, which gets the gradient, and what it is in the dtype of the products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor | None, up_cast: Tensor, down: Tensor,
+        down_bias: Tensor | None, down_cast: Tensor, lean: bool,
+    ) -> Tensor:  # fmt: skip
+        tokens = _linear._matrix(x)
+        bias = None if up_bias is None else dispatch.packed((up_bias.detach().float(),))[0]
+        up_cast = _linear._matrix(up_cast)
+        activated, kept = _value(tokens, up_cast, bias, lean)
+        from tilewright.ops.linear.kernels import foresee_add_up
+
+        foresee_add_up(x.device, activated.shape[1])
+        y: Tensor = _linear._forward(activated.view(*x.shape[:-1], -1), down, down_bias, down_cast)
+        ctx.save_for_backward(x, None if lean else activated, kept, up_cast, down_cast)
+        layers = (up, up_bias), (down, down_bias)
+        ctx.full = [[t is not None and t.dtype == torch.float32 for t in layer] for layer in layers]
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_ONCE)
+        if dy is None:
+            return (None,) * 8
+        x, activated, kept, up_cast, down_cast = ctx.saved_tensors
+        needs_x, needs_up, needs_up_bias, _, needs_down, needs_down_bias, *_ = ctx.needs_input_grad
+        rows, dup_bias = _linear._matrix(dy), None
+        kept = dispatch.packed((kept,))[0]
+        dz, sums, again = _gradient(rows, _linear._matrix(down_cast), kept, lean=activated is None)
+        _, ddown, ddown_bias = _linear._backward(
+            rows, activated if again is None else again, down_cast, ctx.full[1], [False, needs_down, needs_down_bias]
+        )
+        del activated, again
+        if needs_up_bias:
+            dup_bias = sums.to(torch.float32 if ctx.full[0][1] else dy.dtype)
+        dx, dup, _ = _linear._backward(dz, x, up_cast, ctx.full[0], [needs_x, needs_up, False])
+        return dx, dup, dup_bias, None, ddown, ddown_bias, None, None
+
+
+_eager = dispatch.eager(_Function)
+
+
+def gelu_mlp(
+    x: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None = None,
+    *, approximate: str = "tanh",
+) -> Tensor:  # fmt: skip
+    """``linear(gelu(linear(x, up, up_bias)), down, down_bias)``, whose GELU makes no pass of its own over memory.
+
+    Args:
+        x: ``(..., width)``.
+        up: ``(inner, width)``, of x's dtype, or of float32 under ``torch.autocast``; gradients of parameters are then
+            computed in float32.
+        up_bias: ``(inner,)``, likewise.
+        down: ``(width out, inner)``, likewise.
+        down_bias: ``(width out,)``, likewise.
+        approximate: ``"tanh"`` or ``"none"``, as in ``torch.nn.functional.gelu``.
+
+    Fused are bfloat16 and the GELU by tanh on a Hopper GPU (H100, H200), where all widths are multiples of 8, a product
+    has at least 20 GFLOP, both weights are trained and torch has its NVRTC; everything else, and under torch.compile
+    all, is `linear`, `bias_gelu`, `linear`.
+
+    >>> import torch
+    >>> x, up, down = torch.randn(2, 3, 8), torch.randn(32, 8), torch.randn(8, 32)
+    >>> torch.allclose(gelu_mlp(x, up, None, down), reference(x, up, None, down), atol=1e-4)
+    True
+    """
+    _check(x, up, up_bias, down, down_bias, approximate)
+    if 2 * x.numel() * len(up) < WORTH_PADDING:  # nor is any matmul worth a kernel of ours
+        most = HOST_BOUND * x.shape[-1] // max(1, len(up))
+        if dispatch.is_host_bound(x, most, up, up_bias, down, down_bias):
+            return reference(x, up, up_bias, down, down_bias, approximate=approximate)
+    y = fused_gelu_mlp(x, up, up_bias, down, down_bias, approximate=approximate)
+    if y is not None:
+        return y
+    if is_worth_padding(x, up) or is_worth_padding(x, down.t()):
+        biases = [None if bias is None else pad(bias, 0) for bias in (up_bias, down_bias)]
+        padded = pad(x, -1), pad(up, 0, 1), biases[0], pad(down, 0, 1), biases[1]
+        return gelu_mlp(*padded, approximate=approximate)[..., : len(down)].contiguous()
+    return linear(bias_gelu(linear(x, up), up_bias, approximate=approximate), down, down_bias)
+
+
+def fused_gelu_mlp(
+    x: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None = None,
+    *, approximate: str = "tanh", lean: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """`gelu_mlp` where it is fused, else None. Lean, half as much is kept for backward."""
+    _check(x, up, up_bias, down, down_bias, approximate)
+    if not _fits(x, up, down, down_bias, approximate, lean):
+        return None
+    prepared = _linear._prepared(x, up, up_bias)  # which knows whether the first product fits
+    if prepared is None:
+        return None
+    y: Tensor = _eager(*prepared, down, down_bias, _linear._cast(down, torch.bfloat16), lean)
+    return y
+
+
+def _fits(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approximate: str, lean: bool) -> bool:
+    """Whether all but the first product does."""
+    trained = torch.is_grad_enabled() and up.requires_grad and down.requires_grad
+    if approximate != "tanh" or not trained or torch.compiler.is_compiling() or down.shape[0] % 8 or not x.numel():
+        return False
+    for tensor in (x, down, down_bias):
+        if tensor is not None and _linear._dtype(tensor) != torch.bfloat16:
+            return False
+    if type(down) not in dispatch.PLAIN or (down_bias is not None and type(down_bias) not in dispatch.PLAIN):
+        return False
+    large = 2 * (x.numel() // x.shape[-1]) * down.numel() >= cublaslt.WORTH_CHOOSING
+    kind = f"{_NAME}_{'lean_' * lean}"
+    return large and hopper.ready(x.device, f"{kind}value", f"{kind}gradient")
+
+
+def _check(x: Any, up: Any, up_bias: Any, down: Any, down_bias: Any, approximate: str) -> None:
+    """Refuse, with one sentence, what does not fit together."""
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"{_NAME}: approximate is {approximate!r}; choose tanh or none.")
+    dispatch.check_tensor(_NAME, "x", x)
+    if x is None or not x.ndim:
+        raise ValueError(f"{_NAME}: x must be a tensor whose last dimension holds the features.")
+    for name, weight in (("up", up), ("down", down)):
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            raise ValueError(f"{_NAME}: {name} must be a matrix, features out by features in.")
+    inner, out = up.shape[0], down.shape[0]
+    dispatch.check_tensor(_NAME, "up", up, torch.Size((inner, x.shape[-1])), x)
+    dispatch.check_tensor(_NAME, "up_bias", up_bias, torch.Size((inner,)), x)
+    dispatch.check_tensor(_NAME, "down", down, torch.Size((out, inner)), x)
+    dispatch.check_tensor(_NAME, "down_bias", down_bias, torch.Size((out,)), x)

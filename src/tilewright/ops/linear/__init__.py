@@ -1,0 +1,1 @@
+"""Matmul with a bias, by cuBLASLt or a Hopper kernel."""

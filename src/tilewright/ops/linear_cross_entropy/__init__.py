@@ -1,0 +1,1 @@
+"""Classifier and cross-entropy without all logits in memory."""

@@ -1,0 +1,458 @@
+"""The classifier and its cross-entropy, without ever holding all logits.
+
+    logits = x @ weight^T + bias
+    loss   = cross_entropy(logits, targets)          with all of its options
+
+Tokens go in chunks of as many as `memory` has room for. Ignored tokens are computed like all others: how many there are
+the host would have to ask the device, and wait. A chunk's logits are a matmul by the vendor's library, their
+gradient takes their place (`cross_entropy`, in place), and the gradients of x, weight and bias are products with that,
+all in forward. Saved for backward: these gradients, nothing else. Where a gradient has to wait for what comes from
+above (float16, whose range needs the loss scale; reduction="none"), all of it is computed in backward. What is needed
+beside the logits lies in the rows of x's gradient that the last chunk writes, if it fits there until then.
+
+The weight's gradient is a sum over chunks, and between chunks it is kept
+- in float32 where the weight is float32 (also under autocast): the gradient's own memory is the sum;
+- in float32 and in memory of its own, where half of `memory` has room for it;
+- for a bfloat16 weight and large chunks in the gradient's own memory, in a float16 with scales that is three bits finer
+  than bfloat16 (`linear_cross_entropy_kernels`): neither a float32 buffer, of twice the size of the gradient,
+  nor a sum that is rounded to bfloat16 at every chunk; what is added is added in float32;
+- for a float16 weight, for small chunks, where adding up would cost more than the product itself, and where the caller
+  wants no sum in 16 bits (`sum_dtype`): nowhere. A second pass computes the logits again, by columns, and writes each
+  row of the gradient once. Until then the gradient's memory is free, and holds the logits of the first pass.
+
+Floor: three products of 2 x tokens x classes x width FLOPs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tilewright.ops.cross_entropy.op import AHEAD, Options, begin, check_loss, cross_entropy, launch, scale
+from tilewright.ops.cross_entropy.op import reference as loss_of_logits
+from tilewright.ops.linear.op import is_worth_padding, pad
+from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, way_of, without
+from tilewright.plan.cost import linear_cross_entropy as cost
+from tilewright.runtime import cublaslt, dispatch
+
+__all__ = ["cost", "linear_cross_entropy", "reference"]
+
+_NAME = "linear_cross_entropy"
+_ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
+HOST_BOUND = 32 * 2**20  # logits up to which an eager call leaves the matmuls to PyTorch
+_MOST = 512 * 10**6  # bytes of logits at a time, unless told otherwise
+_LEAST = 1024  # tokens at a time, unless told otherwise: the matmuls of fewer do not fill a GPU
+_MANY = 128  # tokens: for fewer it takes longer to copy the weight than to multiply by it as it is
+_MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
+_VECTOR = 8  # classes: 16 bytes of them. A matmul over, or into, another number of them is up to 8 times as slow
+
+Tensor = torch.Tensor
+
+
+def reference(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **options: Any) -> Any:
+    """(loss, lse) in plain PyTorch: the definition."""
+    class_weight = options.pop("class_weight", None)
+    return loss_of_logits(F.linear(x, weight, bias), targets, weight=class_weight, **options)
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """out (+)= left @ right, in float32 where `out` is, whatever the operands are."""
+    # For a sum over tokens, of a transposed `left`, and where there are few tiles and the sum must be split for all
+    # processors to have one, torch's own choice of algorithm is the best there is.
+    suits = left.is_contiguous() and out.is_contiguous() and out.numel() >= _MANY_TILES
+    if suits and not add and out.dtype == left.dtype and cublaslt.product(left, right, out):
+        return
+    if out.dtype == left.dtype:
+        torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
+    elif left.is_cuda:
+        if add:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:
+        product = left.to(out.dtype) @ right.to(out.dtype)
+        out.add_(product) if add else out.copy_(product)
+
+
+def _aligned(classes: int) -> list[slice]:
+    """All classes in whole vectors, and the few behind them."""
+    whole = classes // _VECTOR * _VECTOR
+    return [part for part in (slice(0, whole), slice(whole, classes)) if part.stop > part.start]
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = x @ weight^T + bias."""
+    for part in _aligned(len(weight)):
+        if bias is None:
+            _product(x, weight[part].t(), out[:, part])
+        else:
+            torch.addmm(bias[part], x, weight[part].t(), out=out[:, part])
+
+
+def _gradient_of_x(z: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out = z @ weight. The few classes behind the whole vectors come first: rounded between, they are small."""
+    for number, part in enumerate(reversed(_aligned(len(weight)))):
+        _product(z[:, part], weight[part], out, add=number > 0)
+
+
+def _gradient_of_weight(z: Tensor, x: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """out (+)= z^T @ x."""
+    for part in _aligned(len(out)):
+        _product(z[:, part].t(), x, out[part], add=add)
+
+
+def _run(
+    reduced: bool,
+    upstream: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+    softcap: float,
+    mean: bool,
+    memory: int,
+    exact: bool,
+    wants_lse: bool,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss of each row, or of all where it is `reduced`, log-sum-exp of each row, and the gradients of x, weight and
+    bias, those that are wanted. With an `upstream` the loss was known before, and is not to be used."""
+    from tilewright.ops.linear_cross_entropy import kernels
+
+    options = Options(ignore_index, smoothing, z_loss, softcap)
+    (classes, width), dtype, compute = weight.shape, x.dtype, dispatch.compute_dtype(x)
+    (tokens,) = dispatch.packed((x.reshape(-1, width),))
+    targets, rows = targets.reshape(-1), targets.numel()
+    wanted = needs_x or needs_weight or needs_bias
+    memory = memory or max(_LEAST * classes * dtype.itemsize, min(_MOST, rows * classes * dtype.itemsize // 8))
+    if classes % _VECTOR:
+        memory = min(memory, LARGEST * dtype.itemsize)
+    w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+    lse = targets.new_zeros(rows, dtype=compute) if wants_lse else None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+    dbias = torch.zeros_like(bias, dtype=compute) if needs_bias and bias is not None else None
+    if upstream is not None and upstream.ndim:
+        upstream = upstream.reshape(-1)
+    chunk, again, total, scales, scratch, dx, buffer = way_of(
+        tokens, classes, memory, exact, smoothing > 0.0, needs_x, dweight
+    )
+    denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, scratch.new)
+    loss = scratch.new(rows, compute)
+    mark = scratch.next
+    chunks = max(1, -(-rows // chunk))  # of nothing, the gradients are zeros
+    statistics: list[tuple[Tensor, Tensor]] = []  # of the chunks, for a second pass
+    for number in range(chunks):
+        part = slice(number * chunk, min((number + 1) * chunk, rows))
+        some, some_targets = tokens[part], targets[part]
+        z = buffer[: len(some), :classes]
+        _logits(some, w, b, z)
+        scratch.next = mark
+        found = launch(
+            z, some_targets, class_weight, denominator, options, arrived=arrived[part],
+            upstream=upstream if upstream is None or upstream.ndim == 0 else upstream[part],
+            loss=loss[part], lse=None if lse is None else lse[part], gradient=z if wanted else None,
+            keep=again, new=scratch.new,
+        )  # fmt: skip
+        if again:
+            statistics.append((found[0], _of_rows(found[1])))
+        del found
+        if dbias is not None:
+            dbias += z.sum(0, dtype=compute)
+        if dweight is not None and not again:
+            if scales is not None:
+                kernels.launch(z, some, dweight, scales, number == 0, number == chunks - 1)
+            else:
+                _gradient_of_weight(z, some, dweight if total is None else total, add=number > 0)
+        if dweight is not None and total is not None and number == chunks - 1:
+            dweight.copy_(total)
+        if reduced and number == chunks - 1:
+            loss = loss.sum()  # which may lie where the gradient of x comes now
+        if dx is not None:
+            _gradient_of_x(z, w, dx[part])
+    if again and dweight is not None:
+        del buffer, z, some
+        memory = without(memory, A_TOKEN * rows)
+        given = tuple(torch.cat(parts) for parts in zip(*statistics, strict=True))
+        _again(tokens, w, b, targets, class_weight, denominator, options, upstream, memory, given, dweight)
+    if dx is not None:
+        dx = dx.view(x.shape)
+    if dbias is not None and bias is not None:
+        dbias = dbias.to(bias.dtype)
+    return loss, lse, dx, dweight, dbias
+
+
+def _of_rows(parts: Tensor) -> Tensor:
+    """(maximum, sum of exponentials) of each row out of those of its tiles, apart: together they would lose bits."""
+    maximum, total = parts[..., 0], parts[..., 1]
+    top = maximum.amax(1)
+    return torch.stack((top, (total * (maximum - top[:, None]).exp()).sum(1)), -1)
+
+
+def _again(
+    x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, class_weight: Tensor | None, denominator: Tensor | None,
+    options: Options, upstream: Tensor | None, memory: int, statistics: tuple[Tensor, ...], dweight: Tensor,
+) -> None:  # fmt: skip
+    """The weight's gradient by columns of the logits, which are computed once more; every row is written once."""
+    classes = len(w)
+    x_targets, rows = statistics
+    fits = memory // max(1, len(x) * x.element_size())
+    columns = 1 << max(4, fits.bit_length() - 1)  # a power of two: few kernels, whatever the number of tokens
+    columns = min(columns, 1 << (classes - 1).bit_length())
+    parts = rows
+    if options.smoothing > 0.0:
+        weights = rows.new_full((), classes) if class_weight is None else class_weight.sum(dtype=rows.dtype)
+        parts = torch.cat((rows, torch.zeros_like(rows), weights.expand(len(rows), 1)), -1)
+    parts = parts[:, None].contiguous()
+    buffer = x.new_empty(len(x), columns)
+    for first in range(0, classes, columns):
+        part = slice(first, min(first + columns, classes))
+        z = buffer[:, : part.stop - first]
+        _logits(x, w[part], None if b is None else b[part], z)
+        launch(
+            z, targets, class_weight, denominator, options, upstream=upstream, gradient=z, offset=first,
+            classes=classes, given=(x_targets, parts),
+        )  # fmt: skip
+        _gradient_of_weight(z, x, dweight[part])
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, reduced: bool, *inputs: Any) -> Any:
+        x, _, _, targets, *_ = inputs
+        ctx.later, ctx.gradients = None, None
+        if reduced and x.dtype in AHEAD:
+            launches = dispatch.Launch.firsts
+            loss, lse, *ctx.gradients = _run(*(True, None, *inputs))
+            if dispatch.Launch.firsts != launches:
+                for gradient in filter(lambda g: g is not None, ctx.gradients):
+                    dispatch.rehearse(scale, gradient, loss)
+        else:
+            loss, lse, *_ = _run(*(reduced, None, *inputs[:-3], False, False, False))
+            ctx.save_for_backward(*inputs[:5])
+            ctx.later = (*inputs[5:-4], False, *inputs[-3:])
+        if lse is not None:
+            lse = lse.view(targets.shape)
+            ctx.mark_non_differentiable(lse)
+        return (loss if reduced else loss.view(targets.shape)), lse
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Any, _: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_ONCE)
+        if ctx.later is not None:
+            _, _, *gradients = _run(False, upstream, *ctx.saved_tensors, *ctx.later)
+        else:
+            gradients, ctx.gradients = ctx.gradients, None
+            if gradients is None:
+                raise RuntimeError(f"{_NAME}: an earlier backward took its gradients; run forward again.")
+            gradients = [g if g is None else scale(g, upstream) for g in gradients]
+        return None, *gradients, *(None,) * 13
+
+
+_eager = dispatch.eager(_Function)
+
+
+@torch.library.custom_op(
+    "tilewright::linear_cross_entropy",
+    mutates_args=(),
+    schema="(bool reduced, Tensor? upstream, "
+    "Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight, int ignore_index, "
+    "float smoothing, float z_loss, float softcap, bool mean, int memory, bool exact, bool wants_lse, "
+    "bool needs_x, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _registered(reduced: bool, upstream: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    # A registered op cannot return None: an empty tensor stands for what nobody asked for.
+    x, _, _, targets, *_ = inputs
+    loss, lse, *gradients = _run(reduced, upstream, *inputs[:-3], *_needed(reduced, upstream, inputs))
+    # In backward nobody asks for the loss, which may lie in the gradient of x by now.
+    first = None if upstream is not None else loss if reduced else loss.view(targets.shape)
+    lse = None if lse is None else lse.view(targets.shape)
+    return tuple(x.new_empty(0) if t is None else t for t in (first, lse, *gradients))
+
+
+def _needed(reduced: bool, upstream: Tensor | None, inputs: Any) -> Any:
+    """Which gradients, of those that are wanted at all, can be computed now."""
+    return inputs[-3:] if upstream is not None or (reduced and inputs[0].dtype in AHEAD) else (False,) * 3
+
+
+@dispatch.fake_of(_registered)
+def _(reduced: bool, upstream: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    x, weight, bias, targets, *_, wants_lse, _, _, _ = inputs
+    rows = targets.to(dispatch.compute_dtype(x))
+    given = (rows.sum() if reduced else rows, rows, x, weight, bias)
+    wanted = (upstream is None, wants_lse, *_needed(reduced, upstream, inputs))
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if wants else x.new_empty(0)
+        for t, wants in zip(given, wanted, strict=True)
+    )
+
+
+def _registered_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    reduced, upstream, *rest = inputs
+    ctx.needs, ctx.ahead, ctx.later = rest[-3:], any(_needed(reduced, upstream, rest)), (*rest[5:-4], False)
+    ctx.save_for_backward(*(output[2:] if ctx.ahead else rest[:5]))
+    ctx.set_materialize_grads(False)
+
+
+def _registered_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(_ONCE)
+    if upstream is None:
+        return (None,) * 18
+    if ctx.ahead:
+        gradients = [(g * upstream).to(g.dtype) for g in ctx.saved_tensors]
+    else:
+        _, _, *gradients = _registered(False, upstream, *ctx.saved_tensors, *ctx.later, *ctx.needs)
+    wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True))
+    return None, None, *wanted, *(None,) * 13
+
+
+_registered.register_autograd(_registered_backward, setup_context=_registered_setup)
+
+
+class _Mean(torch.autograd.Function):
+    """Forward nothing; backward a gradient's share of a mean over `ranks`, which are then summed."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient / ctx.ranks, None
+
+
+def _whole(weight: Tensor | None) -> Tensor | None:
+    """A parameter that FSDP2 has sharded, gathered; its gradient goes back as the mean over the ranks, as FSDP2's."""
+    if weight is None or type(weight) in dispatch.PLAIN:
+        return weight
+    from torch.distributed.tensor import DTensor, Partial
+
+    if not isinstance(weight, DTensor):
+        return weight
+    mesh = weight.device_mesh
+    return _Mean.apply(weight.full_tensor(grad_placements=[Partial()] * mesh.ndim), mesh.size())
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+    return_lse: bool = False,
+    memory: int | None = None,
+    sum_dtype: torch.dtype | None = None,
+) -> Any:
+    """Cross-entropy of ``x @ weight^T + bias`` with class indices, with a bounded part of the logits in memory.
+
+    Args:
+        x: ``(..., H)``, hidden states.
+        weight: ``(V, H)``, of x's dtype, or of any under ``torch.autocast``; may be tied to an embedding, and may be a
+            parameter that FSDP2 has sharded.
+        targets: ``(...)``, class indices, int64 or int32.
+        bias: ``(V,)``.
+        class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
+            ``tilewright.ops.cross_entropy``. Ignored tokens take as long as others: leave out those you can.
+        memory: bytes to take beside the gradients, for the logits of 16 tokens or 16 classes at least. Left out: an
+            eighth of all logits and 512 MB at most, but those of 1,024 tokens at least. What else is needed, up to 64
+            bytes a token, lies in the memory of x's gradient where that has room and one pass is enough, and is part of
+            these bytes where not, but for what is more than half of them. More is faster, up to a point. Of a 16-bit
+            weight, twice 4 bytes an element of it make room for the sum of its gradient in float32. (Under autocast the
+            weight in its dtype comes on top; so do copies of x and weight where the width is no multiple of 8, with
+            zeros up to the next one.)
+        sum_dtype: ``torch.float32``: what lies in memory of a sum over chunks is float32, also of a 16-bit weight's
+            gradient. Where `memory` has no room for that, a fourth product takes the place of the sum. Left out: such
+            a sum may lie in 16 bits between chunks, three more than bfloat16 has; additions are in float32 always.
+
+    Returns:
+        The loss in float32 (float64 for float64), or ``(loss, lse)``.
+
+    Backward works once for each forward. Float16 and ``reduction="none"`` compute their gradients there, where what
+    comes from above is known.
+
+    >>> import torch
+    >>> x, weight, targets = torch.randn(6, 8), torch.randn(50, 8), torch.tensor([1, 2, -100, 3, 4, 5])
+    >>> loss = linear_cross_entropy(x, weight, targets)
+    >>> torch.allclose(loss, torch.nn.functional.cross_entropy(x @ weight.t(), targets))
+    True
+    """
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    weight, bias = _whole(weight), _whole(bias)  # type: ignore[assignment]
+    _check(x, weight, bias, targets, class_weight, options, reduction, memory, sum_dtype)
+    x = x.to(_dtype(x))
+    if not dispatch.runs_kernel(x):
+        loss, lse = reference(
+            x, weight, targets, bias, class_weight=class_weight, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
+        )  # fmt: skip
+        return (loss, lse.detach()) if return_lse else loss
+    tensors = (weight, bias, targets, class_weight)
+    plain = memory is None and sum_dtype is None and all(t is None or t.dtype == x.dtype for t in (weight, bias))
+    whole = x.shape[-1] % _VECTOR == len(weight) % _VECTOR == 0
+    if plain and whole and dispatch.is_host_bound(x, HOST_BOUND * x.shape[-1] // len(weight), *tensors):
+        return cross_entropy(
+            F.linear(x, weight, bias), targets, weight=class_weight, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
+            return_lse=return_lse, inplace=True,
+        )  # fmt: skip
+    if x.shape[-1] % _VECTOR and targets.numel() >= _MANY and is_worth_padding(x, weight):
+        x, weight = pad(x, -1), pad(weight, 1)
+    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
+    how = (reduction == "mean", memory or 0, sum_dtype is not None, return_lse)
+    inputs = (x, weight, bias, targets, class_weight, *options, *how, *needs)
+    if dispatch.is_traced(x, weight, bias, targets, class_weight):
+        loss, lse, *_ = _registered(reduction != "none", None, *inputs)
+        lse = lse.detach()
+    else:
+        loss, lse = _eager(reduction != "none", *inputs)
+    return (loss, lse) if return_lse else loss
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """What the products are computed in: as a linear layer's would be."""
+    kind = x.device.type
+    autocast = x.dtype != torch.float64 and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else x.dtype
+
+
+def _check(
+    x: Any, weight: Any, bias: Any, targets: Any, class_weight: Any, options: Options, reduction: Any, memory: Any,
+    sum_dtype: Any,
+) -> None:  # fmt: skip
+    dispatch.check_tensor(_NAME, "x", x)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise ValueError(f"{_NAME}: weight must be a matrix, classes by width.")
+    if not x.ndim or x.shape[-1] != weight.shape[1] or not weight.shape[1]:
+        raise ValueError(
+            f"{_NAME}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; the last must agree."
+        )
+    dispatch.check_tensor(_NAME, "weight", weight, weight.shape, x)
+    dispatch.check_tensor(_NAME, "bias", bias, weight.shape[:1], x)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype and _dtype(x) == x.dtype != _dtype(tensor):
+            raise TypeError(
+                f"{_NAME}: {name} is {tensor.dtype} and x is {x.dtype}; convert one, or use torch.autocast."
+            )
+        if tensor is not None and tensor.dtype not in (_dtype(x), torch.float32, torch.float64):
+            raise TypeError(f"{_NAME}: {name} is {tensor.dtype} and autocast's dtype {_dtype(x)}; convert {name}.")
+    check_loss(_NAME, x, len(weight), targets, "class_weight", class_weight, options, reduction)
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
+        raise ValueError(f"{_NAME}: memory is {memory!r}; give bytes, at least 1.")
+    if sum_dtype not in (None, torch.float32):
+        raise ValueError(f"{_NAME}: sum_dtype is {sum_dtype!r}; give torch.float32, or nothing.")

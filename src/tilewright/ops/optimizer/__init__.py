@@ -1,0 +1,1 @@
+"""One launch for a whole optimizer step."""

@@ -1,0 +1,109 @@
+"""When kernels in CUDA C++ for Hopper are available, and how those of `cuda/gemm.cu` are started.
+
+Each kernel of `cuda/gemm.cu` is compiled by itself, some two seconds each. The first one that is wanted starts the
+others in the background: a model that needs one soon needs them all. `compile_ahead` starts them earlier.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.runtime import dispatch, nvrtc
+
+SOURCE = Path(__file__).with_name("cuda") / "gemm.cu"
+COLUMNS = 192  # of a tile; one of two neighbours loads half of what both need
+PAIR_ROWS = 256  # of the tiles of two neighbours
+STEP = 64  # of the inner dimension
+MOST_SUMS = 8192  # columns whose sums a block has room for
+_THREADS, _SHARED_BYTES = 384, 231_520
+MACROS = {"SHARED_BYTES": _SHARED_BYTES, "PAIR_ROWS": PAIR_ROWS, "COLUMNS": COLUMNS}
+_NAMES = (
+    "gelu_mlp_value", "gelu_mlp_lean_value", "gelu_mlp_gradient", "gelu_mlp_lean_gradient", "linear_cross_entropy_add",
+    "linear_parts_gradient", "linear_biased",
+)  # fmt: skip
+
+_MACROS = {name: {**MACROS, "ONLY": 1, f"ONLY_{name.upper()}": 1} for name in _NAMES}
+_COMMON = [name for name in _NAMES if "lean" not in name]  # the lean ones are for recompute alone
+
+Kernels = dict[str, nvrtc.Kernel]
+_loaded: dict[tuple[Any, ...], Kernels | None] = {}  # None where there are none, and never will be
+
+
+def kernels(
+    device: torch.device, source: Path, names: tuple[str, ...], threads: int, shared_bytes: int, macros: dict[str, int]
+) -> Kernels | None:
+    """Those of a source, for blocks of so many threads and bytes of shared memory.
+
+    None where the device is no Hopper, where NVRTC is not to be found or does not take them, or not now.
+    """
+    key = device, source, *macros.items()
+    if key in _loaded:
+        return _loaded[key]
+    if device.type != "cuda" or device.index is None:
+        return None
+    if not _can_compile(device):
+        _loaded[key] = None
+    elif not torch.cuda.is_current_stream_capturing():  # for what is captured must not load anything
+        try:
+            module = nvrtc.Module(source, device.index, macros)
+            _loaded[key] = {name: module.kernel(name, threads, shared_bytes) for name in names}
+        except RuntimeError as error:
+            if isinstance(error, nvrtc.CompileError):
+                _loaded[key] = None
+            warnings.warn(f"The kernels for Hopper are not to be had, slower ones do their work: {error}", stacklevel=4)
+    return _loaded.get(key)
+
+
+def _can_compile(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0) and nvrtc.can_compile()
+
+
+def compile_ahead(device: torch.device, source: Path = SOURCE, macros: dict[str, int] | None = None) -> None:
+    """Begins to compile in the background: a source with its macros, or the kernels of `cuda/gemm.cu`."""
+    if device.type != "cuda" or device.index is None or not _can_compile(device):
+        return
+    for each in [_MACROS[name] for name in _COMMON] if macros is None else [macros]:
+        nvrtc.compile_ahead(source, device.index, each)
+
+
+def _start_missing(device: torch.device, name: str) -> bool:
+    missing = (device, SOURCE, *_MACROS[name].items()) not in _loaded
+    if missing:
+        compile_ahead(device, SOURCE, _MACROS[name])
+    return missing
+
+
+def _kernel(device: torch.device, name: str) -> nvrtc.Kernel | None:
+    if _start_missing(device, name):
+        compile_ahead(device)
+    loaded = kernels(device, SOURCE, (name,), _THREADS, _SHARED_BYTES, _MACROS[name])
+    return None if loaded is None else loaded[name]
+
+
+def ready(device: torch.device, *names: str) -> bool:
+    """Whether these kernels of `cuda/gemm.cu` can run there, or all of them."""
+    names = names or _NAMES
+    for name in names[1:]:  # while the first is waited for
+        _start_missing(device, name)
+    return all(_kernel(device, name) is not None for name in names)
+
+
+def start(
+    kernel: str, maps: tuple[Any, ...], vector: torch.Tensor | None, sizes: tuple[int, int, int],
+    device: torch.device, *more: int,
+) -> None:  # fmt: skip
+    """`maps` are the kernel's, in its order; sizes are rows, columns and the inner dimension."""
+    loaded = _kernel(device, kernel)
+    assert loaded is not None
+    address = ctypes.c_void_p(None if vector is None else vector.data_ptr())
+    loaded(blocks(sizes, device), (*maps, address, *map(ctypes.c_int, (*sizes, *more))))
+
+
+def blocks(sizes: tuple[int, int, int], device: torch.device) -> int:
+    """That share the tiles."""
+    return min(dispatch.multiprocessors(device) // 2, -(-sizes[0] // PAIR_ROWS) * -(-sizes[1] // COLUMNS)) * 2
