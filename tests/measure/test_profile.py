@@ -15,8 +15,6 @@ from ops.contract import on_gpu
 from tilewright.errors import UserError
 from tilewright.measure.profile import (
     CATEGORIES,
-    FUSED,
-    FUSED_OPTIMIZER,
     MemoryWatch,
     Work,
     against_plan,
@@ -32,8 +30,7 @@ from tilewright.plan.memory import Training, train
 from tilewright.runtime import hopper
 
 NAMES = {
-    "gelu_mlp_value": "product",
-    "linear_cross_entropy_add": "product",
+    "tilewright_gelu_mlp_matmul_value": "product",
     "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "product",
     "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8": "product",
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1": "product",
@@ -49,8 +46,10 @@ NAMES = {
     "void cutlass::device_kernel<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90>>(Params)": "attention",
     "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel::Params)": "attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention",
-    "forward": "fused",
-    "add_partials": "fused",
+    "tilewright_dropout_add_norm_forward": "fused",
+    "tilewright_linear_column_sums": "fused",
+    "tilewright_linear_matmul": "product",
+    "tilewright_linear_cross_entropy_matmul_add": "product",
     "tilewright::cross_entropy": "fused",
     "triton_poi_fused_gelu_view_9": "pointwise",
     "## Call CompiledFxGraph frnciz7vv7vtjuom65zd5fsqey5fue2dlkclxoazgwexpzfvutpk ##": "pointwise",
@@ -64,7 +63,8 @@ NAMES = {
     "aten::native_layer_norm": "pointwise",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
     "FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4, (ADAM_MODE)1, false>>": "optimizer",
-    "update": "optimizer",
+    "tilewright_optimizer_update": "optimizer",
+    "tilewright_attention_prepare": "attention",
     "aten::_fused_adamw_": "optimizer",
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
     "Memcpy DtoD (Device -> Device)": "copy",
@@ -80,20 +80,20 @@ def test_a_name_says_its_category(name):
     assert category(name) == NAMES[name] and category(name) in CATEGORIES
 
 
-def test_all_of_tilewrights_kernels_are_known():
+def test_all_kernels_are_named_after_their_op():
     """Jit functions that no other jit function calls are those that are launched."""
-    functions, called = set(), set()
     for path in Path(tilewright.__file__).parent.glob("[or]*/**/*kernels.py"):
+        functions, called = set(), set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
                 functions.add(node.name)
                 calls = (inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call))
                 called |= {function.id for function in calls if isinstance(function, ast.Name)}
-    around_attention = {name for name in functions - called if name.startswith("attention_")}
-    assert sorted(functions - called - around_attention) == sorted(FUSED + FUSED_OPTIMIZER)
-    assert all(category(name) == "attention" for name in (*around_attention, attention.NAME))
-    for name in (*hopper._NAMES, cross_entropy_hopper.NAME):
-        assert category(name) == ("fused" if name == cross_entropy_hopper.NAME else "product")
+        op = path.parent.name if path.stem == "kernels" else path.stem.removesuffix("_kernels")
+        launched = functions - called
+        assert launched and all(name.startswith(f"tilewright_{op}_") for name in launched), (path, launched)
+    assert category(attention.NAME) == "attention" and category(cross_entropy_hopper.NAME) == "fused"
+    assert {category(name) for name in hopper._NAMES} == {"product"}
 
 
 # Intervals
@@ -190,7 +190,7 @@ def device_trace():
         *(event("user_annotation", f"tilewright.{name}", start, size) for name, start, size in annotations),
         event("cpu_op", "aten::mm", 0, 10),
         *launched(1, "nvjet_a", 2, 5, 20),
-        *launched(2, "forward", 12, 30, 10, call="cuLaunchKernelEx", thread=2),
+        *launched(2, "tilewright_rope_rotate", 12, 30, 10, call="cuLaunchKernelEx", thread=2),
         *launched(3, "multi_tensor_apply_kernel", 22, 40, 10),
         *launched(4, "Memcpy HtoD (Pinned -> Device)", 60, 45, 10, call="cudaMemcpyAsync", kind="gpu_memcpy"),
         event("cuda_runtime", "cudaGraphLaunch", 102, 3, correlation=5),

@@ -101,10 +101,10 @@ def activation(dtype: torch.dtype, width: int, kind: str, form: str, bias: torch
     arguments = (H200, width, inputs, vector, kind, form != "plain")
     flat = bias is None and form != "packed"
     types, scalars = [POINTER[t] for t in inputs], ["i64", "i32", "i64", "i64"]
-    plan = activation_kernels.plan(activation_kernels.forward, *arguments, (), flat)
+    plan = activation_kernels.plan(activation_kernels.tilewright_activation_forward, *arguments, (), flat)
     yield "forward", resources(plan.launch, [*types, POINTER[dtype], *scalars])
     needs = (True, up is not None, bias is not None)
-    plan = activation_kernels.plan(activation_kernels.backward, *arguments, needs, flat)
+    plan = activation_kernels.plan(activation_kernels.tilewright_activation_backward, *arguments, needs, flat)
     outputs = [POINTER[dtype], POINTER[up], POINTER[bias and single]]
     yield "backward", resources(plan.launch, [POINTER[dtype], *types, *outputs, *scalars])
 

@@ -20,7 +20,8 @@ from ops.contract import (
     on_gpu,
     randn,
 )
-from tilewright.ops.activation.op import bias_gelu, cost, geglu, op, reference, swiglu
+from tilewright.ops.activation import op
+from tilewright.ops.activation.op import bias_gelu, cost, geglu, reference, swiglu
 from tilewright.runtime import dispatch
 
 FUNCTIONS = {

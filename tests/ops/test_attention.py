@@ -22,8 +22,9 @@ from ops.contract import (
     on_hopper,
 )
 from tilewright.measure.work import Observation
+from tilewright.ops.attention import kernels
 from tilewright.ops.attention import op as module
-from tilewright.ops.attention.op import attention, kernels, reference
+from tilewright.ops.attention.op import attention, reference
 
 BF16 = torch.bfloat16
 # Of one tile, of several, of a number that is odd, of more blocks than there are processors, of a long one.
@@ -244,9 +245,9 @@ def test_an_observer_sees_what_backward_has_to_do():
     run(attention, inputs, upstream)
     torch.cuda.synchronize()
     seen = {work.op: work for work in observation.end()}
-    kernel = seen["tilewright::attention_backward"]
+    kernel = seen["tilewright_attention_backward"]
     assert kernel.category == "attention" and kernel.flops == 5 * 2 * 3 * 512 * 512 * 64
-    assert kernel.kernel == "attention_backward"
+    assert kernel.kernel == "tilewright_attention_backward"
 
 
 def test_a_second_derivative_is_refused(launched):

@@ -27,8 +27,9 @@ from ops.contract import (
     randn,
 )
 from tilewright.ops import dropout_add_norm
+from tilewright.ops.dropout_add_norm import kernels
 from tilewright.ops.dropout_add_norm import launch as launches
-from tilewright.ops.dropout_add_norm.op import _registered, cost, kernels, reference
+from tilewright.ops.dropout_add_norm.op import _registered, cost, reference
 from tilewright.runtime import dispatch
 
 NAMES = ("x", "residual", "weight", "bias", "second", "rowscale", "layerscale", "x_bias")
@@ -243,7 +244,11 @@ def test_the_order_of_a_sum_over_a_row_depends_on_norm_width_and_its_dtype_alone
         for x, weight, dropout in itertools.product(DTYPES, (None, *DTYPES), (False, True)):
             tensors = (x, *[None] * 4, weight, *[None] * 4, stored)
             *_, launch = launches.forward_launch.__wrapped__(torch.device("cpu"), width, tensors, rms, False, dropout)
-            shape = launch.constants[1:4] if launch.kernel is kernels.forward else launch.constants[1:2]
+            shape = (
+                launch.constants[1:4]
+                if launch.kernel is kernels.tilewright_dropout_add_norm_forward
+                else launch.constants[1:2]
+            )
             orders.add((launch.kernel.fn.__name__, shape, launch.warps))
         assert len(orders) == 1, (width, orders)
 
@@ -612,7 +617,7 @@ def test_every_width_and_dtype_has_a_shape_that_triton_and_the_gpu_can_take(monk
             assert all(n & (n - 1) == 0 for n in (rows, block, launch.warps)) and 1 <= launch.warps <= 32
             apart = 1 if width % 8 == 0 else 8
             assert plan.together == apart and plan.programs % apart == 0
-            assert together == (apart if launch.kernel is kernels.forward else 1)
+            assert together == (apart if launch.kernel is kernels.tilewright_dropout_add_norm_forward else 1)
             assert rows * block <= 2048 or rows == 1
 
 

@@ -748,7 +748,7 @@ def test_who_observes_a_step_sees_the_products_that_ever_run(parts, emulator):
     found = observation.end()
     assert alone and emulator.epilogues == alone
     forward, backward = sorted(
-        (each for each in found if each.op == "tilewright::product"), key=lambda each: each.shapes
+        (each for each in found if each.op == "tilewright_linear_matmul"), key=lambda each: each.shapes
     )
     assert (forward.shapes, backward.shapes) == ("6x16, 16x24, 6x24, 24", "6x24, 24x16, 6x16")
     assert sum(each.flops for each in found if each.dtype) == 3 * 2 * 6 * 16 * 24

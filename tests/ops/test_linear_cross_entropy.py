@@ -19,7 +19,8 @@ from ops.contract import (
 from ranks import run_ranks
 from tilewright.ops import linear_cross_entropy
 from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
-from tilewright.ops.linear_cross_entropy.op import cost, kernels, reference
+from tilewright.ops.linear_cross_entropy import kernels
+from tilewright.ops.linear_cross_entropy.op import cost, reference
 
 OP = sys.modules["tilewright.ops.linear_cross_entropy.op"]
 MEMORY = sys.modules["tilewright.ops.linear_cross_entropy.memory"]

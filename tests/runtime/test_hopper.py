@@ -58,14 +58,16 @@ def test_where_the_kernels_do_not_compile_it_is_said_once_and_done_without_them(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     capturing = True
     device = torch.device("cuda", 0)
-    assert not hopper.ready(device, "linear_biased") and not hopper._loaded  # nothing is loaded, and nothing decided
+    assert (
+        not hopper.ready(device, "tilewright_linear_matmul_biased") and not hopper._loaded
+    )  # nothing is loaded, and nothing decided
     capturing = False
     with pytest.warns(UserWarning, match="slower ones do their work.*no such instruction"):
-        assert not hopper.ready(device, "linear_biased")
+        assert not hopper.ready(device, "tilewright_linear_matmul_biased")
     began.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not hopper.ready(device, "linear_biased")
+        assert not hopper.ready(device, "tilewright_linear_matmul_biased")
     assert not began
 
 
@@ -86,13 +88,13 @@ def test_who_wants_one_kernel_starts_the_others_and_waits_for_one(monkeypatch):
     monkeypatch.setattr(nvrtc, "compile_ahead", lambda source, device, macros: began.append(list(macros)[-1]))
     monkeypatch.setattr(hopper, "_loaded", {})
     device = torch.device("cuda", 0)
-    assert hopper.ready(device, "linear_parts_gradient")
-    assert began[0] == "ONLY_LINEAR_PARTS_GRADIENT" and set(began) == {
+    assert hopper.ready(device, "tilewright_linear_matmul_parts_gradient")
+    assert began[0] == "ONLY_TILEWRIGHT_LINEAR_MATMUL_PARTS_GRADIENT" and set(began) == {
         f"ONLY_{name.upper()}" for name in hopper._COMMON
     }
-    assert loaded == ["ONLY_LINEAR_PARTS_GRADIENT"]
+    assert loaded == ["ONLY_TILEWRIGHT_LINEAR_MATMUL_PARTS_GRADIENT"]
     began.clear()
-    assert hopper.ready(device, "linear_parts_gradient") and not began and len(loaded) == 1
+    assert hopper.ready(device, "tilewright_linear_matmul_parts_gradient") and not began and len(loaded) == 1
     assert hopper.ready(device) and len(loaded) == len(hopper._NAMES)
 
 

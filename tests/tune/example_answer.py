@@ -89,7 +89,7 @@ class _Example:
         names = ("op", "shapes", "dtype", "kernel", "category", "calls", "seconds", "flops", "bytes")
         rows = [
             ("aten::mm", "65536x768, 768x3072", dtype, "nvjet_sm90", "product", 12, 1e12 / peak / 0.6, 1e12, 1e7),
-            ("tilewright::activation.forward", "9x4, 4", "", "forward", "fused", 24, 1e9 / rate / 0.8, 1e8, 1e9),
+            ("tilewright_activation_forward", "9x4, 4", "", "forward", "fused", 24, 1e9 / rate / 0.8, 1e8, 1e9),
             (f"op {self.hostile}", self.hostile, "", self.hostile, "other", 1, 1e-3, 0.0, 0.0),
         ]  # fmt: skip
         return [dict(zip(names, row, strict=True)) for row in rows]

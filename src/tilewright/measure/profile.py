@@ -42,13 +42,6 @@ from tilewright.plan.memory import Anatomy
 
 PHASES = ("tilewright.forward", "tilewright.backward", "tilewright.optimizer")
 CATEGORIES = ("product", "attention", "fused", "pointwise", "optimizer", "communication", "copy", "other")
-# Tilewright's own kernels: Triton names a kernel by its function. Another library's of the same name counts with them.
-FUSED = (
-    "forward", "wide_forward", "backward", "row_sums", "add_partials", "rotate", "mask", "prepare", "tiles",
-    "scale_all", "add_product", "column_sums", "pack_columns", "join",
-)  # fmt: skip
-FUSED_OPTIMIZER = ("update",)
-
 _WINDOW = "tilewright.steps"
 _SHORT_GAP = 10_000  # nanoseconds; between two kernels that were both waiting there are one or two thousand
 _KERNELS = 40
@@ -61,16 +54,16 @@ _RULES = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
         ("attention", r"^triton_tem_.*attention|^triton_flex_attention"),
-        (
-            "product",
-            r"^triton_tem_|^triton_mm|^gelu_mlp_|^linear_cross_entropy_add|^linear_parts_gradient|^linear_biased",
-        ),
+        # Tilewright's own kernels are called tilewright_<op>_<what>, and <what> begins with matmul where it is one.
+        ("attention", r"^tilewright_attention_"),
+        ("optimizer", r"^tilewright_optimizer_"),
+        ("product", r"^triton_tem_|^triton_mm|^tilewright_[a-z_]+_matmul"),
         # On a CPU a compiled graph is one piece of work: what it does not spend in ops is in its own loops.
         ("pointwise", r"^triton_[a-z]+_fused|cpp_fused_|^## Call CompiledFxGraph"),
-        ("fused", rf"^({'|'.join(FUSED)}|cross_entropy_rows)$|^tilewright::"),
+        ("fused", r"^tilewright_|^tilewright::"),
         ("communication", r"nccl|c10d::|gloo:|^record_param_comms$"),
         ("copy", r"^Mem(cpy|set)|^aten::(copy_|_to_copy|to|clone|contiguous|fill_|zero_|zeros|zeros_like)$"),
-        ("optimizer", rf"^({'|'.join(FUSED_OPTIMIZER)})$|multi_tensor_apply|_fused_(adam|sgd|adagrad)|_foreach_"),
+        ("optimizer", r"multi_tensor_apply|_fused_(adam|sgd|adagrad)|_foreach_"),
         ("attention", r"scaled_dot_product|flash|fmha|sdpa|[aA]ttention|cudnn::fusion"),
         ("product", r"nvjet|gemm|gemv|cublas|cutlass|^aten::(addmm|mm|baddbmm|bmm|matmul|linear)$|^mkldnn::_linear"),
         (

@@ -501,5 +501,5 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, bias: to
             _plans[key] = plan
     if plan is None:
         return False
-    with work.launching("tilewright::product", (left, right, out, bias), 2.0 * left.numel() * right.shape[1]):
+    with work.launching("tilewright_linear_matmul", (left, right, out, bias), 2.0 * left.numel() * right.shape[1]):
         return plan.run(a, b, d, vector, out)

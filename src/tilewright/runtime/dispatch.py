@@ -248,9 +248,7 @@ class Launch:
         self.binary: Any = None
         self.is_new = True
         self.job: Job[None] | None = None  # that compiles it ahead of its first call
-        *_, folder, module = kernel.fn.__module__.split(".")
-        op = folder if module == "kernels" else module.removesuffix("_kernels")
-        self.name = f"tilewright::{op}.{kernel.fn.__name__}"
+        self.name: str = kernel.fn.__name__
 
     def __call__(self, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]) -> None:
         if _rehearsing and threading.get_ident() in _rehearsing:

@@ -23,8 +23,10 @@ MOST_SUMS = 8192  # columns whose sums a block has room for
 _THREADS, _SHARED_BYTES = 384, 231_520
 MACROS = {"SHARED_BYTES": _SHARED_BYTES, "PAIR_ROWS": PAIR_ROWS, "COLUMNS": COLUMNS}
 _NAMES = (
-    "gelu_mlp_value", "gelu_mlp_lean_value", "gelu_mlp_gradient", "gelu_mlp_lean_gradient", "linear_cross_entropy_add",
-    "linear_parts_gradient", "linear_biased",
+    "tilewright_gelu_mlp_matmul_value", "tilewright_gelu_mlp_matmul_lean_value",
+    "tilewright_gelu_mlp_matmul_gradient", "tilewright_gelu_mlp_matmul_lean_gradient",
+    "tilewright_linear_cross_entropy_matmul_add", "tilewright_linear_matmul_parts_gradient",
+    "tilewright_linear_matmul_biased",
 )  # fmt: skip
 
 _MACROS = {name: {**MACROS, "ONLY": 1, f"ONLY_{name.upper()}": 1} for name in _NAMES}

@@ -81,7 +81,7 @@ _MASKED = 1024  # elements of a program
 def _mask_launch(device: torch.device, stream: int) -> dispatch.Launch:
     from tilewright.runtime import philox_kernels as kernels
 
-    return dispatch.Launch(kernels.mask, device, (_MASKED, stream), 4)
+    return dispatch.Launch(kernels.tilewright_philox_mask, device, (_MASKED, stream), 4)
 
 
 def dropout_mask(x: torch.Tensor, seed: int | torch.Tensor | None, p: float, stream: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ def keep_mask(seed, start, threshold, STREAM: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit(do_not_specialize=["seed", "count", "threshold"])
-def mask(
+def tilewright_philox_mask(
     out, seed_tensor, seed: tl.int64, count: tl.int64, threshold: tl.int32, BLOCK: tl.constexpr, STREAM: tl.constexpr
 ):
     """Which elements of a tensor of `count` survive."""

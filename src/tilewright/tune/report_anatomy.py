@@ -378,10 +378,10 @@ def roofline(answer: Answer) -> Drawn:
 def _short(op: str) -> str:
     """An op's name without its library's.
 
-    >>> _short("aten::mm"), _short("tilewright::dropout_add_norm.backward")
-    ('mm', 'dropout_add_norm.backward')
+    >>> _short("aten::mm"), _short("tilewright_dropout_add_norm_backward")
+    ('mm', 'dropout_add_norm_backward')
     """
-    return op.rpartition("::")[2]
+    return op.rpartition("::")[2].removeprefix("tilewright_")
 
 
 def _digits(value: float) -> str:

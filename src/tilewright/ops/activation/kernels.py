@@ -144,7 +144,7 @@ def _forward_tile(
 
 
 @triton.jit(do_not_specialize=["rows", "left", "gate_stride", "up_stride"])
-def forward(
+def tilewright_activation_forward(
     gate, up, bias, out, rows: tl.int64, left: tl.int32, gate_stride: tl.int64, up_stride: tl.int64,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, FLAT: tl.constexpr, SIZE: tl.constexpr,
@@ -195,7 +195,7 @@ def _backward_tile(
 
 
 @triton.jit(do_not_specialize=["rows", "left", "gate_stride", "up_stride"])
-def backward(
+def tilewright_activation_backward(
     dout, gate, up, bias, dgate, dup, partials, rows: tl.int64, left: tl.int32, gate_stride: tl.int64,
     up_stride: tl.int64,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -260,11 +260,11 @@ def plan(
     needs: tuple[bool, ...], flat: bool,
 ) -> Plan:  # fmt: skip
     """How a kernel runs on a gate, up and bias of these dtypes, where `needs` says which gradients are absent."""
-    walks = kernel is backward and dtypes[2] is not None
+    walks = kernel is tilewright_activation_backward and dtypes[2] is not None
     if dtypes[2] is not None:
         tile, most_columns = (1024, 1024) if walks else (4096, 512)
     else:
-        tile = most_columns = 512 if kernel is backward else 1024
+        tile = most_columns = 512 if kernel is tilewright_activation_backward else 1024
     block = min(most_columns, max(16, 1 << (width - 1).bit_length()))
     while block > 32 and -(-width // block) * block * 15 > width * 16:  # lanes without a column idle
         block //= 2

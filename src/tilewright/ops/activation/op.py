@@ -82,7 +82,7 @@ def _by_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _prepare(
-    kernel: str, gate: torch.Tensor, up: torch.Tensor | None, bias: torch.Tensor | None, activation: str, gated: bool,
+    step: str, gate: torch.Tensor, up: torch.Tensor | None, bias: torch.Tensor | None, activation: str, gated: bool,
     needs: tuple[bool, ...] = (),
 ) -> tuple[Any, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[int, int, int, int]]:  # fmt: skip
     """The plan of a kernel, the inputs as it takes them, and its scalars: rows, columns of a last one that is not
@@ -103,7 +103,8 @@ def _prepare(
     # The lowest bit that is set anywhere: a multiple of so many bytes is where every row starts.
     vector = (aligned & -aligned) // item
     dtypes = dispatch.dtypes((gate, up, bias))
-    plan = kernels.plan(getattr(kernels, kernel), gate.device, width, dtypes, vector, activation, gated, needs, flat)
+    kernel = kernels.tilewright_activation_backward if step == "backward" else kernels.tilewright_activation_forward
+    plan = kernels.plan(kernel, gate.device, width, dtypes, vector, activation, gated, needs, flat)
     return plan, (gate, up, bias), (rows, left, gate_stride, up_stride)
 
 

@@ -106,7 +106,7 @@ __device__ __forceinline__ void begin_columns(float (&sum)[64], u32 from, int la
 // `starts` are -lse / scale, and `slope_starts` are -delta: a row a head, from which S and dP start. `dqueries` has 64 x 64
 // numbers for each 64 queries of a head, and `counts` how often each was added to, which is 0 at first.
 extern "C" __global__ void __launch_bounds__(384, 1)
-    attention_backward(const __grid_constant__ Map queries, const __grid_constant__ Map keys,
+    tilewright_attention_backward(const __grid_constant__ Map queries, const __grid_constant__ Map keys,
                        const __grid_constant__ Map values, const __grid_constant__ Map dout,
                        const __grid_constant__ Map dkeys, const __grid_constant__ Map dvalues, const float* starts,
                        const float* slope_starts, float* dqueries, int* counts, int length, int heads, float scale) {

@@ -20,7 +20,7 @@ _QUERIES = 64  # of a part
 
 
 @triton.jit(do_not_specialize=["heads", "sequence", "out_stride", "dout_stride", "scale"])
-def attention_prepare(
+def tilewright_attention_prepare(
     out, dout, lse, starts, slope_starts, counts,
     heads: tl.int32, sequence: tl.int64, out_stride: tl.int64, dout_stride: tl.int64, scale: tl.float32,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr,
@@ -39,7 +39,7 @@ def attention_prepare(
 
 
 @triton.jit(do_not_specialize=["heads", "sequence", "stride", "scale"])
-def attention_finish(
+def tilewright_attention_finish(
     sums, dq, heads: tl.int32, sequence: tl.int64, stride: tl.int64, scale: tl.float32,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,8 @@ def attention_finish(
 @functools.cache
 def _launches(device: torch.device, width: int) -> tuple[dispatch.Launch, dispatch.Launch]:
     return tuple(
-        dispatch.Launch(kernel, device, (_QUERIES, width), 4) for kernel in (attention_prepare, attention_finish)
+        dispatch.Launch(kernel, device, (_QUERIES, width), 4)
+        for kernel in (tilewright_attention_prepare, tilewright_attention_finish)
     )
 
 

@@ -35,7 +35,7 @@ from tilewright.runtime import dispatch, hopper, nvrtc
 __all__ = ["attention", "cost", "reference"]
 
 SOURCE = Path(__file__).with_name("hopper.cu")
-NAME = "attention_backward"
+NAME = "tilewright_attention_backward"
 _THREADS, _SHARED_BYTES = 384, 215_672
 MACROS = {"SHARED_BYTES": _SHARED_BYTES}
 HEAD, BLOCK = 64, 128  # columns of a head; queries, or keys, of a tile
@@ -125,7 +125,7 @@ def _start(
     flops = float(cost(batch, sequence, heads, heads, width, backward=True).flops)
     kernel = _kernel(sums.device)
     assert kernel is not None
-    with work.launching(f"tilewright::{NAME}", (*inputs, starts, slope_starts, *gradients, sums), flops):
+    with work.launching(NAME, (*inputs, starts, slope_starts, *gradients, sums), flops):
         maps = [nvrtc.tensor_map(rows, HEAD, BLOCK) for rows in inputs]
         maps += [nvrtc.tensor_map(rows, HEAD, BLOCK // 2) for rows in gradients]
         addresses = [c_void_p(t.data_ptr()) for t in (starts, slope_starts, sums, counts)]

@@ -12,7 +12,7 @@ from tilewright.measure import work
 from tilewright.runtime import dispatch, hopper
 
 SOURCE = Path(__file__).with_name("hopper.cu")
-NAME = "cross_entropy_rows"
+NAME = "tilewright_cross_entropy_rows"
 _LEAST, _MOST = 20480, 65536  # classes; below, what rows exchange takes too long; beyond, registers do not hold one
 _VECTOR = 8  # logits
 _SHARES = {512: 16, 640: 12, 768: 10, 896: 8}  # threads that may share a row, and vectors that each has registers for
@@ -70,7 +70,7 @@ def start(
     if kernels is None:
         return False
     tensors = (logits, targets, denominator, loss, lse, gradient)
-    with work.launching("tilewright::cross_entropy.rows", tensors):
+    with work.launching(NAME, tensors):
         narrow = c_int(targets.dtype == torch.int32)
         numbers = c_longlong(ignore_index), c_longlong(rows), c_longlong(stride), c_int(classes), narrow
         addresses = [c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]

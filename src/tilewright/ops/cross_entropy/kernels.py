@@ -308,7 +308,7 @@ def _gradient(
 
 
 @triton.jit(do_not_specialize=["ignore_index", "stride", "rows", "offset", "lag"])
-def tiles(
+def tilewright_cross_entropy_tiles(
     logits, targets, weight, denominator, upstream, loss, lse, gradient, picked, partials, arrived,
     ignore_index: tl.int64, stride: tl.int64, rows: tl.int64, offset: tl.int64, lag: tl.int64, smoothing: tl.float64,
     z_loss: tl.float64, softcap: tl.float64,
@@ -405,7 +405,7 @@ def tiles(
 
 
 @triton.jit(do_not_specialize=["ignore_index", "rows"])
-def prepare(
+def tilewright_cross_entropy_prepare(
     targets, weight, denominator, arrived, ignore_index: tl.int64, rows: tl.int64,
     CLASSES: tl.constexpr, BLOCK: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
@@ -433,7 +433,7 @@ SCALED = 2048  # elements that one of them scales at a time
 
 
 @triton.jit(do_not_specialize=["count"])
-def scale_all(gradient, factor, count: tl.int64, BLOCK: tl.constexpr):
+def tilewright_cross_entropy_scale_all(gradient, factor, count: tl.int64, BLOCK: tl.constexpr):
     """gradient *= factor, a number; a factor of 1, the usual one, costs a look at it."""
     by = tl.load(factor)
     if by != 1.0:
@@ -494,14 +494,14 @@ def tiles_launch(
     )  # fmt: skip
     # As many programs as run side by side are between a tile's statistics and its gradient.
     lag = -(-dispatch.multiprocessors(device) * (64 // warps) // (2 * tiles_a_row))
-    return tiles_a_row, lag, dispatch.Launch(tiles, device, constants, warps)
+    return tiles_a_row, lag, dispatch.Launch(tilewright_cross_entropy_tiles, device, constants, warps)
 
 
 @functools.cache
 def prepare_launch(device: torch.device, classes: int, dtypes: tuple[Any, ...], double: bool) -> dispatch.Launch:
-    return dispatch.Launch(prepare, device, (classes, 4096, double), 8)
+    return dispatch.Launch(tilewright_cross_entropy_prepare, device, (classes, 4096, double), 8)
 
 
 @functools.cache
 def scale_launch(device: torch.device, dtype: torch.dtype, factor: torch.dtype) -> dispatch.Launch:
-    return dispatch.Launch(scale_all, device, (SCALED,), 4, (0,))
+    return dispatch.Launch(tilewright_cross_entropy_scale_all, device, (SCALED,), 4, (0,))

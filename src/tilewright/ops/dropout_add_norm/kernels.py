@@ -146,7 +146,7 @@ def _load_affine(weight, bias, column, WIDTH: tl.constexpr, ZERO_CENTERED: tl.co
 
 
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
-def forward(
+def tilewright_dropout_add_norm_forward(
     x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed_tensor, out, residual_out, statistics,
     seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64, eps: tl.float64,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
@@ -211,7 +211,7 @@ def forward(
 
 
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
-def wide_forward(
+def tilewright_dropout_add_norm_wide_forward(
     x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed_tensor, out, residual_out, statistics,
     seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64, eps: tl.float64,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr,
@@ -294,7 +294,7 @@ def _row_means(along, plain, WIDTH: tl.constexpr, RMS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def row_sums(
+def tilewright_dropout_add_norm_row_sums(
     dout, z, weight, statistics, sums, rows: tl.int64,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
@@ -318,7 +318,7 @@ def row_sums(
 
 
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
-def backward(
+def tilewright_dropout_add_norm_backward(
     dout, dresidual_out, z, x, rowscale, layerscale, weight, x_bias, statistics, sums, seed_tensor,
     dx, dsecond, dresidual, drowscale, dlayerscale, dweight, dbias, dx_bias,
     seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64,
@@ -456,7 +456,7 @@ def _store_sum(sums, tile, program, column, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["programs"])
-def add_partials(
+def tilewright_dropout_add_norm_add_partials(
     partials, first, second, third, fourth, programs: tl.int64, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -88,7 +88,8 @@ def forward_launch(
     # but the time.
     if width > _WIDEST_ROW or width * element > 4 * _WIDEST_ROW:
         block, warps = (2048, 4) if stored == 2 else (4096, 8)
-        return 1, 1, dispatch.Launch(kernels.wide_forward, device, (width, block, *flags), warps)
+        kernel = kernels.tilewright_dropout_add_norm_wide_forward
+        return 1, 1, dispatch.Launch(kernel, device, (width, block, *flags), warps)
     block = max(16, _power_of_two(span))
     rows, full = max(1, 1024 // block), element > 2
     narrow = stored == 2 and 512 < width <= 1024  # tiles of 256: 768 columns are three of them, with no lane idle
@@ -109,7 +110,8 @@ def forward_launch(
         warps = 2 if block <= 1024 else max(4, block // 1024)
         early = full or (1024 < block < 8192 and not dropout)
     chunks = -(-span // block)
-    return rows, together, dispatch.Launch(kernels.forward, device, (width, block, chunks, rows, early, *flags), warps)
+    constants = (width, block, chunks, rows, early, *flags)
+    return rows, together, dispatch.Launch(kernels.tilewright_dropout_add_norm_forward, device, constants, warps)
 
 
 class BackwardPlan(NamedTuple):
@@ -185,7 +187,7 @@ def backward_plan(
         added[1],
         rows,
         slices,
-        dispatch.Launch(kernels.row_sums, device, sums, 8) if slices > 2 else None,
-        dispatch.Launch(kernels.backward, device, constants, warps),
-        dispatch.Launch(kernels.add_partials, device, (given_width, *added), 4),
+        dispatch.Launch(kernels.tilewright_dropout_add_norm_row_sums, device, sums, 8) if slices > 2 else None,
+        dispatch.Launch(kernels.tilewright_dropout_add_norm_backward, device, constants, warps),
+        dispatch.Launch(kernels.tilewright_dropout_add_norm_add_partials, device, (given_width, *added), 4),
     )

@@ -23,7 +23,7 @@ _RUN = 16  # sorted tokens that a program of backward adds up
 
 
 @triton.jit(do_not_specialize=["rows", "sequence", "classes"])
-def forward(
+def tilewright_embedding_forward(
     tokens, weight, position, out, rows: tl.int64, sequence: tl.int64, classes: tl.int64,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def forward(
 
 
 @triton.jit(do_not_specialize=["tokens", "classes"])
-def backward(
+def tilewright_embedding_backward(
     dout, ordered, order, dweight, heads, tails, tokens: tl.int64, classes: tl.int64,
     WIDTH: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
@@ -85,11 +85,11 @@ def backward(
 
 
 @triton.jit(do_not_specialize=["tokens", "classes"])
-def join(
+def tilewright_embedding_join(
     ordered, dweight, heads, tails, tokens: tl.int64, classes: tl.int64,
     WIDTH: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a class that began in an earlier program of `backward` and ends in this one."""
+    """The sum of a class that began in an earlier program of backward and ends in this one."""
     program = tl.program_id(0).to(tl.int64) + 1
     first = program * RUN
     owner = tl.load(ordered + first).to(tl.int64)
@@ -129,19 +129,27 @@ def _gather(device: torch.device, width: int, dtypes: tuple[Any, ...]) -> tuple[
     block = _block(width)
     rows = 2048 // block
     double = any(dtype == torch.float64 for dtype in dtypes)
-    return rows, -(-width // block), dispatch.Launch(forward, device, (width, rows, block, double), 4)
+    return (
+        rows,
+        -(-width // block),
+        dispatch.Launch(tilewright_embedding_forward, device, (width, rows, block, double), 4),
+    )
 
 
 @functools.cache
 def _scatter(
     device: torch.device, width: int, add: bool, dtypes: tuple[Any, ...]
 ) -> tuple[int, dispatch.Launch, dispatch.Launch]:
-    """(tiles side by side, the launches of `backward` and `join`)."""
+    """(tiles side by side, the launches of backward and join)."""
     block = _block(width)
     constants = (width, _RUN, block, add, torch.float64 in dtypes)
-    main = dispatch.Launch(backward, device, constants, 1 + add, [3] if add else [])  # what is there takes registers
-    # The longest of all sums is what `join` takes: of a class that every tenth token is, parts of hundreds of programs.
-    joins = dispatch.Launch(join, device, (width, _RUN, 4096 // block, block, add), 4, [1] if add else [])
+    main = dispatch.Launch(
+        tilewright_embedding_backward, device, constants, 1 + add, [3] if add else []
+    )  # what is there takes registers
+    # The longest of all sums is what join takes: of a class that every tenth token is, parts of hundreds of programs.
+    joins = dispatch.Launch(
+        tilewright_embedding_join, device, (width, _RUN, 4096 // block, block, add), 4, [1] if add else []
+    )
     return -(-width // block), main, joins
 
 

@@ -73,12 +73,12 @@ def _value(x: Tensor, up: Tensor, bias: Tensor | None, lean: bool) -> tuple[Tens
     """gelu(x @ up^T + bias) and its derivative, or lean what it is the GELU of; `bias` is in float32."""
     (rows, inner), columns = x.shape, up.shape[0]
     out, kept = (x.new_empty((rows, columns)) for _ in range(2))
-    with work.launching(f"tilewright::{_NAME}.value", (x, up, bias, out, kept), 2.0 * x.numel() * columns):
+    with work.launching(f"tilewright_{_NAME}_matmul_value", (x, up, bias, out, kept), 2.0 * x.numel() * columns):
         maps = (
             nvrtc.tensor_map(x, 64, 128), nvrtc.tensor_map(up, 64, hopper.COLUMNS // 2),
             nvrtc.tensor_map(kept, 32, 128), nvrtc.tensor_map(out, 32, 128),
         )  # fmt: skip
-        hopper.start(f"{_NAME}_{'lean_' * lean}value", maps, bias, (rows, columns, inner), x.device)
+        hopper.start(f"tilewright_{_NAME}_matmul_{'lean_' * lean}value", maps, bias, (rows, columns, inner), x.device)
     return out, kept
 
 
@@ -90,13 +90,15 @@ def _gradient(dy: Tensor, down: Tensor, kept: Tensor, lean: bool) -> tuple[Tenso
     out, value = torch.empty_like(kept), torch.empty_like(kept) if lean else None
     sums = dy.new_empty((-(-rows // hopper.PAIR_ROWS) * 2, columns), dtype=torch.float32)
     tensors = (dy, down, kept, value, out, sums)
-    with work.launching(f"tilewright::{_NAME}.gradient", tensors, 2.0 * dy.numel() * columns):
+    with work.launching(f"tilewright_{_NAME}_matmul_gradient", tensors, 2.0 * dy.numel() * columns):
         wide = 32 if lean else 64  # columns of what is kept that are copied at a time
         maps = (
             nvrtc.tensor_map(dy, 64, 128), nvrtc.tensor_map(down, 64, 32),
             *[nvrtc.tensor_map(tensor, wide, 128) for tensor in (kept, value, out) if tensor is not None],
         )  # fmt: skip
-        hopper.start(f"{_NAME}_{'lean_' * lean}gradient", maps, sums, (rows, columns, inner), dy.device)
+        hopper.start(
+            f"tilewright_{_NAME}_matmul_{'lean_' * lean}gradient", maps, sums, (rows, columns, inner), dy.device
+        )
     return out, add_up(sums), value
 
 
@@ -211,7 +213,7 @@ def _fits(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approxi
     if type(down) not in dispatch.PLAIN or (down_bias is not None and type(down_bias) not in dispatch.PLAIN):
         return False
     large = 2 * (x.numel() // x.shape[-1]) * down.numel() >= cublaslt.WORTH_CHOOSING
-    kind = f"{_NAME}_{'lean_' * lean}"
+    kind = f"tilewright_{_NAME}_matmul_{'lean_' * lean}"
     return large and hopper.ready(x.device, f"{kind}value", f"{kind}gradient")
 
 

@@ -39,12 +39,14 @@ def _band(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def column_sums(x, partials, rows: tl.int64, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def tilewright_linear_column_sums(
+    x, partials, rows: tl.int64, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     _band(x, None, partials, rows, tl.program_id(0), COLUMNS, 0, COLUMNS, ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pack_columns(
+def tilewright_linear_pack_columns(
     q, k, v, packed, partials, rows: tl.int64, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -65,13 +67,13 @@ def _launch(device: torch.device, columns: tuple[int, ...], dtype: torch.dtype) 
     block = min(256, max(16, 1 << (max(columns) - 1).bit_length()))
     bands = sum(-(-each // block) for each in columns)
     programs = max(1, 4 * dispatch.multiprocessors(device) // bands)
-    kernel = column_sums if len(columns) == 1 else pack_columns
+    kernel = tilewright_linear_column_sums if len(columns) == 1 else tilewright_linear_pack_columns
     return bands, programs, dispatch.Launch(kernel, device, (*columns, _ROWS, block), 4)
 
 
 @functools.cache
 def _add_up(device: torch.device, columns: int) -> dispatch.Launch:
-    return dispatch.Launch(column_sums, device, (columns, 64, _NARROW), 4)
+    return dispatch.Launch(tilewright_linear_column_sums, device, (columns, 64, _NARROW), 4)
 
 
 def foresee_add_up(device: torch.device, columns: int) -> None:

@@ -70,7 +70,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cast: Tensor) -> Te
     y = tokens.new_empty((*x.shape[:-1], matrix.shape[0]))  # in its own shape: a view would hide whose memory it is
     out = y.view(tokens.shape[0], matrix.shape[0])
     short = x.shape[-1] <= _SHORT and x.dtype == torch.bfloat16 and x.numel() > 0
-    if bias is not None and short and hopper.ready(x.device, "linear_biased"):
+    if bias is not None and short and hopper.ready(x.device, "tilewright_linear_matmul_biased"):
         _biased(tokens, matrix, bias, out)
         return y
     vector = None if bias is None else dispatch.packed((bias.to(x.dtype),))[0]
@@ -83,12 +83,14 @@ def _biased(tokens: Tensor, matrix: Tensor, bias: Tensor, out: Tensor) -> None:
     """Writes tokens @ matrix^T + bias to `out`, on a Hopper."""
     (rows, inner), columns = tokens.shape, matrix.shape[0]
     (vector,) = dispatch.packed((bias.detach().float(),))
-    with work.launching("tilewright::linear.biased", (tokens, matrix, vector, out), 2.0 * tokens.numel() * columns):
+    with work.launching(
+        "tilewright_linear_matmul_biased", (tokens, matrix, vector, out), 2.0 * tokens.numel() * columns
+    ):
         maps = (
             nvrtc.tensor_map(tokens, 64, 128), nvrtc.tensor_map(matrix, 64, hopper.COLUMNS // 2),
             nvrtc.tensor_map(out, 32, 128),
         )  # fmt: skip
-        hopper.start("linear_biased", maps, vector, (rows, columns, inner), tokens.device)
+        hopper.start("tilewright_linear_matmul_biased", maps, vector, (rows, columns, inner), tokens.device)
 
 
 def _backward(dy: Tensor, x: Tensor, cast: Tensor, full: Sequence[bool], needs: Sequence[bool]) -> list[Tensor | None]:
@@ -154,7 +156,7 @@ def _fits_hopper(parts: Sequence[Tensor | None], cast: Tensor) -> bool:
     sizes = [part.shape[-1] for part in parts if part is not None and part.shape[-1] % hopper.STEP == 0]
     if not len(sizes) == len(parts) == 3 or sum(sizes) > hopper.MOST_SUMS:
         return False
-    return cast.dtype == torch.bfloat16 and hopper.ready(cast.device, "linear_parts_gradient")
+    return cast.dtype == torch.bfloat16 and hopper.ready(cast.device, "tilewright_linear_matmul_parts_gradient")
 
 
 def _of_parts(parts: Sequence[Tensor], matrix: Tensor, sums: bool) -> tuple[Any, Tensor | None]:
@@ -165,12 +167,14 @@ def _of_parts(parts: Sequence[Tensor], matrix: Tensor, sums: bool) -> tuple[Any,
     dx, partials = matrix.new_empty((rows, columns)), None
     if sums:
         partials = dx.new_empty((hopper.blocks(sizes, device), inner), dtype=torch.float32)
-    with work.launching("tilewright::linear.parts_gradient", (*parts, matrix, dx, partials), 2.0 * dx.numel() * inner):
+    with work.launching(
+        "tilewright_linear_matmul_parts_gradient", (*parts, matrix, dx, partials), 2.0 * dx.numel() * inner
+    ):
         maps = (
             *[nvrtc.tensor_map(part, hopper.STEP, 128) for part in parts],
             nvrtc.tensor_map(matrix, 64, 32), nvrtc.tensor_map(dx, 32, 128),
         )  # fmt: skip
-        hopper.start("linear_parts_gradient", maps, partials, sizes, device, second, third)
+        hopper.start("tilewright_linear_matmul_parts_gradient", maps, partials, sizes, device, second, third)
     if partials is None:
         return dx, None
     from tilewright.ops.linear.kernels import add_up

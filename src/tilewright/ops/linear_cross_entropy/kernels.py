@@ -50,7 +50,7 @@ def _kept_offsets(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def add_product(
+def tilewright_linear_cross_entropy_matmul_add(
     left, right, total, scales, rows: tl.int32, columns: tl.int32, inner: tl.int32,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr, TOGETHER: tl.constexpr,
     STAGES: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
@@ -107,7 +107,7 @@ def _shape(device: torch.device) -> tuple[int, int, int, int, int]:
 def scales(total: torch.Tensor) -> tuple[tuple[int, int], torch.dtype] | None:
     """Shape and dtype of the scales of such a sum; None where there is no kernel for it."""
     rows, columns = total.shape
-    if columns % 8 == 0 and hopper.ready(total.device, "linear_cross_entropy_add"):
+    if columns % 8 == 0 and hopper.ready(total.device, "tilewright_linear_cross_entropy_matmul_add"):
         return (-(-rows // hopper.COLUMNS), columns), torch.bfloat16
     block_rows, block_columns, *_ = _shape(total.device)
     if rows % block_rows or columns % block_columns:
@@ -122,11 +122,11 @@ def launch(
     (rows, columns), inner = total.shape, left.shape[0]
     tensors, changed = (left, right, total, scales), () if first else (2,)
     flops = 2.0 * rows * columns * inner
-    with work.launching("tilewright::linear_cross_entropy.add_product", tensors, flops, changed):
+    with work.launching("tilewright_linear_cross_entropy_matmul_add", tensors, flops, changed):
         if scales.dtype == torch.bfloat16:
             maps = (nvrtc.tensor_map(right, 64, 64), nvrtc.tensor_map(left, 64, 32), nvrtc.tensor_map(total, 64, 64))
             sizes = (columns, rows, inner)  # of the transpose, whose tiles fill usual widths
-            hopper.start("linear_cross_entropy_add", maps, scales, sizes, total.device, first, last)
+            hopper.start("tilewright_linear_cross_entropy_matmul_add", maps, scales, sizes, total.device, first, last)
         else:
             _launch(left, right, total, scales, first, last)
 
@@ -140,7 +140,7 @@ def _launch(
     (rows, columns), inner = total.shape, left.shape[0]
     tiles = -(-rows // block_rows) * -(-columns // block_columns)
     constants: tuple[Any, ...] = (block_rows, block_columns, block_inner, 8, stages, first, last)
-    add_product[(min(tiles, dispatch.multiprocessors(total.device)),)](
+    tilewright_linear_cross_entropy_matmul_add[(min(tiles, dispatch.multiprocessors(total.device)),)](
         TensorDescriptor(left, list(left.shape), list(left.stride()), [block_inner, block_rows]),
         TensorDescriptor(right, list(right.shape), list(right.stride()), [block_inner, block_columns]),
         total.view(torch.int16), scales, rows, columns, inner, *constants, num_warps=warps,

@@ -122,7 +122,7 @@ def _pointer(row, SLOT: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def update(
+def tilewright_optimizer_update(
     table, owners, lr_tensor, grad_scale, found_inf,
     lr: tl.float32, weight_decay: tl.float32, beta1: tl.float32, beta2: tl.float32, rest1: tl.float32,
     rest2: tl.float32, log_beta1: tl.float32, log_beta2: tl.float32, epsilon: tl.float32,

@@ -261,7 +261,7 @@ def _launch(
     from tilewright.ops.optimizer import kernels
 
     types = [kernels.TYPES[dtype] for dtype in dtypes]
-    return dispatch.Launch(kernels.update, device, (rule, stochastic, even, *types), TILE // BLOCK)
+    return dispatch.Launch(kernels.tilewright_optimizer_update, device, (rule, stochastic, even, *types), TILE // BLOCK)
 
 
 _tables: dict[Any, tuple[torch.Tensor, ...]] = {}

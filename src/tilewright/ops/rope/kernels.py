@@ -86,7 +86,7 @@ def _rotate_heads(
         "q_out_batch", "q_out_token", "q_out_head", "k_out_batch", "k_out_token", "k_out_head",
     ]
 )  # fmt: skip
-def rotate(
+def tilewright_rope_rotate(
     q, k, q_out, k_out, cos, sin, position_ids,
     sequence: tl.int64, blocks: tl.int32, positions: tl.int64, sign: tl.float64,
     q_batch: tl.int64, q_token: tl.int64, q_head: tl.int64, k_batch: tl.int64, k_token: tl.int64, k_head: tl.int64,
@@ -152,5 +152,5 @@ def rotate_launch(
         heads //= 2
     tokens, warps = rows // heads, max(4, min(16, rows * width // 1024))
     constants = (q_heads, k_heads, head_dim, half, tokens, heads, block, rest, unit, interleaved)
-    launch = dispatch.Launch(rotate, device, (*constants, dtypes[0] == torch.float64), warps)
+    launch = dispatch.Launch(tilewright_rope_rotate, device, (*constants, dtypes[0] == torch.float64), warps)
     return tokens, -(-q_heads // heads) - (-k_heads // heads), launch

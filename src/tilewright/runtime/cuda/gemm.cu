@@ -190,37 +190,37 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
   KERNEL name(MAP(left), MAP(right), MAP(kept), MAP(value), float* bias, int rows, int columns, int inner) {         \
     run<kind>(&left, &right, &kept, &value, nullptr, bias, rows, columns, inner);                                    \
   }
-#if !defined(ONLY) || defined(ONLY_GELU_MLP_VALUE)
-GELU_MLP_VALUE(gelu_mlp_value, VALUE)
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_VALUE)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_value, VALUE)
 #endif
-#if !defined(ONLY) || defined(ONLY_GELU_MLP_LEAN_VALUE)
-GELU_MLP_VALUE(gelu_mlp_lean_value, LEAN_VALUE)
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_VALUE)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_lean_value, LEAN_VALUE)
 #endif
-#if !defined(ONLY) || defined(ONLY_GELU_MLP_GRADIENT)
-KERNEL gelu_mlp_gradient(MAP(left), MAP(right), MAP(slope), MAP(out), float* sums, int rows, int columns, int inner) {
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_GRADIENT)
+KERNEL tilewright_gelu_mlp_matmul_gradient(MAP(left), MAP(right), MAP(slope), MAP(out), float* sums, int rows, int columns, int inner) {
   run<GRADIENT>(&left, &right, &slope, nullptr, &out, sums, rows, columns, inner);
 }
 #endif
-#if !defined(ONLY) || defined(ONLY_GELU_MLP_LEAN_GRADIENT)
-KERNEL gelu_mlp_lean_gradient(MAP(left), MAP(right), MAP(sum), MAP(value), MAP(out), float* sums, int rows, int columns,
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_GRADIENT)
+KERNEL tilewright_gelu_mlp_matmul_lean_gradient(MAP(left), MAP(right), MAP(sum), MAP(value), MAP(out), float* sums, int rows, int columns,
                               int inner) {
   run<LEAN_GRADIENT>(&left, &right, &sum, &value, &out, sums, rows, columns, inner);
 }
 #endif
-#if !defined(ONLY) || defined(ONLY_LINEAR_CROSS_ENTROPY_ADD)
-KERNEL linear_cross_entropy_add(MAP(left), MAP(right), MAP(total), unsigned short* scales, int rows, int columns, int inner,
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_LINEAR_CROSS_ENTROPY_MATMUL_ADD)
+KERNEL tilewright_linear_cross_entropy_matmul_add(MAP(left), MAP(right), MAP(total), unsigned short* scales, int rows, int columns, int inner,
                                 int first, int last) {
   run<SUM>(&left, &right, nullptr, nullptr, &total, scales, rows, columns, inner, first, last);
 }
 #endif
-#if !defined(ONLY) || defined(ONLY_LINEAR_PARTS_GRADIENT)
-KERNEL linear_parts_gradient(MAP(first), MAP(second), MAP(third), MAP(right), MAP(out), float* sums, int rows, int columns,
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_LINEAR_MATMUL_PARTS_GRADIENT)
+KERNEL tilewright_linear_matmul_parts_gradient(MAP(first), MAP(second), MAP(third), MAP(right), MAP(out), float* sums, int rows, int columns,
                              int inner, int second_at, int third_at) {
   run<PARTS>(&first, &right, &second, &third, &out, sums, rows, columns, inner, true, true, second_at, third_at);
 }
 #endif
-#if !defined(ONLY) || defined(ONLY_LINEAR_BIASED)
-KERNEL linear_biased(MAP(left), MAP(right), MAP(out), float* bias, int rows, int columns, int inner) {
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_LINEAR_MATMUL_BIASED)
+KERNEL tilewright_linear_matmul_biased(MAP(left), MAP(right), MAP(out), float* bias, int rows, int columns, int inner) {
   run<BIASED>(&left, &right, nullptr, nullptr, &out, bias, rows, columns, inner);
 }
 #endif
