@@ -211,23 +211,6 @@ def dropout_add_norm_small(result: dict[str, Any]) -> str:
     return markdown(header, rows)
 
 
-def headline(result: dict[str, Any]) -> str:
-    """The forward of LayerNorm with dropout in bf16, for the README."""
-    rows = []
-    for case in result["cases"]:
-        if (case["dtype"], case["norm"], case["p"]) != ("bf16", "layer", 0.1) or case["width"] < 2048:
-            continue
-        row = [f"{case['width']:,}"]
-        for step in ("forward", "backward"):
-            cells = case[step]["implementations"]
-            ours = cells["tilewright"]
-            row += [f"{ours['limit_share']:.0%}", _ratio(cells["eager"], ours), _ratio(cells["compile"], ours)]
-        rows.append(row)
-    header = ["width", "forward, % of limit", "vs eager", "vs torch.compile"]
-    header += ["backward, % of limit", "vs eager", "vs torch.compile"]
-    return markdown(header, rows) + "\n" + machine(result) + "\n"
-
-
 def block(result: dict[str, Any]) -> str:
     """A GPT with each block."""
     trial = result["trial"]
@@ -386,7 +369,6 @@ TABLES: dict[str, Callable[..., str]] = {
         dropout_add_norm,
         dropout_add_norm_small,
         gelu_mlp,
-        headline,
         linear_cross_entropy,
         loss_curves,
         memory,

@@ -21,7 +21,7 @@ def test_a_table_is_made_from_its_file_and_replaces_what_stood_there(tmp_path, m
 
 def test_a_table_without_an_end_is_refused(tmp_path):
     with pytest.raises(ValueError, match="end"):
-        generate.render("<!-- table: headline a.json -->\nold\n")
+        generate.render("<!-- table: rope a.json -->\nold\n")
 
 
 def test_the_documents_are_up_to_date_and_have_their_tables():

@@ -340,25 +340,6 @@ def test_a_study_whose_storage_is_gone_is_made_again_from_the_journal(book, tmp_
     assert book().records() == before == book().records()
 
 
-def test_the_journal_of_another_machine_is_merged_once(book, tmp_path):
-    there = Ledger.open(f"sqlite:///{tmp_path}/there.db", "other", HEAD, tmp_path / "there", resume=False)
-    there.propose([(point(n), "search") for n in range(3)] + [(point(0), "reference")])
-    run_all(there)
-    there.close()
-    ledger = book()
-    ledger.propose([(point(2), "search"), (point(3), "search")])
-    run_all(ledger)
-    assert ledger.merge(there.journal) == 3 and ledger.merge(there.journal) == 0
-    assert len(ledger.records()) == 5
-    assert ledger.propose([(point(0), "search")]) == 0
-    with pytest.raises(UserError, match="Cannot read"):
-        ledger.merge(tmp_path / "nothing")
-    (tmp_path / "junk").write_bytes(os.urandom(1000))
-    with pytest.raises(UserError, match="has no trial of this study"):
-        ledger.merge(tmp_path / "junk")
-    assert len(book(name="third", head={**HEAD, "space": "other"}).records()) == 0
-
-
 # What the storage may hold
 
 

@@ -225,10 +225,6 @@ def test_fewer_threads_take_longer():
     assert predict(dataclasses.replace(run, threads=1), H200) == predict(run, H200)
 
 
-def test_of_a_users_own_model_nothing_is_known():
-    assert predict(Train(), H200, own=True) is None
-
-
 def test_a_batch_that_does_not_divide_is_one_sentence():
     with pytest.raises(UserError, match="global batch 5"):
         predict(Train(global_batch=5, micro_batch=2), H200)

@@ -162,10 +162,6 @@ class Ledger:
                 queued += 1
         return queued
 
-    def waiting(self) -> list[Point]:
-        """The points that nobody runs yet."""
-        return [entry.point for entry in self._entries() if entry.state == TrialState.WAITING]
-
     def take(self, purpose: str = "", fits: Callable[[Point], bool] = lambda point: True) -> Claim | None:
         """The next that waits, for this worker to run, one of a purpose first; None where none does.
 
@@ -254,13 +250,6 @@ class Ledger:
                 count += self._storage.move(entry.number, TrialState.FAIL)
         self._queue_lost()
         return count
-
-    def merge(self, path: Path) -> int:
-        """Add what the journal of another machine has and this study does not; the number of those."""
-        lines = list(journal.read(path))
-        if not any(line.get("head") == self._head for line in lines):
-            raise UserError(f"{path} has no trial of this study; give the trials.jsonl of the same configuration.")
-        return self._merge(lines)
 
     def note(self, name: str, value: Any) -> None:
         """Keep something with the study that is no trial."""

@@ -25,13 +25,12 @@ _DOUBT = 0.05  # of the bytes: what is predicted to be over by less is tried
 Parts = dict[str, float]
 
 
-def predict(run: Train, machine: Mapping[str, Any], own: bool = False) -> Prediction | None:
-    """What to expect of a run on a machine that was probed; None for a model whose shape is not known.
+def predict(run: Train, machine: Mapping[str, Any]) -> Prediction:
+    """Return what to expect of a run on a machine that was probed.
 
     Args:
         run: the run, whose device is the probe's.
         machine: what a probe found.
-        own: whether the model is the user's own.
 
     >>> from tilewright.train.config import Model
     >>> machine = {"device": "cpu", "flops": {"fp32": 1e11, "bf16": 2e11}, "copy_bytes_per_second": 1e10,
@@ -40,8 +39,6 @@ def predict(run: Train, machine: Mapping[str, Any], own: bool = False) -> Predic
     >>> found.floor < found.seconds, found.memory["process"] > found.memory["weights"]
     (True, True)
     """
-    if own:
-        return None
     from tilewright.train.loop import batch_sizes  # which imports torch
 
     device, sizes = machine["device"], batch_sizes(run, 1)

@@ -382,7 +382,7 @@ class _Study:
         takes = self.pace.proof(first_step(self.records, best))
         if most := self._curve():
             plain = predict(float32(self.space.start), self.machine)
-            takes += min(most, _CURVE_STEPS * plain.seconds) if plain is not None else most
+            takes += min(most, _CURVE_STEPS * plain.seconds)
         return takes
 
     def _curve(self) -> float:

@@ -107,9 +107,10 @@ __device__ __forceinline__ void begin_columns(float (&sum)[64], u32 from, int la
 // numbers for each 64 queries of a head, and `counts` how often each was added to, which is 0 at first.
 extern "C" __global__ void __launch_bounds__(384, 1)
     tilewright_attention_backward(const __grid_constant__ Map queries, const __grid_constant__ Map keys,
-                       const __grid_constant__ Map values, const __grid_constant__ Map dout,
-                       const __grid_constant__ Map dkeys, const __grid_constant__ Map dvalues, const float* starts,
-                       const float* slope_starts, float* dqueries, int* counts, int length, int heads, float scale) {
+                                  const __grid_constant__ Map values, const __grid_constant__ Map dout,
+                                  const __grid_constant__ Map dkeys, const __grid_constant__ Map dvalues,
+                                  const float* starts, const float* slope_starts, float* dqueries, int* counts,
+                                  int length, int heads, float scale) {
   extern __shared__ __align__(1024) char memory[];
   const u32 base = shared(memory), barriers = base + AT_BARRIERS;
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0), thread = threadIdx.x % 128;

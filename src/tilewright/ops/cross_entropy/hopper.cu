@@ -52,9 +52,9 @@ __device__ __forceinline__ uint4 only(uint4 x, int first, int end) {
 // Rows are `stride` logits apart, and both matrices begin at a vector. `denominator` and `lse` may be null; `gradient`
 // may be `logits`. Targets are of 4 bytes where they are `narrow`, else of 8.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
-    tilewright_cross_entropy_rows(const uint4* logits, const void* targets, const float* denominator, float* loss, float* lse,
-                       uint4* gradient, long long ignore_index, long long rows, long long stride, int classes,
-                       int narrow, float z_loss) {
+    tilewright_cross_entropy_rows(const uint4* logits, const void* targets, const float* denominator, float* loss,
+                                  float* lse, uint4* gradient, long long ignore_index, long long rows,
+                                  long long stride, int classes, int narrow, float z_loss) {
   extern __shared__ __align__(128) char memory[];
   __shared__ float2 parts[2][32];  // maximum and sum of each warp; of this row, and of the next
   __shared__ u64 barriers[2 * SLOTS];

@@ -197,25 +197,26 @@ GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_value, VALUE)
 GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_lean_value, LEAN_VALUE)
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_GRADIENT)
-KERNEL tilewright_gelu_mlp_matmul_gradient(MAP(left), MAP(right), MAP(slope), MAP(out), float* sums, int rows, int columns, int inner) {
+KERNEL tilewright_gelu_mlp_matmul_gradient(MAP(left), MAP(right), MAP(slope), MAP(out), float* sums, int rows,
+                                           int columns, int inner) {
   run<GRADIENT>(&left, &right, &slope, nullptr, &out, sums, rows, columns, inner);
 }
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_GRADIENT)
-KERNEL tilewright_gelu_mlp_matmul_lean_gradient(MAP(left), MAP(right), MAP(sum), MAP(value), MAP(out), float* sums, int rows, int columns,
-                              int inner) {
+KERNEL tilewright_gelu_mlp_matmul_lean_gradient(MAP(left), MAP(right), MAP(sum), MAP(value), MAP(out), float* sums,
+                                                int rows, int columns, int inner) {
   run<LEAN_GRADIENT>(&left, &right, &sum, &value, &out, sums, rows, columns, inner);
 }
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_LINEAR_CROSS_ENTROPY_MATMUL_ADD)
-KERNEL tilewright_linear_cross_entropy_matmul_add(MAP(left), MAP(right), MAP(total), unsigned short* scales, int rows, int columns, int inner,
-                                int first, int last) {
+KERNEL tilewright_linear_cross_entropy_matmul_add(MAP(left), MAP(right), MAP(total), unsigned short* scales, int rows,
+                                                  int columns, int inner, int first, int last) {
   run<SUM>(&left, &right, nullptr, nullptr, &total, scales, rows, columns, inner, first, last);
 }
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_LINEAR_MATMUL_PARTS_GRADIENT)
-KERNEL tilewright_linear_matmul_parts_gradient(MAP(first), MAP(second), MAP(third), MAP(right), MAP(out), float* sums, int rows, int columns,
-                             int inner, int second_at, int third_at) {
+KERNEL tilewright_linear_matmul_parts_gradient(MAP(first), MAP(second), MAP(third), MAP(right), MAP(out), float* sums,
+                                               int rows, int columns, int inner, int second_at, int third_at) {
   run<PARTS>(&first, &right, &second, &third, &out, sums, rows, columns, inner, true, true, second_at, third_at);
 }
 #endif
