@@ -21,6 +21,7 @@ from tilewright.ops import linear_cross_entropy
 from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
 from tilewright.ops.linear_cross_entropy import kernels
 from tilewright.ops.linear_cross_entropy.op import cost, reference
+from tilewright.runtime import hopper
 
 OP = sys.modules["tilewright.ops.linear_cross_entropy.op"]
 MEMORY = sys.modules["tilewright.ops.linear_cross_entropy.memory"]
@@ -90,10 +91,10 @@ def test_loss_and_gradients_match_float64_and_are_no_worse_than_torch(dtype, nam
             assert (a.double() - e).norm() <= 4.0 * (p.double() - e).norm() + 1e-5 * e.norm()
 
 
-@pytest.mark.parametrize("hopper", [True, False] if HOPPER else [False])
-def test_a_sum_over_many_chunks_stays_as_exact_as_one_product(hopper, monkeypatch):
-    monkeypatch.setattr(hopper, "ready", lambda device, *names: hopper)
-    large = int(hopper)  # a scale is a class's over columns or, on a Hopper, a column's over classes
+@pytest.mark.parametrize("is_hopper", [True, False] if HOPPER else [False])
+def test_a_sum_over_many_chunks_stays_as_exact_as_one_product(is_hopper, monkeypatch):
+    monkeypatch.setattr(hopper, "ready", lambda device, *names: is_hopper)
+    large = int(is_hopper)  # a scale is a class's over columns or, on a Hopper, a column's over classes
     torch.manual_seed(0)
     left, right = (torch.randn(320, n, device=DEVICE).bfloat16() for n in (CLASSES, WIDTH))
     (left, right)[large][:, 7] *= 2.0**34  # which would take all of a range that it shared with others
