@@ -158,7 +158,7 @@ class Attention(nn.Module):
             return (attention if self.fused else attend)(q, k, v).flatten(2)
 
 
-def _late_bias(product: nn.Module, norm: nn.Module | None, stream: torch.dtype) -> Tensor | None:
+def _late_bias(matmul: nn.Module, norm: nn.Module | None, stream: torch.dtype) -> Tensor | None:
     """The bias of a matmul that the norm behind it may add in its stead: where there will be a backward, which sums up
     its gradient on the way. Not of a parameter that is in pieces until its module runs.
 
@@ -168,10 +168,10 @@ def _late_bias(product: nn.Module, norm: nn.Module | None, stream: torch.dtype) 
     """
     if stream.itemsize <= 2:
         return None
-    own = is_own(product, Linear) and is_own(norm, DropoutAddNorm)
-    if not own or type(product.bias) is not nn.Parameter or not torch.is_grad_enabled():
+    own = is_own(matmul, Linear) and is_own(norm, DropoutAddNorm)
+    if not own or type(matmul.bias) is not nn.Parameter or not torch.is_grad_enabled():
         return None
-    return product.bias
+    return matmul.bias
 
 
 def _add_norm(norm: nn.Module, x: Tensor, residual: Tensor | None, x_bias: Tensor | None) -> tuple[Tensor, Tensor]:
