@@ -277,13 +277,10 @@ def tuned(*trees: dict[str, Any]) -> str:
     rows = []
     for tree in trees:
         answer = Answer.from_dict(tree)
-        best, given = answer.best, answer.reference
-        runs = latest(answer.records).values()
-        compiled = [r for r in runs if r.point == {**given.point, "compile": r.point["compile"]} != given.point]
-        quickest = max(compiled, key=lambda run: run.tokens_per_second or 0.0)
+        best, given, compiled = answer.best, answer.reference, answer.compiled
         rows.append([
             _asked(answer), f"{given.tokens_per_second:,.0f}",
-            f"{quickest.tokens_per_second:,.0f} ({quickest.point['compile']})",
+            f"{compiled.tokens_per_second:,.0f} ({compiled.point['compile']})" if compiled else "not measured",
             f"{best.tokens_per_second:,.0f}", f"{answer.ratio:.3f}x",
             f"{best.measurement.bytes / given.measurement.bytes:.2f}x", answer.proof.verdict,
             "confirmed" if confirmed(answer.records, best) else "once", tree["machine"]["commit"],
