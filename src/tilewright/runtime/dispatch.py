@@ -44,6 +44,13 @@ def runs_kernel(x: torch.Tensor) -> bool:
     return True
 
 
+def why_no_kernel(x: torch.Tensor) -> str:
+    """Say why `runs_kernel` is false of `x`."""
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func differentiates or batches PyTorch's own ops only"
+    return f"the tensors are on {x.device.type}, and kernels run on cuda"
+
+
 def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether somebody other than eager autograd must see the op: a compiler, a dispatch mode, a tensor subclass."""
     for tensor in tensors:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.plan.cost import activation as cost
-from tilewright.runtime import dispatch
+from tilewright.runtime import dispatch, paths
 
 __all__ = ["bias_gelu", "cost", "geglu", "reference", "swiglu"]
 
@@ -294,11 +294,12 @@ def _gelu(op: str, approximate: Any) -> str:
 
 def _apply(op: str, gate: Any, up: Any, bias: Any, activation: str, gated: bool) -> torch.Tensor:
     _check(op, gate, up, bias, gated)
-    if not dispatch.runs_kernel(gate):
+    most = HOST_BOUND if bias is None or bias.dtype == gate.dtype else None
+    path = paths.choose(op, gate, up, bias, host_bound=most)
+    if path == paths.REFERENCE:
         return reference(gate, up, bias, activation=activation, gated=gated)
-    if dispatch.is_host_bound(gate, HOST_BOUND, up, bias) and (bias is None or bias.dtype == gate.dtype):
-        return _compute(gate, up, bias, activation, gated)
-    return (_registered if dispatch.is_traced(gate, up, bias) else _eager)(gate, up, bias, activation, gated)
+    run = {paths.PYTORCH: _compute, paths.REGISTERED: _registered, paths.KERNEL: _eager}[path]
+    return run(gate, up, bias, activation, gated)
 
 
 def _check(op: str, gate: Any, up: Any, bias: Any, gated: bool) -> None:

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend
 
 from tilewright.measure import work
 from tilewright.plan.cost import attention as cost
-from tilewright.runtime import dispatch, hopper, nvrtc
+from tilewright.runtime import dispatch, hopper, nvrtc, paths
 
 __all__ = ["attention", "cost", "reference"]
 
@@ -154,20 +154,28 @@ def _kernel(device: torch.device) -> nvrtc.Kernel | None:
     return None if loaded is None else loaded[NAME]
 
 
-def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether there will be a backward, and the kernel takes it."""
+def _why_not(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Say why backward is PyTorch's; nothing where there will be one and the kernel takes it."""
     parts, kind = (q, k, v), q.device.type
-    if kind not in _DEVICES or dispatch.is_traced(*parts) or not dispatch.runs_kernel(q) or not torch.is_grad_enabled():
-        return False
+    if kind not in _DEVICES or not dispatch.runs_kernel(q):
+        return dispatch.why_no_kernel(q)
+    if dispatch.is_traced(*parts):
+        return "a compiler, a dispatch mode or a tensor subclass sees PyTorch's own ops"
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in parts):
+        return "there is no backward, and forward is PyTorch's"
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
-        return False
+        return "autocast has another dtype than the queries"
     if q.dtype != torch.bfloat16 or q.ndim != 4 or q.shape[3] != HEAD or q.shape[1] % BLOCK:
-        return False
-    if q.numel() // HEAD * q.shape[1] <= HOST_BOUND or not any(t.requires_grad for t in parts):
-        return False
+        return f"the kernel takes bfloat16, heads of {HEAD} and sequences of a multiple of {BLOCK}"
+    if q.numel() // HEAD * q.shape[1] <= HOST_BOUND:
+        return f"up to {HOST_BOUND:,} scores PyTorch's own ops take less of the host's time"
     if not all(t.shape == q.shape and t.dtype == q.dtype and t.device == q.device for t in parts):
-        return False
-    return all(map(_lies_in_rows, parts)) and _kernel(q.device) is not None and _is_cudnns(q, k, v)
+        return "the kernel takes keys and values of the queries' shape and dtype"
+    if not all(map(_lies_in_rows, parts)):
+        return "a token's heads do not lie side by side in memory"
+    if _kernel(q.device) is None:
+        return "the kernel is for a Hopper, and needs NVRTC"
+    return "" if _is_cudnns(q, k, v) else "PyTorch itself would not take cuDNN's forward"
 
 
 def _is_cudnns(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -193,4 +201,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     >>> attention(q, k, v).shape
     torch.Size([2, 16, 4, 8])
     """
-    return _eager(q, k, v) if _fits(q, k, v) else reference(q, k, v)
+    why = _why_not(q, k, v)
+    paths.note("attention", paths.REFERENCE if why else paths.KERNEL, why)
+    return reference(q, k, v) if why else _eager(q, k, v)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tilewright.plan.cost import cross_entropy as cost
-from tilewright.runtime import dispatch
+from tilewright.runtime import dispatch, paths
 
 __all__ = ["cost", "cross_entropy", "reference"]
 
@@ -347,7 +347,8 @@ def cross_entropy(
 
         loss, lse = parallel(logits, targets, weight, options, reduction, inplace, group)
         return (loss, lse.detach()) if return_lse else loss
-    if not dispatch.runs_kernel(logits):
+    path = paths.choose(_NAME, logits, targets, weight)
+    if path == paths.REFERENCE:
         loss, lse = reference(
             logits, targets, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
             softcap=softcap, reduction=reduction,
@@ -356,7 +357,7 @@ def cross_entropy(
     wants_gradient = logits.requires_grad and torch.is_grad_enabled()
     reduced = reduction != "none"
     inputs = (logits, targets, weight, *options, reduction == "mean", return_lse)
-    if dispatch.is_traced(logits, targets, weight):
+    if path == paths.REGISTERED:
         rows, lse, _ = _registered(*inputs, wants_gradient and reduced and logits.dtype in AHEAD, None)
         loss, lse = rows.sum() if reduced else rows, lse.detach()
     else:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tilewright.plan.cost import dropout_add_norm as cost
-from tilewright.runtime import dispatch
+from tilewright.runtime import dispatch, paths
 from tilewright.runtime.philox import draw_seed, drop_threshold, dropout_mask, quantised, split_seed
 
 __all__ = ["cost", "dropout_add_norm", "reference"]
@@ -367,6 +367,7 @@ def dropout_add_norm(
     if second is rowscale is layerscale is None is residual_dtype and not (zero_centered or return_mask):
         outputs = _by_torch(x, residual, weight, bias, x_bias, p, eps, norm)
         if outputs is not None:
+            paths.note(_NAME, paths.PYTORCH, paths.why_host_bound(HOST_BOUND))
             return outputs if prenorm else outputs[0]
     _check(x, residual, weight, bias, second, rowscale, layerscale, x_bias, p, eps, norm, zero_centered, residual_dtype)
     p = quantised(p)
@@ -375,9 +376,10 @@ def dropout_add_norm(
     kind = x.device.type
     autocast = x.dtype != torch.float64 and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     out_dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
-    traced = dispatch.is_traced(x, second, residual, rowscale, layerscale, weight, bias, x_bias)
+    path = paths.choose(_NAME, x, second, residual, rowscale, layerscale, weight, bias, x_bias)
+    traced = path == paths.REGISTERED
     masks: list[torch.Tensor] = []
-    if dispatch.runs_kernel(x):
+    if path != paths.REFERENCE:
         seed = draw_seed(x, as_tensor=traced) if p > 0.0 else None
         out, residual_out, *_ = (_registered if traced else _eager)(
             x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed,

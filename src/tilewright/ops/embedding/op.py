@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tilewright.runtime import dispatch
+from tilewright.runtime import dispatch, paths
 
 __all__ = ["embedding", "reference", "tied_embedding"]
 
@@ -139,8 +139,16 @@ def _look_up(
     tokens: Tensor, weight: Tensor, position: Tensor | None, dtype: torch.dtype | None, most: int
 ) -> tuple[Tensor, Tensor]:
     """The embeddings and the table; up to `most` tokens of an eager call are left to PyTorch's own ops."""
-    host_bound = dispatch.is_host_bound(tokens, most, weight, position)
-    if host_bound or not dispatch.runs_kernel(weight) or dispatch.is_traced(tokens, weight, position):
+    if dispatch.is_host_bound(tokens, most, weight, position):
+        ran, why = paths.PYTORCH, paths.why_host_bound(most)
+    elif not dispatch.runs_kernel(weight):
+        ran, why = paths.REFERENCE, dispatch.why_no_kernel(weight)
+    elif dispatch.is_traced(tokens, weight, position):
+        ran, why = paths.REFERENCE, "a compiler, a dispatch mode or a tensor subclass sees PyTorch's own ops"
+    else:
+        ran, why = paths.KERNEL, ""
+    paths.note(_NAME, ran, why)
+    if ran != paths.KERNEL:
         return reference(tokens, weight, position, dtype), weight
     x, alias = _eager(tokens, weight, position, dtype or weight.dtype)
     if not weight.requires_grad:  # the alias would have a gradient for the position's sake

@@ -33,7 +33,7 @@ from tilewright.measure import work
 from tilewright.ops.activation.op import bias_gelu
 from tilewright.ops.linear.op import WORTH_PADDING, is_worth_padding, linear, pad
 from tilewright.plan.cost import Cost, product
-from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc
+from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc, paths
 
 __all__ = ["cost", "fused_gelu_mlp", "gelu_mlp", "reference"]
 
@@ -176,6 +176,7 @@ def gelu_mlp(
     if 2 * x.numel() * len(up) < WORTH_PADDING:  # nor is any matmul worth a kernel of ours
         most = HOST_BOUND * x.shape[-1] // max(1, len(up))
         if dispatch.is_host_bound(x, most, up, up_bias, down, down_bias):
+            paths.note(_NAME, paths.PYTORCH, paths.why_host_bound(most))
             return reference(x, up, up_bias, down, down_bias, approximate=approximate)
     y = fused_gelu_mlp(x, up, up_bias, down, down_bias, approximate=approximate)
     if y is not None:
@@ -193,28 +194,36 @@ def fused_gelu_mlp(
 ) -> Tensor | None:  # fmt: skip
     """`gelu_mlp` where it is fused, else None. Lean, half as much is kept for backward."""
     _check(x, up, up_bias, down, down_bias, approximate)
-    if not _fits(x, up, down, down_bias, approximate, lean):
+    why = _why_not(x, up, down, down_bias, approximate, lean)
+    prepared = why or _linear.prepare(x, up, up_bias)  # which knows whether the first matmul fits
+    if isinstance(prepared, str):
+        paths.note(_NAME, paths.PARTS, prepared)
         return None
-    prepared = _linear._prepared(x, up, up_bias)  # which knows whether the first product fits
-    if prepared is None:
-        return None
+    paths.note(_NAME, paths.KERNEL)
     y: Tensor = _eager(*prepared, down, down_bias, _linear._cast(down, torch.bfloat16), lean)
     return y
 
 
-def _fits(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approximate: str, lean: bool) -> bool:
-    """Whether all but the first product does."""
-    trained = torch.is_grad_enabled() and up.requires_grad and down.requires_grad
-    if approximate != "tanh" or not trained or torch.compiler.is_compiling() or down.shape[0] % 8 or not x.numel():
-        return False
+def _why_not(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approximate: str, lean: bool) -> str:
+    """Say why the fused kernels do not take it; nothing if all but the first matmul fits."""
+    if approximate != "tanh":
+        return "the kernels have the GELU by tanh only"
+    if not (torch.is_grad_enabled() and up.requires_grad and down.requires_grad):
+        return "the kernels pay where there is a backward of both weights"
+    if torch.compiler.is_compiling():
+        return "a compiler fuses by itself"
+    if down.shape[0] % 8 or not x.numel():
+        return "a size is no multiple of 8, or 0"
     for tensor in (x, down, down_bias):
         if tensor is not None and _linear._dtype(tensor) != torch.bfloat16:
-            return False
+            return "the kernels are for bfloat16"
     if type(down) not in dispatch.PLAIN or (down_bias is not None and type(down_bias) not in dispatch.PLAIN):
-        return False
-    large = 2 * (x.numel() // x.shape[-1]) * down.numel() >= cublaslt.WORTH_CHOOSING
+        return "a parameter is a tensor subclass"
+    if 2 * (x.numel() // x.shape[-1]) * down.numel() < cublaslt.WORTH_CHOOSING:
+        return "the matmuls are small"
     kind = f"tilewright_{_NAME}_matmul_{'lean_' * lean}"
-    return large and hopper.ready(x.device, f"{kind}value", f"{kind}gradient")
+    ready = hopper.ready(x.device, f"{kind}value", f"{kind}gradient")
+    return "" if ready else "the kernels are for a Hopper, and need NVRTC"
 
 
 def _check(x: Any, up: Any, up_bias: Any, down: Any, down_bias: Any, approximate: str) -> None:

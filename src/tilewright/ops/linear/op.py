@@ -38,7 +38,7 @@ import torch.nn.functional as F
 
 from tilewright.measure import work
 from tilewright.plan.cost import product as cost
-from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc
+from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc, paths
 
 __all__ = ["cost", "linear", "linear_parts", "reference"]
 
@@ -330,12 +330,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> torch.equal(linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
     True
     """
-    inputs = _prepared(x, weight, bias)
-    if inputs is None:
+    inputs = prepare(x, weight, bias)
+    if isinstance(inputs, str):
+        paths.note("linear", paths.PYTORCH, inputs)
         if is_worth_padding(x, weight):
             y = reference(pad(x, -1), pad(weight, 0, 1), None if bias is None else pad(bias, 0))
             return y[..., : len(weight)].contiguous()
         return reference(x, weight, bias)
+    paths.note("linear", paths.KERNEL)
     return (_registered if torch.compiler.is_compiling() else _eager)(*inputs)
 
 
@@ -368,24 +370,24 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence
     >>> q.shape, k.shape
     (torch.Size([2, 3, 16]), torch.Size([2, 3, 8]))
     """
-    inputs = _prepared(x, weight, bias)
+    inputs = prepare(x, weight, bias)
     if sum(sizes) != weight.shape[0] or min(sizes) < 1:
         raise ValueError(
             f"linear: the parts {tuple(sizes)} are not the {weight.shape[0]} features; give positive sizes."
         )
-    if inputs is None or torch.compiler.is_compiling():
+    if isinstance(inputs, str) or torch.compiler.is_compiling():
         return linear(x, weight, bias).split(list(sizes), -1)
+    paths.note("linear", paths.KERNEL)
     return _eager_parts(list(sizes), *inputs)
 
 
-def _prepared(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...] | None:
-    """What the op takes; None where it is plain PyTorch's to compute."""
+def prepare(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...] | str:
+    """Return what the op takes; where it is plain PyTorch's to compute, a sentence that says why."""
     dtype = _check(x, weight, bias)
-    # Where the weight is frozen, PyTorch keeps no x for its gradient.
-    frozen = not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
-    if frozen or not _fits(dtype, x, weight, bias):
-        return None
-    return x.to(dtype), weight, bias, _cast(weight, dtype)
+    if not weight.requires_grad and x.requires_grad and torch.is_grad_enabled():
+        return "the weight is frozen, and PyTorch keeps no x for its gradient"
+    why = _why_not(dtype, x, weight, bias)
+    return why or (x.to(dtype), weight, bias, _cast(weight, dtype))
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -393,22 +395,29 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight if weight.dtype is dtype else weight.detach().to(dtype)
 
 
-def _fits(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether cuBLASLt should compute it. Who traces without compiling (counts FLOPs, say) knows PyTorch's ops only."""
-    if x.device.type not in _DEVICES or dtype not in cublaslt.HALVES:
-        return False
+def _why_not(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    """Say why cuBLASLt should not compute it; nothing where it should."""
+    if x.device.type not in _DEVICES:
+        return dispatch.why_no_kernel(x)
+    if dtype not in cublaslt.HALVES:
+        return f"{dtype} matmuls are left to PyTorch"
     features_out, features_in = weight.shape
-    if 2 * x.numel() * features_out < cublaslt.WORTH_CHOOSING or features_in % 8 or features_out % 8:
-        return False
+    if features_in % 8 or features_out % 8:
+        return "a size is no multiple of 8"
+    if 2 * x.numel() * features_out < cublaslt.WORTH_CHOOSING:
+        return "the matmul is too small for a choice of algorithms to pay"
     for tensor in (x, weight, bias):
         if tensor is not None and type(tensor) not in dispatch.PLAIN:
-            return False
+            return f"{type(tensor).__name__} is a tensor subclass"
     for parameter in (weight, bias):
         if parameter is not None and parameter.dtype not in (dtype, torch.float32):
-            return False
+            return f"a parameter is {parameter.dtype}, and the matmul {dtype}"
     if torch._C._are_functorch_transforms_active():
-        return False
-    return torch.compiler.is_compiling() or not dispatch.has_mode()
+        return dispatch.why_no_kernel(x)
+    if not torch.compiler.is_compiling() and dispatch.has_mode():
+        # Who traces without compiling (counts FLOPs, say) knows PyTorch's ops only.
+        return "a dispatch mode sees PyTorch's own ops"
+    return ""
 
 
 def _dtype(x: Tensor) -> torch.dtype:

@@ -35,7 +35,7 @@ from tilewright.ops.cross_entropy.op import reference as loss_of_logits
 from tilewright.ops.linear.op import is_worth_padding, pad
 from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, way_of, without
 from tilewright.plan.cost import linear_cross_entropy as cost
-from tilewright.runtime import cublaslt, dispatch
+from tilewright.runtime import cublaslt, dispatch, paths
 
 __all__ = ["cost", "linear_cross_entropy", "reference"]
 
@@ -396,16 +396,18 @@ def linear_cross_entropy(
     weight, bias = _whole(weight), _whole(bias)  # type: ignore[assignment]
     _check(x, weight, bias, targets, class_weight, options, reduction, memory, sum_dtype)
     x = x.to(_dtype(x))
-    if not dispatch.runs_kernel(x):
+    tensors = (weight, bias, targets, class_weight)
+    plain = memory is None and sum_dtype is None and all(t is None or t.dtype == x.dtype for t in (weight, bias))
+    whole = x.shape[-1] % _VECTOR == len(weight) % _VECTOR == 0
+    most = HOST_BOUND * x.shape[-1] // len(weight) if plain and whole else None
+    path = paths.choose(_NAME, x, *tensors, host_bound=most)
+    if path == paths.REFERENCE:
         loss, lse = reference(
             x, weight, targets, bias, class_weight=class_weight, ignore_index=ignore_index,
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
         )  # fmt: skip
         return (loss, lse.detach()) if return_lse else loss
-    tensors = (weight, bias, targets, class_weight)
-    plain = memory is None and sum_dtype is None and all(t is None or t.dtype == x.dtype for t in (weight, bias))
-    whole = x.shape[-1] % _VECTOR == len(weight) % _VECTOR == 0
-    if plain and whole and dispatch.is_host_bound(x, HOST_BOUND * x.shape[-1] // len(weight), *tensors):
+    if path == paths.PYTORCH:
         return cross_entropy(
             F.linear(x, weight, bias), targets, weight=class_weight, ignore_index=ignore_index,
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
@@ -416,7 +418,7 @@ def linear_cross_entropy(
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
     how = (reduction == "mean", memory or 0, sum_dtype is not None, return_lse)
     inputs = (x, weight, bias, targets, class_weight, *options, *how, *needs)
-    if dispatch.is_traced(x, weight, bias, targets, class_weight):
+    if path == paths.REGISTERED:
         loss, lse, *_ = _registered(reduction != "none", None, *inputs)
         lse = lse.detach()
     else:

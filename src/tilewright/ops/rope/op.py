@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tilewright.plan.cost import rope as cost
-from tilewright.runtime import dispatch
+from tilewright.runtime import dispatch, paths
 
 __all__ = ["cost", "reference", "rope", "rope_tables"]
 
@@ -249,13 +249,13 @@ def rope(
     (True, True)
     """
     _check(q, k, cos, sin, position_ids, heads_first, inplace)
-    if not dispatch.runs_kernel(q):
+    path = paths.choose(_NAME, q, k, cos, sin, position_ids)
+    if path == paths.REFERENCE:
         return reference(
             q, k, cos, sin, position_ids=position_ids, interleaved=interleaved, heads_first=heads_first
         )  # fmt: skip
     inputs = (q, k, cos, sin, position_ids, interleaved, heads_first, False)
-    traced = dispatch.is_traced(q, k, cos, sin, position_ids)
-    turned_q, turned_k = _registered(*inputs) if traced else _eager(*inputs, inplace)
+    turned_q, turned_k = _eager(*inputs, inplace) if path == paths.KERNEL else _registered(*inputs)
     return turned_q if k is None else (turned_q, turned_k)
 
 
