@@ -65,7 +65,7 @@ def _op(result: dict[str, Any], label: str, peers: tuple[str, ...], name: Callab
     ceilings = result["ceilings"]
     versions = ", ".join(f"{package} {version}" for package, version in result["peers"].items())
     return (
-        f"{machine(result)} Measured ceilings: copy {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, bf16 product "
+        f"{machine(result)} Measured ceilings: copy {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, bf16 matmul "
         f"{ceilings['bf16_flops'] / 1e12:.0f} TFLOPS. Device time, all taking turns; {versions}.\n\n"
         f"{markdown(header, rows)}{_compared(result['cases'], steps, name)}"
     )

@@ -33,7 +33,7 @@ class Accelerator:
     driver_names: tuple[str, ...]
     multiprocessors: int | None
     peak_flops: dict[str, float]
-    best_flops: float | None  # the best bf16 product anybody measured; None where nobody has said
+    best_flops: float | None  # the best bf16 matmul anybody measured; None where nobody has said
     memory_bytes: tuple[float, ...]
     bytes_per_second: float
     l2_bytes: float

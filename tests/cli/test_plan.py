@@ -72,7 +72,7 @@ def test_flops_batch_lint_roofline_parallel_answer():
         == 25
     )
     findings = data("lint", "1b", "vocabulary=50257", "--gpu", "H100-SXM5", "--micro-batch", "4")["findings"]
-    assert findings[0]["what"] == "logits product" and not findings[0]["good"]
+    assert findings[0]["what"] == "logits matmul" and not findings[0]["good"]
     assert data("roofline", "1b", "--gpu", "H200-SXM")["step_floor_seconds"] > 0
     plans = data("parallel", "70b", "--gpu", "H100-SXM5", "--gpus", "512", "--global-batch", "2048")["plans"]
     assert plans[0]["seconds"] <= plans[-1]["seconds"]

@@ -85,7 +85,7 @@ def test_json_is_a_line_an_event(run):
 
 def test_a_profile_is_two_tables(run):
     _, out, _ = run("profile=true", "steps=9")
-    for word in ("where the step went", "product", "backward", "optimizer", "predicted", "measured", "trace.json.gz"):
+    for word in ("where the step went", "matmul", "backward", "optimizer", "predicted", "measured", "trace.json.gz"):
         assert word in out
 
 

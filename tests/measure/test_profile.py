@@ -30,15 +30,15 @@ from tilewright.plan.memory import Training, train
 from tilewright.runtime import hopper
 
 NAMES = {
-    "tilewright_gelu_mlp_matmul_value": "product",
-    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "product",
-    "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8": "product",
-    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1": "product",
-    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>(cublasLt::Params)": "product",
-    "triton_tem_fused_mm_7": "product",
-    "aten::mm": "product",
-    "aten::addmm": "product",
-    "aten::bmm": "product",
+    "tilewright_gelu_mlp_matmul_value": "matmul",
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "matmul",
+    "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8": "matmul",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1": "matmul",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>(cublasLt::Params)": "matmul",
+    "triton_tem_fused_mm_7": "matmul",
+    "aten::mm": "matmul",
+    "aten::addmm": "matmul",
+    "aten::bmm": "matmul",
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_128x64x64_4x1x1_cga1x1x1": "attention",
     "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 128>(void)": "attention",
     "void cudnn::fusion::convert_dq_to_16bits<128, true, 128, 128, __nv_bfloat16>(void)": "attention",
@@ -48,8 +48,8 @@ NAMES = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention",
     "tilewright_dropout_add_norm_forward": "fused",
     "tilewright_linear_column_sums": "fused",
-    "tilewright_linear_matmul": "product",
-    "tilewright_linear_cross_entropy_matmul_add": "product",
+    "tilewright_linear_matmul": "matmul",
+    "tilewright_linear_cross_entropy_matmul_add": "matmul",
     "tilewright::cross_entropy": "fused",
     "triton_poi_fused_gelu_view_9": "pointwise",
     "## Call CompiledFxGraph frnciz7vv7vtjuom65zd5fsqey5fue2dlkclxoazgwexpzfvutpk ##": "pointwise",
@@ -93,7 +93,7 @@ def test_all_kernels_are_named_after_their_op():
         launched = functions - called
         assert launched and all(name.startswith(f"tilewright_{op}_") for name in launched), (path, launched)
     assert category(attention.NAME) == "attention" and category(cross_entropy_hopper.NAME) == "fused"
-    assert {category(name) for name in hopper._NAMES} == {"product"}
+    assert {category(name) for name in hopper._NAMES} == {"matmul"}
 
 
 # Intervals
@@ -210,7 +210,7 @@ def test_categories_launches_and_gaps_of_a_device():
     profile = read_trace(device_trace(), 2)
     assert profile.device == "cuda" and profile.launches == 5 / 2
     assert {spent.name: round(spent.seconds * 2e6) for spent in profile.categories} == {
-        "product": 60, "fused": 10, "optimizer": 10, "copy": 10,
+        "matmul": 60, "fused": 10, "optimizer": 10, "copy": 10,
     }  # fmt: skip
     # Busy: 5 to 25, 30 to 55 (two streams overlap), 110 to 150.
     assert profile.busy_seconds * 2 == pytest.approx(85e-6) and profile.idle_seconds * 2 == pytest.approx(115e-6)
@@ -263,7 +263,7 @@ def test_a_real_step_on_the_host(tmp_path):
     assert len(calls) == 3  # one while the profiler warms up
     assert profile.device == "cpu" and profile.steps == 2
     kernels = {one.name: one for one in profile.kernels}
-    # Forward has two products, backward the gradients of two weights and of one input.
+    # Forward has two matmuls, backward the gradients of two weights and of one input.
     assert kernels["aten::addmm"].calls == 2 and kernels["aten::mm"].calls == 3
     assert kernels["aten::_fused_adamw_"].calls == 1 and kernels["aten::_fused_adamw_"].category == "optimizer"
     assert {spent.name for spent in profile.phases} >= {"forward", "backward", "optimizer"}
@@ -403,10 +403,10 @@ def test_a_real_step_on_a_gpu(tmp_path):
     step()
     profile = profile_steps(step, steps=3, trace=tmp_path / "trace.json.gz")
     assert profile.device == "cuda" and 0.0 < profile.busy_seconds < profile.seconds
-    assert {spent.name for spent in profile.categories} >= {"product", "pointwise", "optimizer"}
+    assert {spent.name for spent in profile.categories} >= {"matmul", "pointwise", "optimizer"}
     phases = {spent.name: spent.seconds for spent in profile.phases}
     assert all(phases[name] > 0.0 for name in ("forward", "backward", "optimizer"))
-    assert profile.kernels[0].category == "product" and profile.launches >= 10
+    assert profile.kernels[0].category == "matmul" and profile.launches >= 10
 
 
 @on_gpu

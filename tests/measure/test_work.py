@@ -10,7 +10,7 @@ from tilewright.measure.work import Asked, Observation, read_work
 from tilewright.models import GPT
 from tilewright.ops.optimizer import op as optimizer
 from tilewright.plan.decoder import from_gpt
-from tilewright.plan.flops import products
+from tilewright.plan.flops import matmuls
 from tilewright.plan.gpt import GPTConfig
 from tilewright.runtime import dispatch
 
@@ -44,7 +44,7 @@ def test_an_op_reads_what_goes_in_and_writes_what_comes_out():
     }
 
 
-def test_a_product_that_is_added_up_in_another_dtype_has_its_flops():
+def test_a_matmul_that_is_added_up_in_another_dtype_has_its_flops():
     left, right = torch.ones(8, 4, dtype=torch.bfloat16), torch.ones(4, 2, dtype=torch.bfloat16)
     total = torch.ones(8, 2)
     for op, args, read in (
@@ -80,9 +80,9 @@ def test_attention_counts_every_head_of_the_queries(heads, causal):
     q, k, v = (torch.ones(2, count, 16, 32, device=DEVICE, requires_grad=True) for count in (4, heads, heads))
     sdpa = torch.nn.functional.scaled_dot_product_attention
     found = observed(lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=heads < 4).sum().backward())
-    products = sum(each.flops for each in found if each.dtype)
-    exact = 14 * 2 * 4 * 16 * 16 * 32  # two products, and five; who computes no scores anew has four of them
-    assert products in (exact / (1 + causal), exact * 12 / 14)
+    matmuls = sum(each.flops for each in found if each.dtype)
+    exact = 14 * 2 * 4 * 16 * 16 * 32  # two matmuls, and five; who computes no scores anew has four of them
+    assert matmuls in (exact / (1 + causal), exact * 12 / 14)
 
 
 def test_an_op_that_nobody_knows_does_not_stop_the_step():
@@ -107,14 +107,14 @@ def test_a_kernel_that_works_in_place_reads_and_writes():
 
 
 @pytest.mark.parametrize("block", ["standard", "optimized"])
-def test_the_products_of_a_step_are_those_of_the_plan(block, monkeypatch):
+def test_the_matmuls_of_a_step_are_those_of_the_plan(block, monkeypatch):
     monkeypatch.setattr(dispatch, "INTERPRETED", False)
     model = GPT(GPTConfig(**{**vars(SMALL), "gpt_block": block})).to(DEVICE)
     tokens = torch.randint(512, (3, 32), device=DEVICE)
     model(tokens, tokens).backward()
     found = observed(lambda: model(tokens, tokens).backward())
-    expected = sum(3 * 2 * each.m * each.n * each.k * each.count for each in products(from_gpt(SMALL), 3 * 32, 1))
-    assert sum(each.flops for each in found if each.category == "product" and each.dtype) == expected
+    expected = sum(3 * 2 * each.m * each.n * each.k * each.count for each in matmuls(from_gpt(SMALL), 3 * 32, 1))
+    assert sum(each.flops for each in found if each.category == "matmul" and each.dtype) == expected
     attention = [each for each in found if each.category == "attention"]
     pairs = 2 * 3 * 2 * 32 * 32 / 2  # layers, batch, heads, tokens by tokens under a causal mask
     assert sum(each.flops for each in attention) == pytest.approx((4 + 10) * pairs * 32)
@@ -180,9 +180,9 @@ def test_a_kernel_is_the_work_of_the_window_it_was_launched_in():
         *kernel("gemm", 10, 44, 175, 235), *kernel("stray", 11, 33, 235, 236),
     ]  # fmt: skip
     found = by_op(read_work(events, [mm, norm, mm], compiled=False))
-    product = found["aten::mm", "2x2"]
-    assert (product.kernel, product.calls, product.category) == ("gemm", 2, "product")
-    assert product.seconds == pytest.approx(130e-6) and (product.flops, product.bytes) == (32.0, 48.0)
+    matmul = found["aten::mm", "2x2"]
+    assert (matmul.kernel, matmul.calls, matmul.category) == ("gemm", 2, "matmul")
+    assert matmul.seconds == pytest.approx(130e-6) and (matmul.flops, matmul.bytes) == (32.0, 48.0)
     assert found["norm", "4"].seconds == pytest.approx(5e-6)
     assert found["stray", ""].flops == 0 and found["stray", ""].seconds == pytest.approx(1e-6)
 
@@ -207,7 +207,7 @@ def test_a_compiled_kernel_has_the_tensors_of_its_arguments():
     assert found["aten::addmm"].bytes == (2 + 32 + 16 + 8) * 4
 
 
-def test_a_product_or_attention_that_was_compiled_has_its_flops():
+def test_a_matmul_or_attention_that_was_compiled_has_its_flops():
     def event(name, shapes, kind="float", values=()):
         arguments = {"Input Dims": shapes, "Input type": [kind if shape else "Scalar" for shape in shapes]}
         return {
@@ -231,7 +231,7 @@ def test_a_product_or_attention_that_was_compiled_has_its_flops():
         assert found == [4 * 2 * 4 * 16 * 16 * 32 / (2 if causal == "True" else 1)]
 
 
-def test_a_compiled_step_has_the_products_of_an_eager_one():
+def test_a_compiled_step_has_the_matmuls_of_an_eager_one():
     model = GPT(SMALL)
     tokens = torch.randint(512, (3, 32))
     totals = []
@@ -240,5 +240,5 @@ def test_a_compiled_step_has_the_products_of_an_eager_one():
         for _ in range(2):
             forward(tokens, tokens).backward()
         found = observed(lambda forward=forward: forward(tokens, tokens).backward(), compiled)
-        totals.append([sum(each.flops for each in found if each.category == kind) for kind in ("product", "attention")])
+        totals.append([sum(each.flops for each in found if each.category == kind) for kind in ("matmul", "attention")])
     assert totals[0] == totals[1] and min(totals[0]) > 0

@@ -89,7 +89,7 @@ def test_a_bias_that_the_next_norm_adds_is_the_bias(mlp, recompute):
 @pytest.mark.parametrize("residual", ["auto", "bf16"])
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_what_is_computed_again_has_the_bits_that_forward_had(how, residual):
-    """Under autocast, where a bias added by the product is rounded with it, and one added by the norm is not."""
+    """Under autocast, where a bias added by the matmul is rounded with it, and one added by the norm is not."""
     batch, found = tokens(), []
     for recompute in ("none", how):
         _, model = pair(dataclasses.replace(SMALL, residual=residual, recompute=recompute))
@@ -108,7 +108,7 @@ class Wrapped(torch.nn.Module):
         return self.inner(*inputs)
 
 
-def wrap_products(model):
+def wrap_matmuls(model):
     for block in model.blocks:
         block.attention.out = Wrapped(block.attention.out)
         block.mlp.down = Wrapped(block.mlp.down)
@@ -127,7 +127,7 @@ def listen_to_the_tables(model):
     model.token.register_forward_hook(lambda module, inputs, output: model.__dict__.setdefault("heard", output))
 
 
-@pytest.mark.parametrize("change", [wrap_products, wrap_sublayers, freeze_a_block, listen_to_the_tables])
+@pytest.mark.parametrize("change", [wrap_matmuls, wrap_sublayers, freeze_a_block, listen_to_the_tables])
 @pytest.mark.parametrize("block", [0, 1], ids=["standard", "optimized"])
 def test_whoever_wraps_a_module_gets_the_same_model(block, change):
     batch, model = tokens(), pair()[block]
@@ -300,8 +300,8 @@ def test_recompute_changes_neither_loss_nor_gradients(block, lever, style):
         torch.testing.assert_close(a, b)
 
 
-class Products(TorchDispatchMode):
-    """Counts the products that run."""
+class Matmuls(TorchDispatchMode):
+    """Counts the matmuls that run."""
 
     def __init__(self):
         super().__init__()
@@ -317,21 +317,21 @@ class Products(TorchDispatchMode):
     [({}, 0), ({"recompute": "selective"}, 1), ({"recompute": "full"}, 3), ({"mlp": "recompute"}, 0)],
 )
 @pytest.mark.parametrize("block", ["standard", "optimized"])
-def test_recompute_runs_the_products_again_that_it_says(block, lever, again):
+def test_recompute_runs_the_matmuls_again_that_it_says(block, lever, again):
     """A block has four; of a whole block that runs again the last one's result is not needed."""
     counts = []
     for levers in ({}, lever):
         model = GPT(dataclasses.replace(SMALL, gpt_block=block, **levers)).to(DEVICE)
-        with Products() as products:
+        with Matmuls() as matmuls:
             model(tokens(), tokens()).backward()
-        counts.append(products.count)
+        counts.append(matmuls.count)
     assert counts[1] - counts[0] == again * SMALL.layers
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_selective_recompute_of_a_fused_block_gives_up_what_is_cheap(style, dropout, monkeypatch):
-    """After forward no norm's output is left, and of the sums one a block; backward runs one product again, if any."""
+    """After forward no norm's output is left, and of the sums one a block; backward runs one matmul again, if any."""
     config = dataclasses.replace(STYLES[style], gpt_block="optimized", recompute="selective", dropout=dropout)
     model = GPT(config).to(DEVICE)
     names = {id(m): name for block in model.blocks for name, m in block.named_modules()}

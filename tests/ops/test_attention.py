@@ -32,7 +32,7 @@ SHAPES = [(1, 128, 1, 64), (2, 256, 3, 64), (3, 640, 2, 64), (16, 512, 12, 64), 
 
 
 def leaves(shape, how="packed", scale=1.0):
-    """Queries, keys and values, as one product gives them or each by itself."""
+    """Queries, keys and values, as one matmul gives them or each by itself."""
     torch.manual_seed(sum(shape))
     batch, sequence, heads, width = shape
     if how == "packed":

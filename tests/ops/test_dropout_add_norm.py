@@ -169,7 +169,7 @@ def check_scaled_rows(norm, p, shape):
 
 
 @pytest.mark.parametrize("width", [768, 800, 1024, 1280, 1700, 2048])
-def test_the_bias_of_a_product_has_ways_of_its_own(width):
+def test_the_bias_of_a_matmul_has_ways_of_its_own(width):
     rows = 1000 if DEVICE == "cuda" else 21  # more than programs
     tensors, keywords = arguments((rows, width), torch.float32, {"with": ("x_bias",)})
     actual, truth, _, _ = forward_and_gradients(tensors, keywords)

@@ -111,7 +111,7 @@ def run(function, leaves, upstream, autocast=True):
 
 
 def truth(leaves, upstream):
-    """In float64, of what the products see: all but the biases in 16 bits."""
+    """In float64, of what the matmuls see: all but the biases in 16 bits."""
     seen = [None if t is None else t.detach().to(BF16 if t.ndim > 1 else t.dtype) for t in leaves]
     seen = [None if t is None else t.requires_grad_(leaf.requires_grad) for t, leaf in zip(seen, leaves, strict=True)]
     return run(reference, doubles(seen), upstream.double(), autocast=False)
@@ -129,7 +129,7 @@ def test_output_and_gradients(shape, parameter, biases, way, fused):
     assert fused == ["_value", "_gradient"]
     expected = truth(leaves, upstream)
     assert [t.dtype for t in actual] == [BF16, *(t.dtype for t in leaves if t is not None)]
-    # What lies between the products has 16 bits, whatever the dtype of a gradient is.
+    # What lies between the matmuls has 16 bits, whatever the dtype of a gradient is.
     assert_near_truth([t.to(BF16) for t in actual], expected, reduced=max(shape))
     plain = run(reference, leaves, upstream, autocast=parameter == FP32)
     # Who is nearer is a question of chance where there are few elements to ask.
@@ -324,7 +324,7 @@ def test_backward_has_the_activation_of_forward_to_the_bit(fused, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
-def test_a_module_whose_product_somebody_listens_to_runs_that_product(how, fused):
+def test_a_module_whose_matmul_somebody_listens_to_runs_that_matmul(how, fused):
     mlp, heard = GeluMLP(16, 40).to(DEVICE), []
     x = torch.randn(24, 16, device=DEVICE, requires_grad=True)
     with torch.autocast(DEVICE, BF16):
@@ -337,7 +337,7 @@ def test_a_module_whose_product_somebody_listens_to_runs_that_product(how, fused
     assert heard and fused == ["_value"]
 
 
-def test_a_product_with_another_forward_runs_that(fused):
+def test_a_matmul_with_another_forward_runs_that(fused):
     mlp = GeluMLP(16, 40).to(DEVICE)
     mlp.down.forward = lambda inner: inner[..., :16] * 0.0
     with torch.autocast(DEVICE, BF16):
@@ -412,7 +412,7 @@ def test_a_captured_graph_repeats_it(way, fused):
 
 
 @on_hopper
-def test_an_observer_sees_its_products():
+def test_an_observer_sees_its_matmuls():
     leaves = leaves_of(8192, 1024, 4096)
     observation = Observation(compiled=False)
     observation.begin()

@@ -220,7 +220,7 @@ def run(function, leaves, upstream, dtype=None):
 
 
 def truth(function, leaves, upstream, dtype):
-    """In float64, of what the products see: all operands in `dtype`."""
+    """In float64, of what the matmuls see: all operands in `dtype`."""
     seen = [None if t is None else t.detach().to(dtype).requires_grad_(t.requires_grad) for t in leaves]
     return run(function, doubles(seen), upstream.double())
 
@@ -232,13 +232,13 @@ def truth(function, leaves, upstream, dtype):
 @pytest.mark.parametrize("right_transposed", [False, True])
 @pytest.mark.parametrize("left_transposed", [False, True])
 @pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)
-def test_a_product_by_rows(has_bias, left_transposed, right_transposed, out_dtype, emulator):
+def test_a_matmul_by_rows(has_bias, left_transposed, right_transposed, out_dtype, emulator):
     rows, inner, columns = 5, 24, 16
     left = numbers(inner, rows, grad=False).t() if left_transposed else numbers(rows, inner, grad=False)
     right = numbers(columns, inner, grad=False).t() if right_transposed else numbers(inner, columns, grad=False)
     bias = numbers(columns, dtype=out_dtype, grad=False) if has_bias else None
     out = torch.full((rows, columns), float("nan"), dtype=out_dtype)
-    assert cublaslt.product(left, right, out, bias)
+    assert cublaslt.matmul(left, right, out, bias)
     assert_near_truth([out], [left.double() @ right.double() + (bias.double() if has_bias else 0.0)], reduced=1)
 
 
@@ -248,23 +248,23 @@ def test_one_shape_in_many_layouts(emulator):
     for left in (memory[0][:, :16], memory[0].view(32, 16)[:16], memory[0].view(32, 16)[:16].t()):
         for right in (memory[1][:, :16], memory[1].view(32, 16)[:16], memory[1].view(32, 16)[:16].t()):
             out = numbers(16, 16, grad=False)
-            assert cublaslt.product(left, right, out)
+            assert cublaslt.matmul(left, right, out)
             assert_near_truth([out], [left.double() @ right.double()], reduced=1)
 
 
 def test_what_the_library_cannot_do_is_left_to_the_caller(emulator):
     left, right, out = numbers(4, 16, grad=False), numbers(16, 8, grad=False), torch.full((4, 8), 7.0, dtype=BF16)
     for a, b, d in ((left.half(), right, out), (left.float(), right.float(), out), (left, right, out.double())):
-        assert not cublaslt.product(a, b, d)
-    assert not cublaslt.product(left[:, :0], right[:0], out) and not cublaslt.product(left[:0], right, out[:0])
+        assert not cublaslt.matmul(a, b, d)
+    assert not cublaslt.matmul(left[:, :0], right[:0], out) and not cublaslt.matmul(left[:0], right, out[:0])
     emulator.refused = set(Epilogue)
-    assert not cublaslt.product(left, right, out)
+    assert not cublaslt.matmul(left, right, out)
     assert (out == 7.0).all() and not emulator.launched
 
 
-def test_no_library_no_product():
+def test_no_library_no_matmul():
     if DEVICE == "cpu":
-        assert not cublaslt.product(*(numbers(8, 8, grad=False) for _ in range(3)))
+        assert not cublaslt.matmul(*(numbers(8, 8, grad=False) for _ in range(3)))
 
 
 @pytest.mark.parametrize("shape", [(5, 24), (1, 24), (2, 3, 24), (24,), (0, 24), (129, 8)], ids=str)
@@ -343,9 +343,9 @@ def test_the_result_may_be_overwritten_as_one_of_pytorch_may(emulator):
     x, weight, _ = of_linear((2, 3, 16), 24, BF16, FP32, bias=False)
     targets = torch.randint(24, (2, 3))
 
-    def loss(product, inplace):
+    def loss(matmul, inplace):
         with torch.autocast("cpu", BF16):
-            out = cross_entropy(product(x, weight), targets, inplace=inplace)
+            out = cross_entropy(matmul(x, weight), targets, inplace=inplace)
         return [out, *gradients([out], [x, weight], [torch.ones_like(out)])]
 
     found, expected = loss(linear, True), loss(torch.nn.functional.linear, False)
@@ -414,10 +414,10 @@ def operands():
 
 
 def chosen(emulator, operands):
-    """Which candidate does the product, the choice made: the last to be launched, twice."""
+    """Which candidate does the matmul, the choice made: the last to be launched, twice."""
     (left, right, out), taken = operands, []
     for _ in range(2):
-        assert cublaslt.product(left, right, out)
+        assert cublaslt.matmul(left, right, out)
         assert_near_truth([out], [left.double() @ right.double()], reduced=1)
         taken.append(emulator.launched[-1][1])
     assert taken[0] == taken[1]
@@ -456,20 +456,20 @@ def test_a_short_timing_decides_nothing_between_two_that_are_close(emulator, ope
 def test_a_candidate_with_other_bits_is_not_taken(values, emulator, clock):
     left, right, out = (values(*shape, grad=False) for shape in ((4, 16), (16, 8), (4, 8)))
     emulator.noise = {1: 1.0}
-    assert cublaslt.product(left, right, out)
+    assert cublaslt.matmul(left, right, out)
     assert emulator.launched[-1][1] == (0 if out.isnan().all() else 3)
 
 
-def test_a_product_of_nothing_decides_nothing(emulator, operands, clock):
+def test_a_matmul_of_nothing_decides_nothing(emulator, operands, clock):
     """On zeros all algorithms agree, whatever their order of summing."""
     (left, right, out), (emulator.noise) = operands, {1: 0.0}
-    assert cublaslt.product(left, torch.zeros_like(right), out) and emulator.launched[-1][1] == 0
+    assert cublaslt.matmul(left, torch.zeros_like(right), out) and emulator.launched[-1][1] == 0
     forget()
     assert not os.path.exists(os.environ["TILEWRIGHT_CACHE"])  # nothing was decided
     zeros = torch.zeros_like(right)
-    assert cublaslt.product(left, zeros, out)
+    assert cublaslt.matmul(left, zeros, out)
     zeros.copy_(right)
-    assert cublaslt.product(left, zeros, out) and emulator.launched[-1][1] == 1
+    assert cublaslt.matmul(left, zeros, out) and emulator.launched[-1][1] == 1
 
 
 def test_a_shape_is_timed_when_it_comes_again(emulator, operands, clock, monkeypatch):
@@ -477,7 +477,7 @@ def test_a_shape_is_timed_when_it_comes_again(emulator, operands, clock, monkeyp
     left, right, out = operands
     taken = []
     for _ in range(4):
-        assert cublaslt.product(left, right, out)
+        assert cublaslt.matmul(left, right, out)
         taken.append(emulator.launched[-1][1])
     assert taken == [0, 0, 1, 1]
 
@@ -562,11 +562,11 @@ def test_row_counts_of_a_bucket_share_one_search(emulator, clock, monkeypatch):
     monkeypatch.setattr(cublaslt.Plan, "_choose", search)
     for rows in range(225, 257):  # one bucket for each alignment that memory here happens to have
         left, out = numbers(rows, 16, grad=False), torch.empty(rows, 8, dtype=BF16)
-        assert cublaslt.product(left, right, out)
+        assert cublaslt.matmul(left, right, out)
         assert_near_truth([out], [left.double() @ right.double()], reduced=1)
     assert len(set(searches)) == len(searches) <= 3 and emulator.launched[-1][1] == 1
     for rows in range(1, 2049):
-        assert cublaslt.product(numbers(rows, 16, grad=False), right, torch.empty(rows, 8, dtype=BF16))
+        assert cublaslt.matmul(numbers(rows, 16, grad=False), right, torch.empty(rows, 8, dtype=BF16))
     assert len(set(searches)) == len(searches) <= 3 * 4 * 11
 
 
@@ -581,10 +581,10 @@ def test_buckets_are_near_and_few():
 def test_a_matrix_with_gaps_between_its_elements_is_left_to_torch(gap, emulator):
     right = gap(numbers(16, 16, grad=False))
     left = numbers(4, right.shape[0], grad=False)
-    assert not cublaslt.product(left, right, numbers(4, right.shape[1], grad=False))
+    assert not cublaslt.matmul(left, right, numbers(4, right.shape[1], grad=False))
 
 
-def test_a_small_product_takes_the_first_candidate(emulator, operands, clock, monkeypatch):
+def test_a_small_matmul_takes_the_first_candidate(emulator, operands, clock, monkeypatch):
     monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 2 * 4 * 16 * 8 + 1)
     assert chosen(emulator, operands) == 0 and len(emulator.launched) == 2
 
@@ -619,7 +619,7 @@ def test_plans_are_not_kept_without_end(emulator, monkeypatch):
     monkeypatch.setattr(cublaslt, "_PLANS", 3)
     right = numbers(16, 8, grad=False)
     for rows in range(1, 8):
-        assert cublaslt.product(numbers(rows, 16, grad=False), right, numbers(rows, 8, grad=False))
+        assert cublaslt.matmul(numbers(rows, 16, grad=False), right, numbers(rows, 8, grad=False))
         assert len(cublaslt._plans) <= 3
 
 
@@ -733,7 +733,7 @@ def test_who_knows_only_pytorchs_ops_sees_them(emulator):
 
 
 @pytest.mark.parametrize("parts", [(), (8, 16)], ids=["whole", "parts"])
-def test_who_observes_a_step_sees_the_products_that_ever_run(parts, emulator):
+def test_who_observes_a_step_sees_the_matmuls_that_ever_run(parts, emulator):
     x, weight, bias = of_linear((6, 16), 24, BF16, BF16)
 
     def step():
@@ -788,7 +788,7 @@ def test_bad_input_is_one_sentence(arguments, kind, message):
 
 @pytest.fixture
 def always(monkeypatch):
-    """The library, and its choice, for products of any size."""
+    """The library, and its choice, for matmuls of any size."""
     monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 0)
     forget()
     yield
@@ -820,7 +820,7 @@ def test_every_candidate_gives_the_same_bits(rows, columns, inner, right_transpo
     right = randn(columns, inner, dtype=BF16, grad=False).t() if right_transposed else None
     right = randn(inner, columns, dtype=BF16, grad=False) if right is None else right
     bias = randn(columns, dtype=BF16, grad=False) if has_bias else None
-    assert cublaslt.product(left, right, out, bias)
+    assert cublaslt.matmul(left, right, out, bias)
     (plan,) = cublaslt._plans.values()
     assert plan.candidates
     expected, different = None, []
@@ -900,11 +900,11 @@ def test_three_matrices_beside_each_other_and_their_sum(rows, sizes):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_weights_gradient_in_two_products_is_that_of_one(full, monkeypatch):
-    products, mm = [], torch.mm
+def test_a_weights_gradient_in_two_matmuls_is_that_of_one(full, monkeypatch):
+    matmuls, mm = [], torch.mm
 
     def watched(left, *others, **given):
-        products.append(len(left))
+        matmuls.append(len(left))
         return mm(left, *others, **given)
 
     monkeypatch.setattr(torch, "mm", watched)
@@ -914,7 +914,7 @@ def test_a_weights_gradient_in_two_products_is_that_of_one(full, monkeypatch):
     dy, x = randn(40, 24, dtype=BF16, grad=False), randn(40, 8, dtype=BF16, grad=False)
     found = op._backward(dy, x, x.new_empty(24, 8), [full, full], [False, True, False])[1]
     op._cut.cache_clear()
-    assert products == [16, 8] and found.dtype == (FP32 if full else BF16)
+    assert matmuls == [16, 8] and found.dtype == (FP32 if full else BF16)
     assert torch.allclose(found.double(), dy.double().t() @ x.double(), rtol=0.01, atol=1e-5 if full else 0.02)
 
 
@@ -983,7 +983,7 @@ def test_large_parts_are_not_packed(autocast, monkeypatch):
 
 
 @on_hopper
-def test_an_observer_sees_the_product_of_parts():
+def test_an_observer_sees_the_matmul_of_parts():
     parts = [randn(4096, 768, dtype=BF16, grad=False) for _ in range(3)]
     matrix = randn(2304, 768, dtype=BF16, grad=False)
     op._of_parts(parts, matrix, True)

@@ -92,7 +92,7 @@ def test_loss_and_gradients_match_float64_and_are_no_worse_than_torch(dtype, nam
 
 
 @pytest.mark.parametrize("is_hopper", [True, False] if HOPPER else [False])
-def test_a_sum_over_many_chunks_stays_as_exact_as_one_product(is_hopper, monkeypatch):
+def test_a_sum_over_many_chunks_stays_as_exact_as_one_matmul(is_hopper, monkeypatch):
     monkeypatch.setattr(hopper, "ready", lambda device, *names: is_hopper)
     large = int(is_hopper)  # a scale is a class's over columns or, on a Hopper, a column's over classes
     torch.manual_seed(0)
@@ -215,9 +215,9 @@ def test_few_kernels_serve_any_number_of_tokens(monkeypatch):
 def test_matmuls_are_over_whole_vectors_of_classes(classes, dtype, monkeypatch):
     """A matmul over another number of classes is many times slower, but for the few that are left behind them."""
     leaves, targets, options = problem(dtype, {"reduction": "sum"}, 40, 24, classes, ignored=False)
-    seen, real = [], OP._product
+    seen, real = [], OP._matmul
     monkeypatch.setattr(
-        OP, "_product",
+        OP, "_matmul",
         lambda left, right, out, **how: (seen.append((*left.shape, right.shape[1])), real(left, right, out, **how))[1],
     )  # fmt: skip
     actual = run(linear_cross_entropy, (leaves[0], leaves[1], None), targets, options)
@@ -389,7 +389,7 @@ def test_gradients_accumulate_over_micro_batches():
         torch.testing.assert_close(leaf.grad, expected.float())
 
 
-def test_under_autocast_the_products_are_low_and_the_weights_gradient_is_float32(memory):
+def test_under_autocast_the_matmuls_are_low_and_the_weights_gradient_is_float32(memory):
     leaves, targets, _ = problem(torch.float32, {})
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         actual = run(linear_cross_entropy, leaves, targets, {"memory": memory})
@@ -536,7 +536,7 @@ def test_bad_input_is_one_sentence(change, kind, message):
     assert "\n" not in str(caught.value)
 
 
-def test_cost_is_three_products():
+def test_cost_is_three_matmuls():
     assert cost(10, 100, 20).flops == 3 * 2 * 10 * 100 * 20
 
 

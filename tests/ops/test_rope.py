@@ -113,7 +113,7 @@ def test_half_rotated_is_hugging_faces_formula():
         torch.testing.assert_close(ours, x * wide_cos + rotate_half(x) * wide_sin)
 
 
-def test_interleaved_is_a_product_of_complex_numbers():
+def test_interleaved_is_a_matmul_of_complex_numbers():
     q, _, cos, sin = problem(2, 7, 4, 0, 16)
     turned = torch.view_as_complex(q.detach().view(2, 7, 4, 8, 2)) * torch.complex(cos, sin)[:7, None]
     torch.testing.assert_close(rope(q, None, cos, sin, interleaved=True), torch.view_as_real(turned).flatten(-2))

@@ -39,7 +39,7 @@ def test_every_published_run_of_llm_foundry(row):
 )
 def test_megatrons_models_with_selective_recompute(heads, width, layers, gpus, batch, seconds, mfu, hfu):
     model = gpt(width, layers, heads, 51200, 2048)
-    result = utilisation(model, batch * 2048 / seconds, gpus, 312e12, recompute="selective")["products"]
+    result = utilisation(model, batch * 2048 / seconds, gpus, 312e12, recompute="selective")["matmuls"]
     assert 100 * result.mfu == pytest.approx(mfu, abs=0.2)
     assert 100 * result.hfu == pytest.approx(hfu, abs=0.2)
 
@@ -55,17 +55,17 @@ def test_palm():
 
 def test_bloom():
     model = gpt(14336, 70, 112, 250880, 2048)
-    result = utilisation(model, 2048 * 2048 / 105, 384, 312e12, recompute="full")["products"]
+    result = utilisation(model, 2048 * 2048 / 105, 384, 312e12, recompute="full")["matmuls"]
     assert result.hardware_flops / 1e12 == pytest.approx(149.3, abs=0.05)
 
 
-def test_the_formula_of_the_literature_is_the_sum_over_products():
+def test_the_formula_of_the_literature_is_the_sum_over_matmuls():
     h, layers, v, s = 1024, 24, 50368, 2048
     model = gpt(h, layers, 16, v, s)
     assert 3 * forward_flops(model) * s == pytest.approx(
         72 * layers * s * h * h * (1 + s / (6 * h) + v / (12 * h * layers))
     )
-    full = conventions(model)["products"].hardware["full"] * s
+    full = conventions(model)["matmuls"].hardware["full"] * s
     assert full == pytest.approx(96 * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h)))
 
 
@@ -95,7 +95,7 @@ def test_heads_that_are_wider_than_the_model_count_as_they_are():
 def test_more_than_everything_names_the_likely_mistake(share, gpus, message):
     chip, model = hardware.find("H100-SXM5"), load("7b")
     peak = chip.peak_flops["bf16"]
-    whole = gpus * peak / conventions(model)["products, causal"].model
+    whole = gpus * peak / conventions(model)["matmuls, causal"].model
     with pytest.raises(UserError, match=message):
         check_possible(utilisation(model, share * whole, gpus, peak), model, gpus, "bf16", chip)
     check_possible(utilisation(model, 0.99 * whole, gpus, peak), model, gpus, "bf16", chip)
@@ -104,7 +104,7 @@ def test_more_than_everything_names_the_likely_mistake(share, gpus, message):
 def test_recompute_counts_against_the_peak_and_the_mask_for_the_run():
     model, peak = load("7b", ["sequence=131072"]), 989.5e12
     found = conventions(model)
-    long = 0.95 * peak / found["products, causal"].model
+    long = 0.95 * peak / found["matmuls, causal"].model
     assert utilisation(model, long, 1, peak)[DEFAULT].mfu > 1  # as counted without the mask; still possible
     check_possible(utilisation(model, long, 1, peak), model, 1, "bf16", None)
     with pytest.raises(UserError, match="cannot be"):

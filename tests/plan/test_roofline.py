@@ -28,13 +28,13 @@ def test_the_op_and_the_roofline_share_one_formula():
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_products_add_up_to_the_models_flops(recompute):
+def test_the_matmuls_add_up_to_the_models_flops(recompute):
     model = load("350m")
     found = step_ops(model, Training(micro_batch=2, recompute=recompute))
     total = sum(op.cost.flops * op.calls for op in found if op.tensor_cores)
     layers = forward_flops(model, causal=True) - 2 * model.width * model.vocabulary
     again = layers if recompute == "full" else 0
-    # Attention's backward has five products where its forward has two, one more than twice as many.
+    # Attention's backward has five matmuls where its forward has two, one more than twice as many.
     extra = model.layers * 2 * model.heads * model.head_dim * model.sequence * 0.5
     assert total == pytest.approx(2 * 2048 * (3 * forward_flops(model, causal=True) + again + extra), rel=1e-6)
 
@@ -51,7 +51,7 @@ def test_every_op_has_a_bound_and_the_shares_are_the_whole():
     floors = roofline(load("1b"), Training(micro_batch=16), H200)
     assert sum(floor.share for floor in floors) == pytest.approx(1.0)
     bounds = {floor.op.name: floor.bound for floor in floors}
-    assert bounds["up product, forward"] == "arithmetic" and bounds["optimizer"] == "memory"
+    assert bounds["up matmul, forward"] == "arithmetic" and bounds["optimizer"] == "memory"
     tiny = roofline(load("125m", ["sequence=16", "vocabulary=64", "layers=2"]), Training(), H200)
     assert {floor.bound for floor in tiny if "norm" in floor.op.name} == {"launch"}
 

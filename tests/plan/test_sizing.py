@@ -3,13 +3,13 @@ import pytest
 from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.plan.decoder import load
-from tilewright.plan.flops import Product
+from tilewright.plan.flops import Matmul
 from tilewright.plan.sizing import MISALIGNED, better_sizes, fit, lint, tiles_and_waves
 
 H100 = hardware.find("H100-SXM5")
 
 
-def test_a_product_of_whole_tiles_and_waves_loses_nothing():
+def test_a_matmul_of_whole_tiles_and_waves_loses_nothing():
     assert fit(128 * 12, 256 * 11, 4096, 132).efficiency == 1.0
 
 
@@ -26,8 +26,8 @@ def test_alignment_is_what_was_published():
 
 
 def test_the_sizes_named_as_better_are_better_and_near():
-    product = Product("up", 8192, 10922, 4096)
-    named = better_sizes(product, 132)
+    matmul = Matmul("up", 8192, 10922, 4096)
+    named = better_sizes(matmul, 132)
     assert len(named) == 2 and named[0][0] < 10922 < named[1][0]
     for n, gain in named:
         assert abs(n / 10922 - 1) <= 0.1
@@ -36,7 +36,7 @@ def test_the_sizes_named_as_better_are_better_and_near():
 
 def test_a_bad_vocabulary_is_found_and_a_good_shape_is_left_alone():
     bad = lint(load("1b", ["vocabulary=50257"]), H100, micro_batch=4)
-    assert [f.what for f in bad if not f.good] == ["logits product", "vocabulary v"]
+    assert [f.what for f in bad if not f.good] == ["logits matmul", "vocabulary v"]
     assert "50,304" in bad[1].advice and bad[1].cost == pytest.approx(1 - MISALIGNED)
     assert all(f.good for f in lint(load("1b"), H100, micro_batch=4))
 

@@ -38,7 +38,7 @@ def runs(draw, devices=("cuda", "cpu")):
         residual=draw(st.sampled_from(("auto", "bf16"))) if precision == "bf16_stochastic" else "auto",
     )  # fmt: skip
     how = How(
-        products="fp32" if precision == "fp32" else "bf16", device=device,
+        matmuls="fp32" if precision == "fp32" else "bf16", device=device,
         recorded=draw(st.booleans()) and device == "cuda",
         attention=draw(st.sampled_from(("auto", "flash", "cudnn", "efficient"))),
     )  # fmt: skip
@@ -152,13 +152,13 @@ def test_a_lever_moves_its_own_part(change, slower):
     assert max(more[name] for name in more if name != slower) < 0.05 * more[slower]
 
 
-def test_fewer_bytes_between_products_is_what_fusion_gives():
+def test_fewer_bytes_between_matmuls_is_what_fusion_gives():
     training = Training(micro_batch=16)
     eager = timed(load("1b"), training, How())
     compiled = timed(load("1b"), dataclasses.replace(training, compiled=True), How())
     fused = timed(load("1b", ["gpt_block=optimized"]), dataclasses.replace(training, loss="fused"), How())
     assert eager.seconds > compiled.seconds > fused.seconds
-    assert eager.parts["product"] == compiled.parts["product"] == fused.parts["product"]
+    assert eager.parts["matmul"] == compiled.parts["matmul"] == fused.parts["matmul"]
 
 
 class Moved(TorchDispatchMode):
@@ -201,11 +201,11 @@ def test_eager_norms_move_what_autocast_has_them_move(residual, dtype):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_products_are_the_rooflines(recompute):
+def test_matmuls_are_the_rooflines(recompute):
     model, training = load("1b"), Training(micro_batch=16, loss="fused", recompute=recompute)
-    flops = sum(op.calls * op.cost.flops for op in step_ops(model, training) if "product" in op.name)
-    found = timed(model, training, How()).parts["product"]
-    assert found == pytest.approx(flops / H200.flops["bf16"] / SHARES["product"], rel=1e-9)
+    flops = sum(op.calls * op.cost.flops for op in step_ops(model, training) if "matmul" in op.name)
+    found = timed(model, training, How()).parts["matmul"]
+    assert found == pytest.approx(flops / H200.flops["bf16"] / SHARES["matmul"], rel=1e-9)
 
 
 def test_no_share_is_more_than_the_whole():

@@ -28,10 +28,10 @@ from tilewright.runtime import hopper, nvrtc
         (cross_entropy_hopper.SOURCE, launch_config(65536, 65536), (cross_entropy_hopper.NAME,), 0),
         (attention.SOURCE, attention.MACROS, (attention.NAME,), 0),
     ],
-    ids=["products", "rows", "longest rows", "attention"],
+    ids=["matmuls", "rows", "longest rows", "attention"],
 )
 def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(source, macros, names, most, tmp_path):
-    """Registers that spill by the tile, or products that run one after the other, would be a warning or a number."""
+    """Registers that spill by the tile, or matmuls that run one after the other, would be a warning or a number."""
     included = [f"-I{folder}" for folder in nvrtc._folders(source)]
     defined = [f"-D{name}={value}" for name, value in macros.items()]
     command = ["nvcc", "-arch=sm_90a", *included, *defined, "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "kernels")]
@@ -139,7 +139,7 @@ def operands(classes, width, tokens, parts):
 @on_hopper
 @pytest.mark.parametrize("parts", [2, 3, 8])
 @pytest.mark.parametrize("shape", SUMS, ids=str)
-def test_a_sum_of_parts_is_the_whole_product(shape, parts):
+def test_a_sum_of_parts_is_the_whole_matmul(shape, parts):
     left, right = operands(*shape, parts)
     truth = left.double().t() @ right.double()
     error = (added(left, right, parts).double() - truth).norm()
@@ -184,7 +184,7 @@ def test_an_observer_sees_the_sum():
     observation.begin()
     added(left, right, 2)
     torch.cuda.synchronize()
-    seen = [work for work in observation.end() if work.op.endswith("add_product")]
+    seen = [work for work in observation.end() if work.op.endswith("add_matmul")]
     assert sum(work.flops for work in seen) == 2 * 2 * 5056 * 768 * 256 and all(work.seconds > 0 for work in seen)
 
 

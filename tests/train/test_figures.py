@@ -57,7 +57,7 @@ def test_rates_are_those_of_the_convention():
 
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_what_is_done_again_is_what_a_counter_counts(how):
-    """Of the products, that is: the counter knows no attention, and the convention takes vectors for matrices."""
+    """Of the matmuls, that is: the counter knows no attention, and the convention takes vectors for matrices."""
     config = GPTConfig(width=64, layers=2, heads=2, vocabulary=64, sequence=16)
     counts = []
     for recompute in ("none", how):

@@ -342,7 +342,7 @@ def test_batch_sizes_that_cannot_be_are_refused():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": {"residual": "bf16"}}, "needs products in bfloat16"),
+        ({"model": {"residual": "bf16"}}, "needs matmuls in bfloat16"),
         ({"model": {"attention": "cudnn"}}, "no such attention"),
         ({"compile": "reduce-overhead", "global_batch": 8}, "would overwrite the gradients"),
         ({"cuda_graphs": True}, "needs a GPU"),
@@ -354,7 +354,7 @@ def test_levers_that_do_not_go_together_are_one_sentence(tmp_path, changes, word
 
 
 @pytest.fixture
-def products_on_any_device(monkeypatch):
+def matmuls_on_any_device(monkeypatch):
     """Let `linear` compute small matmuls on a CPU too, and the optimizer's kernel take CPU tensors."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     monkeypatch.setattr(sys.modules["tilewright.ops.linear.op"], "_DEVICES", ("cpu", "cuda"))
@@ -386,9 +386,9 @@ def load(model, values):
 @pytest.mark.parametrize("write", [ema_by_copy, ema_by_pointer, ema_in_place, load])
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU"))])  # fmt: skip
-def test_an_engine_reads_the_weights_that_are_there(tmp_path, products_on_any_device, graphs, write):
+def test_an_engine_reads_the_weights_that_are_there(tmp_path, matmuls_on_any_device, graphs, write):
     """Whoever wrote them, however, and whatever the engine ran before."""
-    device = products_on_any_device
+    device = matmuls_on_any_device
     config = tiny(tmp_path, precision="bf16", cuda_graphs=graphs, model={"gpt_block": "optimized"})
     torch.manual_seed(0)
     batches = [torch.randint(256, (4, 33), device=device) for _ in range(4)]
@@ -415,9 +415,9 @@ def test_an_engine_reads_the_weights_that_are_there(tmp_path, products_on_any_de
         assert torch.equal(*(engine._loss(batches[1]) for engine in (old, fresh)))
 
 
-def test_an_engine_that_sees_a_larger_batch_computes_its_loss(tmp_path, products_on_any_device, monkeypatch):
+def test_an_engine_that_sees_a_larger_batch_computes_its_loss(tmp_path, matmuls_on_any_device, monkeypatch):
     """Matmuls of the small batch are PyTorch's, those of the large one ours, which once read memory nobody wrote."""
-    device = products_on_any_device
+    device = matmuls_on_any_device
     monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 2 * 6 * 32 * 32 * 32)
     config = tiny(tmp_path, precision="bf16", model={"gpt_block": "optimized"})
     torch.manual_seed(0)

@@ -332,7 +332,7 @@ def trained(name, precision):
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 - step / 150)
         rows = torch.randint(512, (128,))
-        # In float32 of weights that have fewer bits: CPUs without products in bfloat16 take minutes for those.
+        # In float32 of weights that have fewer bits: CPUs without matmuls in bfloat16 take minutes for those.
         weights = {name: parameter.float() for name, parameter in student.named_parameters()}
         loss = (functional_call(student, weights, (inputs[rows],)) - targets[rows]).square().mean()
         optimizer.zero_grad()

@@ -27,7 +27,7 @@ pytestmark = [
 CASES = {
     "dropout, accumulation": {"model": {"dropout": 0.2}, "micro_batch": 2, "accumulation": 2},
     "8-bit optimizer": {"optimizer": {"name": "adamw_8bit", "learning_rate": 3e-3}},
-    # Of few tokens, where products are in bfloat16: some CPUs have no instructions for them.
+    # Of few tokens, where matmuls are in bfloat16: some CPUs have no instructions for them.
     "bf16_stochastic": {"precision": "bf16_stochastic", "model": {"dropout": 0.1}, "micro_batch": 1},
     "bf16_kahan, lion": {
         "precision": "bf16_kahan", "optimizer": {"name": "lion", "learning_rate": 3e-3}, "micro_batch": 1,

@@ -84,11 +84,11 @@ class _Example:
         )  # fmt: skip
 
     def work(self) -> list[dict[str, Any]]:
-        """A product of 60 % of its ceiling, a norm of 80 % of the memory's, and something that nobody knows of."""
+        """A matmul of 60 % of its ceiling, a norm of 80 % of the memory's, and something that nobody knows of."""
         rate, (dtype, peak) = self.ceilings()["copy_bytes_per_second"], ("bf16", self.ceilings()["flops"]["bf16"])
         names = ("op", "shapes", "dtype", "kernel", "category", "calls", "seconds", "flops", "bytes")
         rows = [
-            ("aten::mm", "65536x768, 768x3072", dtype, "nvjet_sm90", "product", 12, 1e12 / peak / 0.6, 1e12, 1e7),
+            ("aten::mm", "65536x768, 768x3072", dtype, "nvjet_sm90", "matmul", 12, 1e12 / peak / 0.6, 1e12, 1e7),
             ("tilewright_activation_forward", "9x4, 4", "", "forward", "fused", 24, 1e9 / rate / 0.8, 1e8, 1e9),
             (f"op {self.hostile}", self.hostile, "", self.hostile, "other", 1, 1e-3, 0.0, 0.0),
         ]  # fmt: skip
@@ -165,7 +165,7 @@ class _Example:
                       differences=self.differences(prediction, measurement))  # fmt: skip
 
     def prediction(self, seconds: float, whole: float) -> Prediction:
-        shares = {"product": 0.52, "attention": 0.2, "fused": 0.1, "pointwise": 0.1, "optimizer": 0.04, "copy": 0.0,
+        shares = {"matmul": 0.52, "attention": 0.2, "fused": 0.1, "pointwise": 0.1, "optimizer": 0.04, "copy": 0.0,
                   "idle": 0.04}  # fmt: skip
         memory = {"weights": 5e8, "16-bit copies": 2.5e8, "optimizer": 1e9, "activations": whole * 0.7,
                   "logits and loss": whole * 0.25, "temporary buffers": 7.5e7, "fragmentation": whole * 0.02,
@@ -202,10 +202,10 @@ class _Example:
                            spent, phases, kernels, pieces)  # fmt: skip
 
     def differences(self, prediction: Prediction, measurement: Measurement) -> list[Difference]:
-        product = prediction.parts["product"], 0.5 * measurement.seconds
+        matmul = prediction.parts["matmul"], 0.5 * measurement.seconds
         return [
             Difference("launch gaps", 0.0, 0.004, "s", f"the host launches too late {self.hostile}"),
-            Difference("product", *product, "s", "products reach 74 % of their roofline"),
+            Difference("matmul", *matmul, "s", "matmuls reach 74 % of their roofline"),
             Difference("fragmentation", 2e7, 9e8, "B", "blocks that were cut and serve nothing else"),
         ]  # fmt: skip
 

@@ -27,7 +27,7 @@ MACHINE = {
 }  # fmt: skip
 PROFILE = StepProfile("cpu", 1, 0.1, 0.1, 0.0, 7.0, 0.0, [], [], [], [], [])
 RECORD = Record(
-    {"compile": "none"}, "search", "done", prediction=Prediction(0.1, 0.05, {"products": 0.05}, 10.0, {"weights": 5.0}),
+    {"compile": "none"}, "search", "done", prediction=Prediction(0.1, 0.05, {"matmuls": 0.05}, 10.0, {"weights": 5.0}),
     measurement=Measurement(1000, [0.1, 0.2], 1.0, 0.0, [2.0], 10, profile=PROFILE.as_dict()),
     differences=[Difference("gaps", 0.0, 0.1, "s", "launches")],
 )  # fmt: skip

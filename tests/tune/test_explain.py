@@ -13,7 +13,7 @@ from tilewright.tune.explain import explain
 from tilewright.tune.predict import BEYOND, predict
 from tilewright.tune.record import Measurement, Prediction
 
-WORK = {"product": 0.3, "attention": 0.1, "fused": 0.05, "pointwise": 0.02, "optimizer": 0.01}
+WORK = {"matmul": 0.3, "attention": 0.1, "fused": 0.05, "pointwise": 0.02, "optimizer": 0.01}
 HELD = {"weights": 4e9, "optimizer": 8e9, "activations": 50e9, "logits and loss": 1e9, "temporary buffers": 75e6}
 OUTSIDE = {"fragmentation": 1e9, "CUDA context": 650e6}
 EXPECTED = Prediction(sum(WORK.values()), 0.3, {**WORK, "copy": 0.0, "idle": 0.0}, sum(HELD.values()), HELD | OUTSIDE)
@@ -63,9 +63,9 @@ def test_differences_add_up(expected, spent, idle, step, wait, overlap, device, 
 
 
 def test_slow_kernels_and_gaps_are_told_apart():
-    spent = {**WORK, "product": 0.36, "communication": 0.02}
+    spent = {**WORK, "matmul": 0.36, "communication": 0.02}
     found = by_part(explain(EXPECTED, measured(0.66, profile(spent, 0.1), wait=0.03), "cuda"), "s")
-    assert found["product kernels"].more == pytest.approx(0.06) and "by 20%" in found["product kernels"].why
+    assert found["matmul kernels"].more == pytest.approx(0.06) and "by 20%" in found["matmul kernels"].why
     assert found["attention kernels"].why == "as expected"
     assert found["data wait"].more == pytest.approx(0.03) and found["launch gaps"].more == pytest.approx(0.07)
     assert found["communication"].more == pytest.approx(0.02)
@@ -79,7 +79,7 @@ def test_what_the_profiler_costs_a_host_is_no_gap():
     assert found["unexplained"].more == pytest.approx(0.0, abs=1e-12)
     # On a CPU every op is longer by it.
     found = by_part(explain(EXPECTED, measured(EXPECTED.seconds, profile(WORK, EXPECTED.seconds, "cpu")), "cpu"), "s")
-    assert found["product kernels"].measured == pytest.approx(0.15)
+    assert found["matmul kernels"].measured == pytest.approx(0.15)
     assert found["unexplained"].more == pytest.approx(0.0, abs=1e-12)
 
 
@@ -129,6 +129,6 @@ def test_a_real_run_on_the_cpu():
     result = explain(prediction, measurement, "cpu")
     time, space = by_part(result, "s"), by_part(result, "B")
     assert sum(each.more for each in time.values()) == pytest.approx(measurement.seconds - prediction.seconds)
-    assert time["product kernels"].measured > 0 and time["pointwise kernels"].measured > 0
+    assert time["matmul kernels"].measured > 0 and time["pointwise kernels"].measured > 0
     assert abs(time["unexplained"].more) < 0.05 * measurement.seconds
     assert space["weights"].more == 0 and space["optimizer"].more == pytest.approx(0, abs=1000)

@@ -109,7 +109,7 @@ TIMED = [case for case in CASES if case["case"] != "micro batch 4"]
 
 @pytest.mark.parametrize("case", TIMED, ids=named)
 def test_the_step_agrees_with_an_h200(case):
-    # Most are within 3 %. Furthest off is float32, whose products reach more of their rate than those in 16 bits do.
+    # Most are within 3 %. Furthest off is float32, whose matmuls reach more of their rate than those in 16 bits do.
     found = expected(case)
     assert found.seconds == pytest.approx(case["seconds"], rel=0.2)
     assert found.floor < min(case["step_seconds"])

@@ -7,7 +7,7 @@ from tilewright.tune import probe
 
 
 class Matrix:
-    """Its products take as long as a processor of this many FLOPs a second would."""
+    """Its matmuls take as long as a processor of this many FLOPs a second would."""
 
     def __init__(self, size, rate):
         self.size, self.rate = size, rate
@@ -18,9 +18,9 @@ class Matrix:
 
 
 @pytest.mark.parametrize(("rate", "largest"), [(5e7, 128), (1e11, 1024)])
-def test_a_slow_product_is_measured_at_a_size_that_there_is_time_for(rate, largest, monkeypatch):
+def test_a_slow_matmul_is_measured_at_a_size_that_there_is_time_for(rate, largest, monkeypatch):
     monkeypatch.setattr(Matrix, "sizes", [], raising=False)
     began = time.monotonic()
-    found = probe._product_rate(lambda size: Matrix(size, rate), 0.2)
+    found = probe._matmul_rate(lambda size: Matrix(size, rate), 0.2)
     assert max(Matrix.sizes) == largest and soon(5.0, began)
     assert found <= rate * 1.001 and (found > 0.2 * rate or rate > 1e10)

@@ -231,7 +231,7 @@ def norm_of_another_epsilon(monkeypatch):
 
 
 def _activating(monkeypatch, changed):
-    """On the CPU the MLP is a product, `bias_gelu` and a product; `changed` is made of the second."""
+    """On the CPU the MLP is a matmul, `bias_gelu` and a matmul; `changed` is made of the second."""
     activate = ops_gelu_mlp.bias_gelu
     monkeypatch.setattr(ops_gelu_mlp, "bias_gelu", lambda *inputs, **options: changed(activate(*inputs, **options)))
 

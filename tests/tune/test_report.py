@@ -137,7 +137,7 @@ def test_predicted_memory_has_the_parts_that_were_measured(device):
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_point_of_the_roofline_is_what_the_work_reaches_of_its_limit(device):
     points = anatomy.roofline_points(example(device))
-    assert [point.work["category"] for point in points] == ["product", "fused"]  # of the third nothing is known
+    assert [point.work["category"] for point in points] == ["matmul", "fused"]  # of the third nothing is known
     assert [point.share for point in points] == pytest.approx([0.6, 0.8])
     assert points[0].limit == example(device).ceilings["flops"]["bf16"]
 

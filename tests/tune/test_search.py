@@ -17,7 +17,7 @@ SPACE = open_space(read(None, ["global_batch=8", "threads=1"]), device="cuda", n
 
 
 def predicted(seconds, floor=None, size=1e9):
-    return Prediction(seconds, seconds / 2 if floor is None else floor, {"product": seconds}, size, {"weights": size})
+    return Prediction(seconds, seconds / 2 if floor is None else floor, {"matmul": seconds}, size, {"weights": size})
 
 
 def record(point, seconds, outcome="done", purpose="search", size=10**9):
@@ -38,10 +38,10 @@ def explore(search, truth, fails=lambda point: False, most=400):
 
 def multiplied(factors):
     def seconds(point):
-        product = 1.0
+        matmul = 1.0
         for name, value in point.items():
-            product *= factors.get((name, value), 1.0)
-        return product
+            matmul *= factors.get((name, value), 1.0)
+        return matmul
 
     return seconds
 

@@ -297,7 +297,7 @@ def test_a_label_says_what_was_moved():
     ("moved", "words"),
     [
         ({"cuda_graphs": True, "compile": "reduce-overhead"}, "records CUDA graphs by itself"),
-        ({"model.residual": "bf16", "precision": "fp32"}, "needs products in bfloat16"),
+        ({"model.residual": "bf16", "precision": "fp32"}, "needs matmuls in bfloat16"),
         ({"compile": "max-autotune", "micro_batch": 8}, "would overwrite the gradients"),
         ({"compile": "max-autotune"}, None),
         ({"cuda_graphs": True, "micro_batch": 8}, None),

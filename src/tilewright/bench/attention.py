@@ -25,7 +25,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def prepare(case: Case) -> Prepared:
-    """Forward and backward of each implementation, on the same inputs, which lie as one product leaves them."""
+    """Forward and backward of each implementation, on the same inputs, which lie as one matmul leaves them."""
     batch, sequence, heads, head_dim = (case[name] for name in ("batch", "sequence", "heads", "head_dim"))
     packed = torch.randn(batch, sequence, 3, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     inputs = [part.requires_grad_() for part in packed.unbind(2)]

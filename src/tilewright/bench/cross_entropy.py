@@ -37,7 +37,7 @@ def _liger(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class _Producer(torch.autograd.Function):
-    """Stands for the product that made the logits: they are no parameter, and their memory may be taken."""
+    """Stands for the matmul that made the logits: they are no parameter, and their memory may be taken."""
 
     @staticmethod
     def forward(ctx: object, logits: torch.Tensor) -> torch.Tensor:

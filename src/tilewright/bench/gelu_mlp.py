@@ -35,7 +35,7 @@ def prepare(case: Case) -> Prepared:
     functions["compile"] = torch.compile(reference, dynamic=False)
 
     def make(function: Callable[..., Any]) -> dict[str, Pass]:
-        for _ in range(4):  # products that come again choose their algorithm
+        for _ in range(4):  # matmuls that come again choose their algorithm
             torch.autograd.grad(function(*inputs).sum(), inputs)
         return forward_backward(function, list(inputs))
 

@@ -157,7 +157,7 @@ def run_cases(
     result["peers"] = {peer: package_version(peer) or "missing" for peer in peers}
     result["cases"] = []
     ask.progress(
-        f"copy {ceilings.copy_bytes_per_second / 1e9:.0f} GB/s, product {ceilings.bf16_flops / 1e12:.0f} TFLOPS"
+        f"copy {ceilings.copy_bytes_per_second / 1e9:.0f} GB/s, matmul {ceilings.bf16_flops / 1e12:.0f} TFLOPS"
     )
     with torch.cuda.stream(torch.cuda.Stream()):
         for case in cases:

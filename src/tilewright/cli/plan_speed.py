@@ -42,7 +42,7 @@ def flops_command(
     page: Path = PAGE,
     explain: bool = EXPLAIN,
 ) -> None:
-    """FLOPs a token: every product, forward and backward, and the sum by every convention.
+    """FLOPs a token: every matmul, forward and backward, and the sum by every convention.
 
     Example:
 
@@ -50,11 +50,11 @@ def flops_command(
     """
     shape = load_shape(model, changes or [])
     rows = []
-    for product in flops.products(shape, 1):
-        one = product.flops_per_token
-        layer = "" if product.name == "logits" else _millions(one / shape.layers)
-        formula = f"2 x {product.n} x {product.k} x {product.count}"
-        rows.append([product.name, layer, _millions(one), _millions(2 * one), formula])
+    for matmul in flops.matmuls(shape, 1):
+        one = matmul.flops_per_token
+        layer = "" if matmul.name == "logits" else _millions(one / shape.layers)
+        formula = f"2 x {matmul.n} x {matmul.k} x {matmul.count}"
+        rows.append([matmul.name, layer, _millions(one), _millions(2 * one), formula])
     inner = flops.attention_flops(shape)
     layer, formula = _millions(inner / shape.layers), "4·L·a·d·s, not causal"
     rows.append(["attention inside", layer, _millions(inner), _millions(2 * inner), formula])
@@ -72,8 +72,8 @@ def flops_command(
         },
         [
             Grid(
-                "MFLOPs a token, by product",
-                ["product", "forward, a layer", "forward", "backward", "formula"],
+                "MFLOPs a token, by matmul",
+                ["matmul", "forward, a layer", "forward", "backward", "formula"],
                 rows,
                 ("formula",),
             ),
@@ -175,12 +175,12 @@ def lint(
     gpu: str = GPU,
     micro_batch: int = MICRO,
     tensor: int = TENSOR,
-    measure: bool = typer.Option(False, help="Time every product and its neighbours on this machine's GPU."),
+    measure: bool = typer.Option(False, help="Time every matmul and its neighbours on this machine's GPU."),
     as_json: bool = AS_JSON,
     page: Path = PAGE,
     explain: bool = EXPLAIN,
 ) -> None:
-    """Is this shape a bad one? Tiles, waves and alignment of every product, and the nearest good sizes.
+    """Is this shape a bad one? Tiles, waves and alignment of every matmul, and the nearest good sizes.
 
     Example:
 
@@ -200,10 +200,10 @@ def lint(
     if explain:
         report.items += _LINT_FORMULAS
     if measure:
-        from tilewright.measure.products import measure_products
+        from tilewright.measure.matmuls import measure_matmuls
 
-        timed = measure_products(flops.products(shape, micro_batch * shape.sequence, tensor))
-        header = ["product", "shape", "TFLOPS", "share of the fastest"]
+        timed = measure_matmuls(flops.matmuls(shape, micro_batch * shape.sequence, tensor))
+        header = ["matmul", "shape", "TFLOPS", "share of the fastest"]
         table = [[t.name, t.shape, f"{t.flops / 1e12:.0f}", f"{t.of_best:.0%}"] for t in timed]
         report.items.append(Grid("Measured on this machine", header, table))
         report.data["measured"] = [dataclasses.asdict(t) for t in timed]

@@ -11,7 +11,7 @@ from tilewright.measure.clock import interleaved_event_time
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes a second of a 2 GiB copy (read plus written) and FLOP/s of an 8192^3 bfloat16 product."""
+    """Bytes a second of a 2 GiB copy (read plus written) and FLOP/s of an 8192^3 bfloat16 matmul."""
 
     copy_bytes_per_second: float
     bf16_flops: float
@@ -22,5 +22,5 @@ def measure_ceilings() -> Ceilings:
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times, _ = interleaved_event_time({"copy": lambda: target.copy_(source), "product": lambda: a @ b}, seconds=0.3)
-    return Ceilings(2 * source.nbytes / times["copy"].median, 2 * 8192**3 / times["product"].median)
+    times, _ = interleaved_event_time({"copy": lambda: target.copy_(source), "matmul": lambda: a @ b}, seconds=0.3)
+    return Ceilings(2 * source.nbytes / times["copy"].median, 2 * 8192**3 / times["matmul"].median)

@@ -41,7 +41,7 @@ from tilewright.measure.checked import Amount
 from tilewright.plan.memory import Anatomy
 
 PHASES = ("tilewright.forward", "tilewright.backward", "tilewright.optimizer")
-CATEGORIES = ("product", "attention", "fused", "pointwise", "optimizer", "communication", "copy", "other")
+CATEGORIES = ("matmul", "attention", "fused", "pointwise", "optimizer", "communication", "copy", "other")
 _WINDOW = "tilewright.steps"
 _SHORT_GAP = 10_000  # nanoseconds; between two kernels that were both waiting there are one or two thousand
 _KERNELS = 40
@@ -57,7 +57,7 @@ _RULES = tuple(
         # Tilewright's own kernels are called tilewright_<op>_<what>, and <what> begins with matmul where it is one.
         ("attention", r"^tilewright_attention_"),
         ("optimizer", r"^tilewright_optimizer_"),
-        ("product", r"^triton_tem_|^triton_mm|^tilewright_[a-z_]+_matmul"),
+        ("matmul", r"^triton_tem_|^triton_mm|^tilewright_[a-z_]+_matmul"),
         # On a CPU a compiled graph is one piece of work: what it does not spend in ops is in its own loops.
         ("pointwise", r"^triton_[a-z]+_fused|cpp_fused_|^## Call CompiledFxGraph"),
         ("fused", r"^tilewright_|^tilewright::"),
@@ -65,7 +65,7 @@ _RULES = tuple(
         ("copy", r"^Mem(cpy|set)|^aten::(copy_|_to_copy|to|clone|contiguous|fill_|zero_|zeros|zeros_like)$"),
         ("optimizer", r"multi_tensor_apply|_fused_(adam|sgd|adagrad)|_foreach_"),
         ("attention", r"scaled_dot_product|flash|fmha|sdpa|[aA]ttention|cudnn::fusion"),
-        ("product", r"nvjet|gemm|gemv|cublas|cutlass|^aten::(addmm|mm|baddbmm|bmm|matmul|linear)$|^mkldnn::_linear"),
+        ("matmul", r"nvjet|gemm|gemv|cublas|cutlass|^aten::(addmm|mm|baddbmm|bmm|matmul|linear)$|^mkldnn::_linear"),
         (
             "other",  # ops that move no data
             r"^aten::(view|_unsafe_view|reshape|_reshape_alias|as_strided|t|transpose|permute|expand|slice|select|split"
@@ -81,7 +81,7 @@ def category(name: str) -> str:
     """What kind of work a kernel, or an op of the host, does: one of CATEGORIES.
 
     >>> category("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"), category("triton_poi_fused_gelu_view_9")
-    ('product', 'pointwise')
+    ('matmul', 'pointwise')
     """
     return next((found for found, pattern in _RULES if pattern.search(name)), "other")
 
@@ -339,7 +339,7 @@ def timeline(work: Iterable[Work], begin: int, end: int, slots: int = 400) -> li
 
     >>> found = timeline([Work("aten::mm", 0, 50, 50, "", 0), Work("aten::add", 75, 100, 25, "", 1)], 0, 100, 4)
     >>> [(piece.seconds, piece.category) for piece in found]
-    [(5e-08, 'product'), (2.5e-08, 'idle'), (2.5e-08, 'pointwise')]
+    [(5e-08, 'matmul'), (2.5e-08, 'idle'), (2.5e-08, 'pointwise')]
     """
     width = (end - begin) / slots
     spent: list[dict[str, float]] = [{} for _ in range(slots)]

@@ -7,7 +7,7 @@ that op's. Ops that launch kernels past the dispatcher say so through `launching
 such under a mode: of that, the profiler tells the ops and the kernels, with the shapes of their arguments.
 
     bytes    each tensor that goes in is read once, each that comes out, or is changed, is written once
-    FLOPs    of products and attention as torch's own formulas have them, half of that under a causal mask; of all other
+    FLOPs    of matmuls and attention as torch's own formulas have them, half of that under a causal mask; of all other
              ops one for each element that they read or write
 
 What an op does more than that, an intermediate that it writes and reads again say, shows as a kernel below its limit.
@@ -44,7 +44,7 @@ _SHAPE_ONLY = re.compile(r"\w+_like$|new_\w+$|nll_loss_backward$")
 _GATHER = ("embedding", "index", "index_select", "gather", "nll_loss_forward")
 _SCATTER = ("index_put_", "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_")
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-_SIZES = {  # bytes of an element, and what products of them run as; by the names that a trace has for dtypes
+_SIZES = {  # bytes of an element, and what matmuls of them run as; by the names that a trace has for dtypes
     "c10::BFloat16": (2, "bf16"), "c10::Half": (2, "bf16"), "float": (4, "fp32"), "double": (8, "fp64"),
     "long int": (8, ""), "int": (4, ""), "short": (2, ""), "unsigned char": (1, ""), "signed char": (1, ""),
     "bool": (1, ""),
@@ -53,7 +53,7 @@ _SIZES = {  # bytes of an element, and what products of them run as; by the name
 
 @dataclass(frozen=True)
 class Asked:
-    """What one call has to do. `dtype` is that of a product's operands, and empty where nothing is multiplied."""
+    """What one call has to do. `dtype` is that of a matmul's operands, and empty where nothing is multiplied."""
 
     op: str
     shapes: str
@@ -127,7 +127,7 @@ class Watch(TorchDispatchMode):
 
         Args:
             tensors: all that it reads or writes.
-            flops: of its products; 0 where it has none.
+            flops: of its matmuls; 0 where it has none.
             changed: which of the tensors it reads and writes.
         """
         if self._inside:  # an op whose window is open
@@ -281,7 +281,7 @@ def _asked(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> As
 
 
 def _flops(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-    """Of products and attention; 0 of anything else."""
+    """Of matmuls and attention; 0 of anything else."""
     if "scaled_dot_product" in op.name():
         shapes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
         given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | kwargs
@@ -289,12 +289,12 @@ def _flops(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> fl
     from torch.utils.flop_counter import flop_registry  # which imports Triton
 
     formula = flop_registry.get(op._overloadpacket)
-    args = [each for each in args if not isinstance(each, torch.dtype)]  # of a product's result: no formula knows it
+    args = [each for each in args if not isinstance(each, torch.dtype)]  # of a matmul's result: no formula knows it
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
 
 
 def _attention(name: str, shapes: Sequence[Sequence[int]], causal: bool) -> float:
-    """Two products forward and five backward, of every head of the queries."""
+    """Two matmuls forward and five backward, of every head of the queries."""
     backward = "backward" in name
     query, key = shapes[1:3] if backward else shapes[:2]
     return (10.0 if backward else 4.0) * math.prod(query) * key[-2] / (2 if causal else 1)
@@ -326,7 +326,7 @@ def _told(event: dict[str, Any]) -> Asked | None:
 
 
 def _of_template(shapes: Sequence[Sequence[int]]) -> float:
-    """FLOPs of a product whose matrices are among these; 0 where no three of them fit together.
+    """FLOPs of a matmul whose matrices are among these; 0 where no three of them fit together.
 
     >>> _of_template([(8,), (4, 16), (16, 8), (4, 8)])
     1024.0

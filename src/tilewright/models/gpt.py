@@ -2,9 +2,9 @@
 
 Between two sublayers a GPT always does the same three things: dropout on what the last sublayer gave, add it to the
 residual stream, normalise the sum for the next sublayer. So a block takes and returns the pair (x, residual), x not yet
-added, and those three things happen at the start of each sublayer, in one module (which may add the bias of the product
-before it as well). `gpt_block` chooses what runs between the products: `standard` are PyTorch's own ops, `optimized` is
-one fused kernel for each of embeddings, norm, activation and rotation, and the quickest algorithm for each product.
+added, and those three things happen at the start of each sublayer, in one module (which may add the bias of the matmul
+before it as well). `gpt_block` chooses what runs between the matmuls: `standard` are PyTorch's own ops, `optimized` is
+one fused kernel for each of embeddings, norm, activation and rotation, and the quickest algorithm for each matmul.
 Both have the same parameters under the same names.
 
 A submodule that somebody has replaced or hooked is called, with the arguments and results it has in a standard block. A
@@ -63,7 +63,7 @@ class StandardDropoutAddNorm(nn.Module):
 
 
 class StandardGeluMLP(GeluMLP):
-    """Two products with a GELU between them, as PyTorch does it."""
+    """Two matmuls with a GELU between them, as PyTorch does it."""
 
     linear = nn.Linear
 
@@ -73,7 +73,7 @@ class StandardGeluMLP(GeluMLP):
 
 
 class StandardGatedMLP(GatedMLP):
-    """Three products and a gate, as PyTorch does it."""
+    """Three matmuls and a gate, as PyTorch does it."""
 
     linear = nn.Linear
 
@@ -150,7 +150,7 @@ class Attention(nn.Module):
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
     def mix(self, qkv: list[Tensor], rope: nn.Module | None) -> Tensor:
-        """What lies between the two products."""
+        """What lies between the two matmuls."""
         q, k, v = qkv
         if rope is not None:
             q, k = rope(q, k)
@@ -241,8 +241,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`forward`, keeping less for backward, which computes the rest again.
 
-        "full" keeps what goes in. "selective" keeps the residual stream, once, and the large products but the output's,
-        and attention; norms and activations, which are cheap, and the output product, the smallest, run again.
+        "full" keeps what goes in. "selective" keeps the residual stream, once, and the large matmuls but the output's,
+        and attention; norms and activations, which are cheap, and the output matmul, the smallest, run again.
         """
         if how == "full":
             return _checkpoint(how, self, x, residual, rope, x_bias, with_bias)
@@ -298,7 +298,7 @@ def _is_own_block(block: nn.Module) -> TypeGuard[Block]:
 
 
 def _checkpoint(how: str, region: Any, *inputs: Any) -> Any:
-    """Run a region. "full" keeps nothing of it for backward but what goes in, "selective" large products too."""
+    """Run a region. "full" keeps nothing of it for backward but what goes in, "selective" large matmuls too."""
     if how == "selective":
         contexts = functools.partial(create_selective_checkpoint_contexts, _keeps)
         return checkpoint(region, *inputs, use_reentrant=False, context_fn=contexts)
@@ -306,7 +306,7 @@ def _checkpoint(how: str, region: Any, *inputs: Any) -> Any:
 
 
 def _keeps(context: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """Keep a product that widens, and attention's output; the rest is computed again."""
+    """Keep a matmul that widens, and attention's output; the rest is computed again."""
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         left, right = arguments[-2:]
         keep = right.shape[1] > left.shape[1]

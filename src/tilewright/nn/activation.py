@@ -32,7 +32,7 @@ def _project(
     """``down(activate(*inner))``; `again`: what `down` would keep of the activation, backward computes again."""
     if not again or not torch.is_grad_enabled():
         return down(activate(*inner))
-    if torch.compiler.is_compiling():  # which knows what a product need not run again for
+    if torch.compiler.is_compiling():  # which knows what a matmul need not run again for
         rest = functools.partial(_project, down, activate, again=False)
         return checkpoint(rest, inner, use_reentrant=False)
     activated = activate(*inner)

@@ -84,10 +84,10 @@ def separate_dropout_add_norm(
     return Cost(14 * n, (x + r + 2 * r + r + drop_read) * n, (r + r + x + drop_written) * n)
 
 
-def product(m: int, n: int, k: int, *, element_bytes: int = 2) -> Cost:
+def matmul(m: int, n: int, k: int, *, element_bytes: int = 2) -> Cost:
     """(m x k) by (k x n), each matrix once through memory.
 
-    >>> product(2, 3, 4).flops, product(2, 3, 4).bytes
+    >>> matmul(2, 3, 4).flops, matmul(2, 3, 4).bytes
     (48, 52)
     """
     return Cost(2 * m * n * k, element_bytes * (m * k + k * n), element_bytes * m * n)
@@ -97,7 +97,7 @@ def attention(
     batch: int, sequence: int, heads: int, kv_heads: int, head_dim: int, *,
     context: float | None = None, element_bytes: int = 2, backward: bool = False,
 ) -> Cost:  # fmt: skip
-    """Attention that stores no scores: two products forward, five backward.
+    """Attention that stores no scores: two matmuls forward, five backward.
 
     `context` is how many tokens a token looks at in the mean; left out, it is half of them, as under a causal mask.
     """
@@ -125,7 +125,7 @@ def cross_entropy(rows: int, vocabulary: int, *, element_bytes: int = 2) -> Cost
 
 
 def linear_cross_entropy(tokens: int, vocabulary: int, width: int, *, element_bytes: int = 2) -> Cost:
-    """Classifier and loss, forward and backward: three products; x and the weight once in, their gradients once out.
+    """Classifier and loss, forward and backward: three matmuls; x and the weight once in, their gradients once out.
 
     >>> linear_cross_entropy(2, 3, 4).flops, linear_cross_entropy(2, 3, 4).bytes
     (144, 80)

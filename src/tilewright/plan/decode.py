@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tilewright.hardware import Accelerator
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.flops import products
+from tilewright.plan.flops import matmuls
 from tilewright.plan.memory import WEIGHT_BYTES, infer, kv_cache_bytes
 
 # Bytes of a weight that a step reads, where not all of those that are kept: the float32 copy of `mixed` is not.
@@ -53,8 +53,8 @@ def decode(
     read += kv_cache_bytes(decoder, batch, tokens, kv_bytes) / min(tensor, decoder.kv_heads)
     full = decoder.layers - decoder.windowed_layers
     seen = full * tokens + decoder.windowed_layers * min(tokens, decoder.window or tokens)
-    matmuls = sum(product.flops_per_token for product in products(decoder, 1))
-    flops = batch * (matmuls + 4 * decoder.heads * decoder.head_dim * seen) / tensor
+    of_matmuls = sum(matmul.flops_per_token for matmul in matmuls(decoder, 1))
+    flops = batch * (of_matmuls + 4 * decoder.heads * decoder.head_dim * seen) / tensor
     memory, arithmetic = read / accelerator.bytes_per_second, flops / accelerator.peak_flops[dtype]
     bound = "memory" if memory >= arithmetic else "arithmetic"
     return Decode(max(memory, arithmetic), bound, read, flops, dtype, decoder.experts_read(batch))

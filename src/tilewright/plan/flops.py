@@ -1,7 +1,7 @@
 """How many floating-point operations a model takes, by every convention in use, and what share of a peak that is.
 
 One multiply-accumulate is two FLOPs. People disagree on three things and none of them is wrong: whether attention is
-counted under its causal mask, whether embeddings count as parameters, and whether the products are counted one by one
+counted under its causal mask, whether embeddings count as parameters, and whether the matmuls are counted one by one
 or as 6N. So every figure names its convention.
 """
 
@@ -18,8 +18,8 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Product:
-    """A matrix product of a step: (m x k) by (k x n), `count` times; forward, for `m` tokens."""
+class Matmul:
+    """A matmul of a step: (m x k) by (k x n), `count` times; forward, for `m` tokens."""
 
     name: str
     m: int
@@ -33,47 +33,47 @@ class Product:
         return 2 * self.n * self.k * self.count * self.active
 
 
-def products(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Product]:
-    """Every product with a weight of one forward pass over `tokens` tokens, on one of `tensor` ranks.
+def matmuls(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Matmul]:
+    """Every matmul with a weight of one forward pass over `tokens` tokens, on one of `tensor` ranks.
 
     >>> from tilewright.plan.decoder import load
-    >>> [(p.name, p.n, p.k, p.count) for p in products(load("125m"), 1)][2:]
+    >>> [(p.name, p.n, p.k, p.count) for p in matmuls(load("125m"), 1)][2:]
     [('up', 3072, 768, 12), ('down', 768, 3072, 12), ('logits', 50368, 768, 1)]
     """
     h, layers = decoder.width, decoder.layers
     queries, keys = decoder.heads * decoder.head_dim // tensor, decoder.kv_heads_on(tensor) * decoder.head_dim
-    yield Product("qkv", tokens, queries + 2 * keys, h, layers)
-    yield Product("out", tokens, h, queries, layers)
+    yield Matmul("qkv", tokens, queries + 2 * keys, h, layers)
+    yield Matmul("out", tokens, h, queries, layers)
     ups = 2 if decoder.gated else 1
     sparse = layers - decoder.dense_layers
     if decoder.experts > 1:
         gates = decoder.experts + (1 if decoder.shared_ffn else 0)  # a shared expert has a gate of its own
-        yield Product("router", tokens, gates, h, sparse)
+        yield Matmul("router", tokens, gates, h, sparse)
         met = min(decoder.experts, tokens * decoder.active_experts)  # experts that work: few tokens cannot meet all
         seen = -(-tokens * decoder.active_experts // met)  # tokens that one of them sees
         active = decoder.active_experts / met
-        yield Product("expert up", seen, ups * decoder.ffn // tensor, h, sparse * met, active)
-        yield Product("expert down", seen, h, decoder.ffn // tensor, sparse * met, active)
+        yield Matmul("expert up", seen, ups * decoder.ffn // tensor, h, sparse * met, active)
+        yield Matmul("expert down", seen, h, decoder.ffn // tensor, sparse * met, active)
         if decoder.shared_ffn:
-            yield Product("shared up", tokens, ups * decoder.shared_ffn // tensor, h, sparse)
-            yield Product("shared down", tokens, h, decoder.shared_ffn // tensor, sparse)
+            yield Matmul("shared up", tokens, ups * decoder.shared_ffn // tensor, h, sparse)
+            yield Matmul("shared down", tokens, h, decoder.shared_ffn // tensor, sparse)
     dense = layers if decoder.experts == 1 else decoder.dense_layers
     if dense:
         ffn = decoder.ffn if decoder.experts == 1 else decoder.dense_ffn or decoder.ffn
-        yield Product("up", tokens, ups * ffn // tensor, h, dense)
-        yield Product("down", tokens, h, ffn // tensor, dense)
+        yield Matmul("up", tokens, ups * ffn // tensor, h, dense)
+        yield Matmul("down", tokens, h, ffn // tensor, dense)
     if decoder.head:
-        yield Product("logits", tokens, -(-decoder.vocabulary // tensor), h)  # padded to whole ranks
+        yield Matmul("logits", tokens, -(-decoder.vocabulary // tensor), h)  # padded to whole ranks
 
 
 def attention_flops(decoder: Decoder, causal: bool = False) -> float:
-    """Forward FLOPs a token of the two products inside attention, all layers: 4·L·a·d·s, half of it under the mask."""
+    """Forward FLOPs a token of the two matmuls inside attention, all layers: 4·L·a·d·s, half of it under the mask."""
     return 4 * decoder.layers * decoder.heads * decoder.head_dim * decoder.context(causal)
 
 
 def forward_flops(decoder: Decoder, causal: bool = False) -> float:
-    """Forward FLOPs a token, product by product."""
-    return sum(p.flops_per_token for p in products(decoder, 1)) + attention_flops(decoder, causal)
+    """Forward FLOPs a token, matmul by matmul."""
+    return sum(p.flops_per_token for p in matmuls(decoder, 1)) + attention_flops(decoder, causal)
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ def conventions(decoder: Decoder) -> dict[str, Convention]:
         found[name] = Convention(name, formula, model, hardware)
     logits = 2 * decoder.head_weights
     for name, formula, is_causal in (
-        ("products", "3 x every product; GPT: 72·s·L·h²(1 + s/6h + v/12hL) a sequence", False),
-        ("products, causal", "the same with half of attention" if decoder.causal else _NO_MASK, True),
+        ("matmuls", "3 x every matmul; GPT: 72·s·L·h²(1 + s/6h + v/12hL) a sequence", False),
+        ("matmuls, causal", "the same with half of attention" if decoder.causal else _NO_MASK, True),
     ):
         forward = forward_flops(decoder, is_causal)
         inner = 3 * attention_flops(decoder, is_causal)
@@ -136,7 +136,7 @@ class Utilisation:
     hardware_flops: float
     mfu: float
     hfu: float
-    of_best: float | None  # model FLOPs over the best product that anybody measured on this chip
+    of_best: float | None  # model FLOPs over the best matmul that anybody measured on this chip
 
 
 def utilisation(
@@ -168,7 +168,7 @@ def check_possible(
     found: dict[str, Utilisation], decoder: Decoder, gpus: int, dtype: str, accelerator: Accelerator | None
 ) -> None:
     """Refuse a speed that would take more than the whole peak, however FLOPs are counted, and name likely mistakes."""
-    share = found["products, causal"].hfu  # the fewest FLOPs that the device can have done
+    share = found["matmuls, causal"].hfu  # the fewest FLOPs that the device can have done
     if share <= 1.0:
         return
     guesses = []

@@ -53,7 +53,7 @@ class GPTConfig:
     sequence: int = 2048
     dropout: float = 0.0
     gpt_block: str = "standard"
-    # What backward computes again. "selective": all but products and attention; "full": the whole block, which keeps
+    # What backward computes again. "selective": all but matmuls and attention; "full": the whole block, which keeps
     # its inputs alone; "budget": of as few blocks as keep no more than `recompute_budget` GiB.
     recompute: str = "none"
     recompute_budget: float = 0.0
@@ -106,7 +106,7 @@ class GPTConfig:
 
     @property
     def ffn_width(self) -> int:
-        """Inner width of an MLP; a gated one's, with its third product, is rounded up to whole tiles."""
+        """Inner width of an MLP; a gated one's, with its third matmul, is rounded up to whole tiles."""
         return self.ffn or (-(-8 * self.width // (3 * 256)) * 256 if self.gated else 4 * self.width)
 
     @property

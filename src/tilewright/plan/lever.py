@@ -14,7 +14,7 @@ from typing import Any
 # How far a value moves the numbers, from nothing but the order of additions to another rule of learning.
 NUMERICS = {
     "same": "the same arithmetic, added up in another order",
-    "rounding": "products or activations in fewer bits",
+    "rounding": "matmuls or activations in fewer bits",
     "state": "weights or optimizer states in fewer bits",
     "rule": "another rule of learning",
 }

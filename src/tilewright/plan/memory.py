@@ -174,9 +174,9 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     c, r, n, t = training.compute_bytes, training.residual_bytes, norm_bytes(decoder, training), training.tensor
     h, heads, f = decoder.width, decoder.heads, decoder.ffn
     selective = training.recompute == "selective"
-    # There, norms, activation and the output product are computed again, from the residual stream as the layer got it.
+    # There, norms, activation and the output matmul are computed again, from the residual stream as the layer got it.
     cheap = selective and training.attention == "flash"
-    # Each of two: the sum that is normalised, the norm's output (the next product's input), statistics, dropout's mask.
+    # Each of two: the sum that is normalised, the norm's output (the next matmul's input), statistics, dropout's mask.
     statistics = 4.0 if decoder.norm == "rms" else 8.0
     masks = h if decoder.dropout > 0 and decoder.gpt_block == "standard" else 0
     kept_sums = 2 if decoder.dropout > 0 and decoder.gpt_block == "optimized" else 1  # one cannot be made twice alike
@@ -200,7 +200,7 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
         sparse = 1 - decoder.dense_layers / decoder.layers
         inner = sparse * (decoder.active_experts * f + decoder.shared_ffn) + (1 - sparse) * (decoder.dense_ffn or f)
         norms += sparse * c * h * decoder.active_experts  # every expert has its own copy of the tokens it takes
-    # Gated: gate, up, the activated gate and the product; else the activation's input and output.
+    # Gated: gate, up, the activated gate and their product; else the activation's input and output.
     again = cheap or training.mlp_recompute
     mlp = (c * inner * (3 if again else 4)) if decoder.gated else (c * inner * (1 if again else 2))
     shared_rows = t if training.sequence_parallel else 1
@@ -229,7 +229,7 @@ def kept_activations(
 
 
 def matmul_weights(decoder: Decoder) -> int:
-    """Parameters that products use, with their biases: those of which autocast makes 16-bit copies."""
+    """Parameters that matmuls use, with their biases: those of which autocast makes 16-bit copies."""
     lookup = decoder.embedding_parameters - decoder.head_weights  # tables that are only looked up
     return decoder.parameters - decoder.norm_parameters - lookup
 

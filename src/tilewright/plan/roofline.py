@@ -10,7 +10,7 @@ from tilewright.hardware import COPY_SHARE, Accelerator, Rate
 from tilewright.plan import cost
 from tilewright.plan.cost import Cost
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.flops import products
+from tilewright.plan.flops import matmuls
 from tilewright.plan.memory import MATMUL_DTYPES, Training, optimizer_bytes
 
 LAUNCH_SECONDS = 2e-6  # below this a kernel's own start and end rule
@@ -57,11 +57,11 @@ def step_ops(decoder: Decoder, training: Training) -> Iterator[Op]:
         side = "backward" if backward else "forward"
         one = norm_cost(rows, h, x_bytes=c, residual_bytes=r, backward=backward, dropout=dropout)
         yield Op(f"{'fused' if fused else 'separate'} dropout + add + norm, {side}", one, count)
-    for product in products(decoder, tokens, t):
-        calls = product.count * (again if product.name != "logits" else 1)
-        one = cost.product(product.m, product.n, product.k, element_bytes=c)
-        yield Op(f"{product.name} product, forward", one, calls, True)
-        yield Op(f"{product.name} products, backward", one, 2 * product.count, True)
+    for matmul in matmuls(decoder, tokens, t):
+        calls = matmul.count * (again if matmul.name != "logits" else 1)
+        one = cost.matmul(matmul.m, matmul.n, matmul.k, element_bytes=c)
+        yield Op(f"{matmul.name} matmul, forward", one, calls, True)
+        yield Op(f"{matmul.name} matmuls, backward", one, 2 * matmul.count, True)
     for backward in (False, True):
         one = cost.attention(
             training.micro_batch, decoder.sequence, decoder.heads // t, decoder.kv_heads_on(t), decoder.head_dim,

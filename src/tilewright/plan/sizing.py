@@ -1,6 +1,6 @@
-"""Is this shape a bad one: what tiles, waves and alignment cost each product, and the nearest shapes that are good.
+"""Is this shape a bad one: what tiles, waves and alignment cost each matmul, and the nearest shapes that are good.
 
-A GPU cuts a product into tiles and runs as many at once as it has multiprocessors. A tile that sticks out computes
+A GPU cuts a matmul into tiles and runs as many at once as it has multiprocessors. A tile that sticks out computes
 padding (tile quantisation); a last round that is not full leaves multiprocessors idle (wave quantisation); rows that do
 not begin on 16 bytes cannot be read at full width (alignment).
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tilewright.errors import UserError
 from tilewright.hardware import Accelerator
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.flops import Product, products
+from tilewright.plan.flops import Matmul, matmuls
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 256, 0.85), (64, 128, 0.8), (64, 64, 0.65))
 # What rows that do not begin on 16 bytes leave of the speed: SwiGLU at h = 4096 on an H100 ran at 272.7 TFLOPS with
@@ -22,7 +22,7 @@ MISALIGNED = 272.7 / 398.4
 
 @dataclass(frozen=True)
 class Fit:
-    """How a product fills a GPU, each a share of 1."""
+    """How a matmul fills a GPU, each a share of 1."""
 
     tile: tuple[int, int]
     tiles: int
@@ -37,7 +37,7 @@ class Fit:
 
 
 def tiles_and_waves(m: int, n: int, tile: tuple[int, int], multiprocessors: int) -> tuple[int, int]:
-    """How many tiles a product has and how many rounds they take.
+    """How many tiles a matmul has and how many rounds they take.
 
     >>> [tiles_and_waves(8192, 14336, (128, 256), sms) for sms in (132, 148, 152)]
     [(3584, 28), (3584, 25), (3584, 24)]
@@ -98,35 +98,35 @@ def lint(decoder: Decoder, accelerator: Accelerator, *, micro_batch: int = 1, te
     divisible("feed-forward f/t", decoder.ffn // tensor, 64, "a multiple of 64")
     whole = micro_batch * decoder.heads % tensor == 0
     findings.append(Finding("(b·a)/t", f"{micro_batch * decoder.heads / tensor:g}", whole, None, "a whole number"))
-    findings += [_product(product, accelerator.multiprocessors) for product in products(decoder, tokens, tensor)]
+    findings += [_matmul(matmul, accelerator.multiprocessors) for matmul in matmuls(decoder, tokens, tensor)]
     return sorted(findings, key=lambda finding: (finding.good, -(finding.cost or 0.0)))
 
 
-def _product(product: Product, multiprocessors: int) -> Finding:
-    found = fit(product.m, product.n, product.k, multiprocessors)
+def _matmul(matmul: Matmul, multiprocessors: int) -> Finding:
+    found = fit(matmul.m, matmul.n, matmul.k, multiprocessors)
     lost = 1 - found.efficiency
-    value = f"{product.m} x {product.n} x {product.k}"
+    value = f"{matmul.m} x {matmul.n} x {matmul.k}"
     shape = (
         f"tiles of {found.tile[0]} x {found.tile[1]}: {found.tiles:,} in {found.waves} waves; tile "
         f"{found.tile_efficiency:.0%}, wave {found.wave_efficiency:.0%}"
     )
     if found.alignment < 1:
         shape += f", not on 16 bytes: {found.alignment:.0%}"
-    better = better_sizes(product, multiprocessors) if lost > 0.1 else []
+    better = better_sizes(matmul, multiprocessors) if lost > 0.1 else []
     if better:
         shape += f"; better n: {' or '.join(f'{n:,} (+{gain:.0%})' for n, gain in better)}"
-    return Finding(f"{product.name} product", value, lost <= 0.1, lost, shape)
+    return Finding(f"{matmul.name} matmul", value, lost <= 0.1, lost, shape)
 
 
-def better_sizes(product: Product, multiprocessors: int, reach: float = 0.1) -> list[tuple[int, float]]:
+def better_sizes(matmul: Matmul, multiprocessors: int, reach: float = 0.1) -> list[tuple[int, float]]:
     """The nearest widths below and above, within `reach`, that are done faster a column, and by how much."""
-    now = fit(product.m, product.n, product.k, multiprocessors).efficiency
+    now = fit(matmul.m, matmul.n, matmul.k, multiprocessors).efficiency
     found = []
-    steps = min(1024, int(reach * product.n) // 64)
-    for direction, first in ((-1, product.n // 64), (1, product.n // 64 + 1)):
+    steps = min(1024, int(reach * matmul.n) // 64)
+    for direction, first in ((-1, matmul.n // 64), (1, matmul.n // 64 + 1)):
         for n in (64 * (first + direction * i) for i in range(steps + 1)):
-            gain = fit(product.m, n, product.k, multiprocessors).efficiency / now - 1 if n > 0 else 0.0
-            if gain > 0.05 and n != product.n:
+            gain = fit(matmul.m, n, matmul.k, multiprocessors).efficiency / now - 1 if n > 0 else 0.0
+            if gain > 0.05 and n != matmul.n:
                 found.append((n, gain))
                 break
     return found

@@ -1,6 +1,6 @@
 """How long a training step takes: the work of each kind over what the machine does a second, and what the host adds.
 
-    device   every op's bytes over the copy bandwidth or its FLOPs over the products' rate, whichever is longer, divided
+    device   every op's bytes over the copy bandwidth or its FLOPs over the matmuls' rate, whichever is longer, divided
              by the share of that rate which such kernels reach; and no kernel is shorter than the shortest there is
     idle     what the host needs to launch all ops beyond what the device needs to run them: it runs ahead of a GPU, by
              so many launches at most, so of gradients, and of the update, about the longer of the two counts. A CPU is
@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from tilewright.plan import cost
 from tilewright.plan.cost import Cost
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.flops import products
+from tilewright.plan.flops import matmuls
 from tilewright.plan.memory import LOGITS_AT_ONCE, Training, matmul_weights, norm_bytes, optimizer_bytes
 
-CATEGORIES = ("product", "attention", "fused", "pointwise", "optimizer", "copy")  # as `measure.profile` tells them
+CATEGORIES = ("matmul", "attention", "fused", "pointwise", "optimizer", "copy")  # as `measure.profile` tells them
 
-# Shares of the products' rate or, for what memory bounds, of the copy bandwidth. All from an H200: files are those of
+# Shares of the matmuls' rate or, for what memory bounds, of the copy bandwidth. All from an H200: files are those of
 # results/h200, profiles of the standard block compiled, 125m at 32 and 1b at 16 sequences.
 SHARES = {
     # train_125m.json, train_1b.json; profiles: 65 and 361 ms.
-    "product": 0.885,
+    "matmul": 0.885,
     # cuDNN's, which is what torch takes there, by the width of a head. Profiles: 27 and 60 ms; side by side, forward
     # and backward have 519 and 386 TFLOPS at 128.
     "attention 128": 0.62, "attention 128 backward": 0.455, "attention 64": 0.44, "attention 64 backward": 0.39,
@@ -75,7 +75,7 @@ ADAFACTOR = 33  # a tensor: its ops counted, the mean of a matrix and a vector
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does: products by dtype ("fp32", "tf32", "bf16"), a copy, an eager op, the shortest kernel."""
+    """What a machine does: matmuls by dtype ("fp32", "tf32", "bf16"), a copy, an eager op, the shortest kernel."""
 
     flops: Mapping[str, float]
     bytes_per_second: float
@@ -87,7 +87,7 @@ class Rates:
 class How:
     """How a step runs, beyond what `Training` says of it."""
 
-    products: str = "bf16"  # dtype, a key of `Rates.flops`
+    matmuls: str = "bf16"  # dtype, a key of `Rates.flops`
     recorded: bool = False  # in a CUDA graph
     attention: str = "auto"
     device: str = "cuda"
@@ -113,19 +113,19 @@ class Work:
     cost: Cost
     calls: float
     share: float
-    is_product: bool = False
+    is_matmul: bool = False
     may_use: str = ""  # what else it might compute in, for its floor
 
     def seconds(self, rates: Rates, dtype: str) -> float:
         """As expected."""
-        rate = rates.flops[dtype if self.is_product else "fp32"]
+        rate = rates.flops[dtype if self.is_matmul else "fp32"]
         one = max(self.cost.bytes / rates.bytes_per_second, self.cost.flops / rate) / self.share
         return self.calls * max(one, rates.kernel_seconds)
 
     def floor(self, rates: Rates, dtype: str) -> float:
         """At the machine's full rates; what a cache may hold is free."""
         moved = self.cost.bytes if self.cost.bytes > CACHED else 0
-        rate = max(rates.flops[dtype if self.is_product else "fp32"], rates.flops.get(self.may_use, 0.0))
+        rate = max(rates.flops[dtype if self.is_matmul else "fp32"], rates.flops.get(self.may_use, 0.0))
         return self.calls * max(moved / rates.bytes_per_second, self.cost.flops / rate)
 
 
@@ -136,12 +136,12 @@ def step(decoder: Decoder, training: Training, how: How, rates: Rates) -> Step:
     >>> h200 = Rates({"bf16": 787e12, "tf32": 400e12, "fp32": 50e12}, 4.27e12, 13e-6, 2e-6)
     >>> found = step(load("1b"), Training(micro_batch=16), How(), h200)
     >>> round(found.seconds, 2), found.floor < found.seconds, max(found.parts, key=found.parts.get)
-    (0.56, True, 'product')
+    (0.56, True, 'matmul')
     """
     parts, floor = dict.fromkeys(CATEGORIES, 0.0), 0.0
     for work in _work(decoder, training, how):
-        parts[work.category] += work.seconds(rates, how.products)
-        floor += work.floor(rates, how.products)
+        parts[work.category] += work.seconds(rates, how.matmuls)
+        floor += work.floor(rates, how.matmuls)
     gradients, update = (rates.launch_seconds * ops for ops in launches(decoder, training, how))
     if how.device == "cpu":
         return Step({**parts, "idle": gradients + update}, floor)
@@ -184,9 +184,9 @@ def _work(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     if how.device == "cpu":
         pointwise = CPU_SHARES["float32" if training.compute_bytes == 4 else "bfloat16"]
         pointwise *= CPU_SHARES.get(decoder.gpt_block, 1.0)
-    for part in (_products, _attention, _norms, _activations, _loss, _gradients):
+    for part in (_matmuls, _attention, _norms, _activations, _loss, _gradients):
         for work in part(decoder, training, how):
-            share = work.share * (1.0 if work.is_product else pointwise)
+            share = work.share * (1.0 if work.is_matmul else pointwise)
             yield dataclasses.replace(work, calls=micro_batches * work.calls, share=share)
     n, stored = decoder.parameters, training.stored_bytes
     if micro_batches > 1:
@@ -213,35 +213,35 @@ def _is_own(training: Training) -> bool:
 
 
 def _style(decoder: Decoder, training: Training, how: How) -> tuple[str, str]:
-    """Whose kernels lie between the products, and their category."""
+    """Whose kernels lie between the matmuls, and their category."""
     if _block(decoder, how) == "optimized":
         return "fused", "fused"
     return "compiled" if training.compiled else "eager", "pointwise"
 
 
-def _products(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
+def _matmuls(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     tokens, stored = training.micro_batch * decoder.sequence, training.stored_bytes
-    for product in products(decoder, tokens):
-        again = product.name != "logits" and training.recompute == "full"
-        again = again or (product.name == "out" and training.recompute == "selective")
-        one = cost.product(product.m, product.n, product.k, element_bytes=training.compute_bytes)
-        yield Work("product", one, product.count * (4 if again else 3), SHARES["product"], True)
+    for matmul in matmuls(decoder, tokens):
+        again = matmul.name != "logits" and training.recompute == "full"
+        again = again or (matmul.name == "out" and training.recompute == "selective")
+        one = cost.matmul(matmul.m, matmul.n, matmul.k, element_bytes=training.compute_bytes)
+        yield Work("matmul", one, matmul.count * (4 if again else 3), SHARES["matmul"], True)
     if training.loss == "linear_fused":  # the weight's gradient is added up, a part of the tokens after the other
         logits = training.compute_bytes * tokens * decoder.vocabulary
         added = math.ceil(logits / min(logits / 8, LOGITS_AT_ONCE)) - 1
-        yield Work("product", cost.elementwise(decoder.vocabulary * decoder.width, 2 * stored, 0), added, 1.0)
+        yield Work("matmul", cost.elementwise(decoder.vocabulary * decoder.width, 2 * stored, 0), added, 1.0)
 
 
 def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     b, s, heads, c = training.micro_batch, decoder.sequence, decoder.heads, training.compute_bytes
-    backend = how.attention if how.products == "bf16" or how.attention == "math" else "efficient"  # others take 16 bits
+    backend = how.attention if how.matmuls == "bf16" or how.attention == "math" else "efficient"  # others take 16 bits
     for backward, calls in ((False, 2 if training.recompute == "full" else 1), (True, 1)):
         one = cost.attention(
             b, s, heads, decoder.kv_heads, decoder.head_dim, context=decoder.context(causal=True), element_bytes=c,
             backward=backward,
         )  # fmt: skip
         share = SHARES[f"attention {128 if decoder.head_dim > 64 else 64}{' backward' if backward else ''}"]
-        wide = how.device == "cuda" and how.products != "bf16" and backend == "efficient"
+        wide = how.device == "cuda" and how.matmuls != "bf16" and backend == "efficient"
         if wide:
             share = SHARES["attention fp32"]
         elif how.device == "cuda":
@@ -250,7 +250,7 @@ def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
         if training.attention == "softmax":  # all scores through memory: masked, softmax, rounded
             scores = cost.elementwise(b * heads * s * s, 6 * c, 6)
             yield Work("pointwise", scores, decoder.layers * calls, SHARES["eager"])
-    # Gradients of queries, keys and values are put together for the product before them; fused, and summed on the way.
+    # Gradients of queries, keys and values are put together for the matmul before them; fused, and summed on the way.
     one = cost.elementwise(b * s * _qkv(decoder), 2 * c, 1)
     summed = decoder.qkv_bias and _packs(decoder, training, how)
     style = "fused" if summed else "compiled" if training.compiled else "eager"
@@ -311,7 +311,7 @@ def _activations(decoder: Decoder, training: Training, how: How) -> Iterator[Wor
 
 
 def _loss(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
-    """Cross-entropy, without the product before it."""
+    """Cross-entropy, without the matmul before it."""
     c, n = training.compute_bytes, training.micro_batch * decoder.sequence * decoder.vocabulary
     if training.loss != "plain" and how.device == "cuda":
         yield Work("fused", Cost(6 * n, c * n, c * n), 1, SHARES["fused loss"])
@@ -323,10 +323,10 @@ def _loss(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
 
 
 def _gradients(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
-    """What parameters cost beside the products: those of biases and embeddings, and autocast's copies."""
+    """What parameters cost beside the matmuls: those of biases and embeddings, and autocast's copies."""
     tokens, h, stored = training.micro_batch * decoder.sequence, decoder.width, training.stored_bytes
     style, category = _style(decoder, training, how)
-    # Fused, an activation without a gate sums up the gradient of the bias before it, and a norm that of the product.
+    # Fused, an activation without a gate sums up the gradient of the bias before it, and a norm that of the matmul.
     outputs = decoder.ffn + 2 * h if style != "fused" else 2 * decoder.ffn if decoder.gated else 0
     outputs = outputs if decoder.mlp_bias else 0
     if decoder.qkv_bias and not _packs(decoder, training, how):
@@ -339,6 +339,6 @@ def _gradients(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     # The table's gradient begins as zeros and, tied, is added to the head's.
     table = cost.elementwise(decoder.vocabulary * h, (4 if decoder.tied else 1) * stored, 1)
     yield Work("pointwise", table, 1, share)
-    if training.is_autocast:  # weights are rounded, and their gradients widened where a product has not
+    if training.is_autocast:  # weights are rounded, and their gradients widened where a matmul has not
         rounded = cost.elementwise(matmul_weights(decoder), 6, 0)
         yield Work("copy" if how.device == "cpu" else "pointwise", rounded, 1 if style == "fused" else 2, share)

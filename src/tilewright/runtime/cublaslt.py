@@ -1,6 +1,6 @@
-"""Products by cuBLASLt, by the quickest of the algorithms it offers, reached by ctypes.
+"""Matmuls by cuBLASLt, by the quickest of the algorithms it offers, reached by ctypes.
 
-torch takes the algorithm that the library puts first; for wide products a later one is up to a fifth quicker. `product`
+torch takes the algorithm that the library puts first; for wide matmuls a later one is up to a fifth quicker. `matmul`
 takes matrices as torch has them, by rows:
 
     out = left @ right + bias       rows x columns = (rows x inner) @ (inner x columns)
@@ -21,7 +21,7 @@ blocks (no reduction scheme, one split), and the workspace is too small for the 
 share. That leaves how many terms one instruction adds at once, which differs between generations of them; so a
 candidate must also repeat the first one's bits on the numbers that it is timed with.
 
-Outputs are written and never read (beta is 0), so a product may run twice with the same result.
+Outputs are written and never read (beta is 0), so a matmul may run twice with the same result.
 
 A choice is made once for a range of row counts (`_bucket`), so that batches of varying length do not start a search
 each. It is cached on disk (`disk_cache`) under a key of the GPU, the versions and the problem. A matmul takes over a
@@ -67,7 +67,7 @@ _ROWS = 64  # of an output whose bits are compared, spread over all of it
 
 
 class Description(enum.IntEnum):
-    """CUBLASLT_MATMUL_DESC_*, attributes of a product."""
+    """CUBLASLT_MATMUL_DESC_*, attributes of a matmul."""
 
     TRANSA = 3
     TRANSB = 4
@@ -87,7 +87,7 @@ class Preference(enum.IntEnum):
 
 
 class Epilogue(enum.IntEnum):
-    """CUBLASLT_EPILOGUE_*, what happens to a product before it is written."""
+    """CUBLASLT_EPILOGUE_*, what happens to a matmul before it is written."""
 
     DEFAULT = 1
     BIAS = 4
@@ -273,7 +273,7 @@ def _machine(device: torch.device, loaded: Any) -> tuple[Any, ...]:
 
 
 class Plan:
-    """A product described to the library, and the algorithms that can do it. From call to call only addresses change.
+    """A matmul described to the library, and the algorithms that can do it. From call to call only addresses change.
 
     That of a bias is an attribute of the description, hence the lock: a second thread, as autograd has, must not set
     its own between. The choice holds for the life of the process. While a graph is captured nothing can be timed, and
@@ -289,7 +289,7 @@ class Plan:
         self.description, self.right, self.left, self.out = (c_void_p() for _ in range(4))
         self.handle, self.lock = _handles[out.device], threading.Lock()
         status = loaded.cublasLtMatmulDescCreate(byref(self.description), COMPUTE_32F, R_32F)
-        _must(status, "describe a product")
+        _must(status, "describe a matmul")
         (rows, columns), inner = out.shape, left.shape[1]
         left_side, right_side = _side(left), _side(right)
         assert left_side is not None and right_side is not None
@@ -318,7 +318,7 @@ class Plan:
         _must(status, "lay out a matrix")
 
     def _search(self, alignment: int) -> list[Heuristic]:
-        """The algorithms that sum in one piece; none where the library has no such product on this device."""
+        """The algorithms that sum in one piece; none where the library has no such matmul on this device."""
         preference = c_void_p()
         _must(self.loaded.cublasLtMatmulPreferenceCreate(byref(preference)), "take a preference")
         prefer = functools.partial(_set, self.loaded.cublasLtMatmulPreferenceSetAttribute, preference)
@@ -473,7 +473,7 @@ def _plan(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, has_bias: 
     return Plan(loaded, left, right, out, has_bias, alignment)
 
 
-def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+def matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Writes left @ right + bias to `out`; False, and nothing written, where the library cannot.
 
     Args:
@@ -484,7 +484,7 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, bias: to
     device = out.get_device()
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return product(left, right, out, bias)
+            return matmul(left, right, out, bias)
     a, b, d = right.data_ptr(), left.data_ptr(), out.data_ptr()
     vector = 0 if bias is None else bias.data_ptr()
     low = a | b | d | vector | 256

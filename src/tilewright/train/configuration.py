@@ -69,7 +69,7 @@ _MODEL: dict[str, tuple[str, int | None]] = {
     "dropout": ("Share of activations set to 0 while training.", 0),
     "gpt_block": ("PyTorch's own ops, or fused ones.", None),
     "recompute": (
-        "What backward computes again: selective, all but products and attention; full, a whole block; "
+        "What backward computes again: selective, all but matmuls and attention; full, a whole block; "
         "budget, as little as recompute_budget allows.",
         None,
     ),

@@ -56,7 +56,7 @@ def check_levers(config: Train, device: torch.device, accumulation: int) -> None
     if config.cuda_graphs and records:
         raise UserError(f"compile={config.compile} records CUDA graphs by itself; leave cuda_graphs out.")
     if config.model.residual == "bf16" and precision_of(config, device) in ("fp32", "tf32"):
-        raise UserError("model.residual=bf16 needs products in bfloat16; choose precision=bf16, or leave it out.")
+        raise UserError("model.residual=bf16 needs matmuls in bfloat16; choose precision=bf16, or leave it out.")
     if accumulation > 1 and records:
         raise UserError(
             f"compile={config.compile} would overwrite the gradients that {accumulation} micro batches add up; choose "

@@ -181,7 +181,7 @@ def _gpt2(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
         for ours, theirs in names.items():
             for kind in ("weight", "bias"):
                 tensor = state[f"blocks.{layer}.{ours}.{kind}"]
-                # Its products take (in, out), as the first GPT-2's did, where torch's take (out, in).
+                # Its matmuls take (in, out), as the first GPT-2's did, where torch's take (out, in).
                 weights[f"transformer.h.{layer}.{theirs}.{kind}"] = tensor.t() if tensor.ndim == 2 else tensor
     return configuration, weights
 

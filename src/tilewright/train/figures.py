@@ -77,10 +77,10 @@ class Rates:
     def __init__(self, decoder: Decoder, policies: list[str], peak_flops: float | None, ranks: int) -> None:
         convention = conventions(decoder)[DEFAULT]
         self.formula, self.model, self.peak, self.ranks = convention.formula, convention.model, peak_flops, ranks
-        # A block's forward pass; of PyTorch's own the last product does not run again, whose result nobody needs.
+        # A block's forward pass; of PyTorch's own the last matmul does not run again, whose result nobody needs.
         block = 2 * (decoder.active_parameters - decoder.embedding_parameters) + attention_flops(decoder)
         block = block / decoder.layers - (2 * decoder.width * decoder.ffn if decoder.gpt_block == "standard" else 0)
-        # The product that "selective" runs again, unless a fused block's dropout stands behind it.
+        # The matmul that "selective" runs again, unless a fused block's dropout stands behind it.
         fused_dropout = decoder.dropout > 0 and decoder.gpt_block == "optimized"
         output = 0 if fused_dropout else 2 * decoder.width * decoder.heads * decoder.head_dim
         again = {"none": 0.0, "selective": output, "full": block}

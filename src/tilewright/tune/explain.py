@@ -39,7 +39,7 @@ def explain(prediction: Prediction, measurement: Measurement, device: str) -> li
         measurement: what came of it.
         device: "cuda" or "cpu".
 
-    >>> expected = Prediction(1.0, 0.5, {"product": 1.0}, 10.0, {"weights": 10.0})
+    >>> expected = Prediction(1.0, 0.5, {"matmul": 1.0}, 10.0, {"weights": 10.0})
     >>> found = explain(expected, Measurement(1, [1.5, 1.5, 1.5], 2.0, 0.0, [], 12), "cpu")
     >>> [(each.part, each.more, each.unit, each.why) for each in found]
     [('unexplained', 0.5, 's', 'not profiled'), ('process', 2.0, 'B', 'not taken apart')]

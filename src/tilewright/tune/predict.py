@@ -45,7 +45,7 @@ def predict(run: Train, machine: Mapping[str, Any]) -> Prediction:
     precision = run.precision if run.precision != "auto" else "bf16" if device == "cuda" else "fp32"
     decoder, training = from_gpt(run.model), planned(run, precision, sizes.micro, sizes.accumulation, 1)
     how = step.How(
-        products=precision if precision in ("fp32", "tf32") else "bf16",
+        matmuls=precision if precision in ("fp32", "tf32") else "bf16",
         recorded=run.cuda_graphs or run.compile in RECORDING,
         attention=run.model.attention,
         device=device,

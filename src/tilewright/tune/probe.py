@@ -1,7 +1,7 @@
 """What a machine can do, measured.
 
     copy      bytes a second, read and written
-    flops     of a product in each precision
+    flops     of a matmul in each precision
     launch    what an op costs its host
     kernel    the shortest time between two pieces of work on the device
 
@@ -105,7 +105,7 @@ def _cpu(seconds: float) -> dict[str, Any]:
         "memory_bytes": _host()["memory_bytes"],
         "copy_bytes_per_second": 2 * source.nbytes / took(lambda: target.copy_(source)),
         "flops": {
-            name: _product_rate(lambda size, dtype=dtype: torch.randn(size, size).to(dtype), seconds / 5)  # type: ignore[misc]
+            name: _matmul_rate(lambda size, dtype=dtype: torch.randn(size, size).to(dtype), seconds / 5)  # type: ignore[misc]
             for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
         },
         "launch_seconds": took(functools.partial(_chain, torch.device("cpu"))) / (2 * _LINKS),
@@ -113,8 +113,8 @@ def _cpu(seconds: float) -> dict[str, Any]:
     }
 
 
-def _product_rate(make: Callable[[int], Any], seconds: float) -> float:
-    """FLOPs a second, of as large a product as there is time for: a processor without instructions for bfloat16 takes
+def _matmul_rate(make: Callable[[int], Any], seconds: float) -> float:
+    """FLOPs a second, of as large a matmul as there is time for: a processor without instructions for bfloat16 takes
     seconds where others take milliseconds."""
     for size in (128, 256, 512, 1024):
         a, b = make(size), make(size)

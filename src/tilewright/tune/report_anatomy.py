@@ -30,7 +30,7 @@ from tilewright.tune.report_plots import (
 )
 
 IDLE = "#dfe3e8"
-_KINDS = ("product", "attention", "fused", "pointwise", "optimizer", "communication", "copy", "other")
+_KINDS = ("matmul", "attention", "fused", "pointwise", "optimizer", "communication", "copy", "other")
 CATEGORIES = dict(zip(_KINDS, COLOURS, strict=False))  # those of `measure.profile`, and their colours
 _SHADES = ("#3d5a80", "#7a9cc6", "#b7a57a", "#5f7d63", "#b4b9bf")
 _LABELLED = 16  # ops of the roofline that have a label, those that take longest

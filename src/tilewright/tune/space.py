@@ -163,7 +163,7 @@ def open_space(
 
 
 def _is_below(value: Any, floor: str | None) -> bool:
-    """Whether a lever's value is a precision, that of products or of the residual stream, that the floor rules out."""
+    """Whether a lever's value is a precision, that of matmuls or of the residual stream, that the floor rules out."""
     return floor is not None and value in PRECISIONS and PRECISIONS.index(value) > PRECISIONS.index(floor)
 
 

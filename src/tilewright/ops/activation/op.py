@@ -6,7 +6,7 @@
 
 Saved for backward: the inputs, nothing else; it computes the activation again.
 
-Floor at 2 bytes an element: gated, forward reads gate and up and writes the product, 6 bytes; backward reads those two
+Floor at 2 bytes an element: gated, forward reads gate and up and writes one matrix, 6 bytes; backward reads those two
 and the incoming gradient and writes two gradients, 10. Not gated, 4 and 6. The gradient of the bias is summed up in the
 same pass. Arithmetic is 13 to 45 instructions an element at 2 bytes.
 """

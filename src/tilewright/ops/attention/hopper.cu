@@ -4,7 +4,7 @@
 //   dQ = scale dS K
 //
 // A block takes 128 keys of a head and walks over the queries that see them, 128 at a time. Two groups of 128 threads have
-// 64 keys each. They compute S and dP transposed, keys by queries: so P and dS lie in registers as the products for dV and
+// 64 keys each. They compute S and dP transposed, keys by queries: so P and dS lie in registers as the matmuls for dV and
 // dK want them for their left side. What a group does in a turn, and what the tensor cores do meanwhile:
 //
 //   hand over dQ       dK, and S of the next turn
@@ -183,24 +183,24 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const u64 left = describe(base + AT_K + mine * (TILE / 2), 16), right = describe(base + AT_Q + q * TILE, 16);
     wait(barriers + 8 * (FULL_Q + q), turn / QUERIES & 1);
     begin_columns(s, base + AT_STARTS + q * ROW, lane);
-    begin_products();
+    fence_wgmma();
 #pragma unroll
     for (int k = 0; k < WIDTH / 16; k++) multiply_long(s, left + 2 * k, right + 2 * k);
-    commit_products();
+    commit_wgmma();
   };
   auto start_slopes = [&](int turn) {  // dP^T
     const int g = turn % GRADIENTS;
     const u64 left = describe(base + AT_V + mine * (TILE / 2), 16), right = describe(base + AT_DO + g * TILE, 16);
     wait(barriers + 8 * (FULL_DO + g), turn / GRADIENTS & 1);
     begin_columns(dp, base + AT_SLOPE_STARTS + g * ROW, lane);
-    begin_products();
+    fence_wgmma();
 #pragma unroll
     for (int k = 0; k < WIDTH / 16; k++) multiply_long(dp, left + 2 * k, right + 2 * k);
-    commit_products();
+    commit_wgmma();
   };
   auto take_scores = [&](int turn, bool masked) {  // P^T, dV and dS^T
     const int g = turn % GRADIENTS;
-    wait_products<1>();
+    wait_wgmma<1>();
 #pragma unroll
     for (int i = 0; i < 16; i++) {
       float* x = &s[4 * i];
@@ -212,32 +212,32 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       p[i / 2][i % 2 * 2] = pack(x[0], x[1]), p[i / 2][i % 2 * 2 + 1] = pack(x[2], x[3]);
     }
     const u64 gradient = describe(base + AT_DO + g * TILE, 16);
-    begin_products();
+    fence_wgmma();
 #pragma unroll
     for (int k = 0; k < BLOCK / 16; k++) multiply_registers(dv, p[k], gradient + 128 * k);
-    commit_products();
-    wait_products<1>();
+    commit_wgmma();
+    wait_wgmma<1>();
 #pragma unroll
     for (int i = 0; i < 32; i++) ds[i / 4][i % 4] = pack(s[2 * i] * dp[2 * i], s[2 * i + 1] * dp[2 * i + 1]);
     const u32 scores = base + AT_DS + turn % 2 * DS;  // queries 0 to 63, then the others; a row a key
 #pragma unroll
     for (int k = 0; k < 8; k++) put(scores + k / 4 * (DS / 2) + mine * (DS / 4) + (at_line ^ k % 4 * 32), ds[k]);
     fence_async();
-    wait_products<0>();  // dV: once both groups are here nobody reads these gradients any more
+    wait_wgmma<0>();  // dV: once both groups are here nobody reads these gradients any more
     synchronise(1, 256);
     if (thread == 0) arrive(barriers + 8 * (EMPTY_DO + g));
   };
   auto start_gradients = [&](int turn) {  // dQ of this group's queries, then dK
     const u64 left = describe(base + AT_DS + turn % 2 * DS + mine * (DS / 2), 16), right = describe(base + AT_K, 16);
     const u64 query = describe(base + AT_Q + turn % QUERIES * TILE, 16);
-    begin_products();
+    fence_wgmma();
 #pragma unroll
     for (int k = 0; k < BLOCK / 16; k++)
       k == 0 ? multiply_across<true>(dq, left, right) : multiply_across<false>(dq, left + 128 * k, right + 128 * k);
-    commit_products();
+    commit_wgmma();
 #pragma unroll
     for (int k = 0; k < BLOCK / 16; k++) multiply_registers(dk, ds[k], query + 128 * k);
-    commit_products();
+    commit_wgmma();
   };
   auto hand_over = [&](int turn) {  // dQ
     wait(barriers + 8 * (EMPTY_DQ + mine), turn + 1 & 1);
@@ -249,23 +249,23 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
   wait(barriers + 8 * KEYS, 0);
   start_scores(0);
-  wait_products<0>();  // for the assembler, which else says that it has put one here
+  wait_wgmma<0>();  // for the assembler, which else says that it has put one here
   start_slopes(0);
   take_scores(0, true);  // the queries of the same places as the keys
   for (int turn = 0; turn < turns - 1; turn++) {
     start_gradients(turn);
     start_scores(turn + 1);
-    wait_products<2>();
+    wait_wgmma<2>();
     hand_over(turn);
-    wait_products<1>();
+    wait_wgmma<1>();
     if (thread == 0) arrive(barriers + 8 * (EMPTY_Q + turn % QUERIES));
     start_slopes(turn + 1);
     take_scores(turn + 1, false);
   }
   start_gradients(turns - 1);
-  wait_products<1>();
+  wait_wgmma<1>();
   hand_over(turns - 1);
-  wait_products<0>();
+  wait_wgmma<0>();
 
   // The gradients of keys and values, by the way of the memory of dQ.
   wait(barriers + 8 * (EMPTY_DQ + mine), turns + 1 & 1);

@@ -5,7 +5,7 @@
     dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout
 
 Forward is cuDNN's, as torch has it. Backward is a kernel in CUDA C++ (`hopper.cu`), for Triton neither puts
-products of registers beside each other as that does nor adds to memory by bulk copies. It runs between two small ones:
+matmuls of registers beside each other as that does nor adds to memory by bulk copies. It runs between two small ones:
 the first sums up out dout, the last rounds dq, which is added up in float32. The order of every sum is always the same.
 
 This is for heads of 64 in bfloat16 on a Hopper, as many of keys as of queries, and sequences of a multiple of 128
@@ -13,7 +13,7 @@ tokens, where PyTorch would take cuDNN's forward; everything else is PyTorch's, 
 
 Saved for backward: q, k, v, out, and a float32 for each query and head.
 
-Floor: batch x heads x sequence^2 x head_dim FLOPs for each product, of which forward has two and backward five.
+Floor: batch x heads x sequence^2 x head_dim FLOPs for each matmul, of which forward has two and backward five.
 """
 
 from __future__ import annotations

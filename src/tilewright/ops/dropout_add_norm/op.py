@@ -3,7 +3,7 @@
     residual_out = dropout((x + x_bias) * rowscale * layerscale) + dropout(second) + residual
     out          = norm(residual_out) * weight + bias                                   LayerNorm or RMSNorm
 
-residual_out is rounded to residual_dtype before its norm is taken. x_bias is the bias of the product that made x: its
+residual_out is rounded to residual_dtype before its norm is taken. x_bias is the bias of the matmul that made x: its
 gradient, the sum of x's over all rows, comes with those of the norm and takes no pass of its own.
 
 Saved for backward: residual_out, 1/std and mean of every row, weight, x_bias and a 64-bit seed; x only when a scale

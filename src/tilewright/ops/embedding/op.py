@@ -119,7 +119,7 @@ def embedding(
 def tied_embedding(
     tokens: Tensor, weight: Tensor, position: Tensor | None = None, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`embedding`, and the weight, to be used in one product and nowhere else: the gradient that comes back for it is
+    """`embedding`, and the weight, to be used in one matmul and nowhere else: the gradient that comes back for it is
     written to.
 
     So that gradient must be nobody else's, as those of `torch.nn.functional.linear` and of this package are. Of a sum,

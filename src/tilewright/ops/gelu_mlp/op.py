@@ -1,24 +1,24 @@
-"""Two products with a GELU between them, the GELU on the way out of the products: no pass of its own over memory.
+"""Two matmuls with a GELU between them, the GELU on the way out of the matmuls: no pass of its own over memory.
 
     z    = x @ up^T + up_bias                    never in memory
     a    = gelu(z), s = gelu'(z)                 both stored by the kernel that computes z
     y    = a @ down^T + down_bias
-    dz   = (dy @ down) * s                       by the kernel of that product, which sums up the bias's gradient
+    dz   = (dy @ down) * s                       by the kernel of that matmul, which sums up the bias's gradient
 
 The derivative is computed in forward, from z in float32, and stored in its place: beside the exponential that the GELU
-takes anyway it is a few instructions, while in backward it would take longer than the product that it has to hide
+takes anyway it is a few instructions, while in backward it would take longer than the matmul that it has to hide
 behind. It is rounded to 16 bits (times 7/8, for the better), but what it multiplies is not; plain PyTorch rounds that,
 and z: its error is the larger one.
 
-Lean, z is kept in 16 bits and neither a nor s: both are computed once more on the way out of backward's product, which
+Lean, z is kept in 16 bits and neither a nor s: both are computed once more on the way out of backward's matmul, which
 stores a again. Half as much lies between forward and backward, and nothing makes a pass of its own; that the kernel
-takes longer than its product is the price, the lower the wider the model.
+takes longer than its matmul is the price, the lower the wider the model.
 
 `runtime/cuda/gemm.cu` has the kernels, for bfloat16 on a Hopper. Everything else is `linear`, `bias_gelu`, `linear`.
 
-Saved for backward: x, a, s (lean: x, z), and both weights in the dtype of the products.
+Saved for backward: x, a, s (lean: x, z), and both weights in the dtype of the matmuls.
 
-Floor: that of the products, 2 forward and 4 backward, each of 2 x tokens x width x inner FLOPs.
+Floor: that of the matmuls, 2 forward and 4 backward, each of 2 x tokens x width x inner FLOPs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from tilewright.measure import work
 from tilewright.ops.activation.op import bias_gelu
 from tilewright.ops.linear.op import WORTH_PADDING, is_worth_padding, linear, pad
-from tilewright.plan.cost import Cost, product
+from tilewright.plan.cost import Cost, matmul
 from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc, paths
 
 __all__ = ["cost", "fused_gelu_mlp", "gelu_mlp", "reference"]
@@ -46,12 +46,12 @@ Tensor = torch.Tensor
 
 
 def cost(tokens: int, width: int, inner: int, *, element_bytes: int = 2, backward: bool = False) -> Cost:
-    """The products; between them two tensors of the inner width are written, and in backward read.
+    """The matmuls; between them two tensors of the inner width are written, and in backward read.
 
     >>> cost(1, 2, 8).flops, cost(1, 2, 8, backward=True).flops
     (64, 128)
     """
-    up, down = (product(tokens, *shape, element_bytes=element_bytes) for shape in ((inner, width), (width, inner)))
+    up, down = (matmul(tokens, *shape, element_bytes=element_bytes) for shape in ((inner, width), (width, inner)))
     between = element_bytes * tokens * inner
     if not backward:
         written = up.bytes_written + between + down.bytes_written
@@ -103,7 +103,7 @@ def _gradient(dy: Tensor, down: Tensor, kept: Tensor, lean: bool) -> tuple[Tenso
 
 
 class _Function(torch.autograd.Function):
-    """Each weight comes twice: the parameter, which gets the gradient, and what it is in the dtype of the products."""
+    """Each weight comes twice: the parameter, which gets the gradient, and what it is in the dtype of the matmuls."""
 
     @staticmethod
     def forward(
@@ -163,7 +163,7 @@ def gelu_mlp(
         down_bias: ``(width out,)``, likewise.
         approximate: ``"tanh"`` or ``"none"``, as in ``torch.nn.functional.gelu``.
 
-    Fused are bfloat16 and the GELU by tanh on a Hopper GPU (H100, H200), where all widths are multiples of 8, a product
+    Fused are bfloat16 and the GELU by tanh on a Hopper GPU (H100, H200), where all widths are multiples of 8, a matmul
     has at least 20 GFLOP, both weights are trained and torch has its NVRTC; everything else, and under torch.compile
     all, is `linear`, `bias_gelu`, `linear`.
 

@@ -1,30 +1,30 @@
-"""A linear layer whose products are by the quickest algorithm there is, and whose gradients are not rounded twice.
+"""A linear layer whose matmuls are by the quickest algorithm there is, and whose gradients are not rounded twice.
 
-    y  = x @ weight^T + bias                    by cuBLASLt, which adds the bias to the product before it is written;
+    y  = x @ weight^T + bias                    by cuBLASLt, which adds the bias to the matmul before it is written;
                                                 on a Hopper, where the sums are short, by a kernel of its own
     dx = dy @ weight                            by cuBLASLt
     dweight = dy^T @ x                          by PyTorch, whose choice of algorithm is the best one here, in two
-                                                products where one leaves processors idle
+                                                matmuls where one leaves processors idle
     dbias = sum of dy over tokens               one pass over dy
 
 `linear_parts` gives y in parts, as attention wants queries, keys and values; their gradients are several tensors. On a
-Hopper the product for dx reads three where they are and sums them on the way (`runtime/cuda/gemm.cu`), and dweight is a
-product for each. Elsewhere they have to be one matrix: the pass that packs them sums them as well.
+Hopper the matmul for dx reads three where they are and sums them on the way (`runtime/cuda/gemm.cu`), and dweight is a
+matmul for each. Elsewhere they have to be one matrix: the pass that packs them sums them as well.
 
 Which algorithm is quickest is measured when a shape is first seen; all of them give the same bits
 (`runtime/cublaslt.py`). The gradient of a parameter is computed in the parameter's dtype: under autocast in float32,
-neither rounded to 16 bits on the way nor copied after. Products too small for a choice to pay are
+neither rounded to 16 bits on the way nor copied after. Matmuls too small for a choice to pay are
 `torch.nn.functional.linear`, whose host cost is less.
 
-What else the library can do to a product on its way to memory does not pay on a Hopper. Its quickest algorithm for the
-product of queries, keys and values adds no bias; `runtime/cuda/gemm.cu` is as quick with one. The gradient of the bias
-on the way through dweight takes longer than a sum of its own; a GELU on the way out of the product before it, or its
-derivative on the way out of the product behind it, longer than a kernel of its own. `gelu_mlp` has kernels for that.
-Adding the residual stream takes the products as much longer as the norm behind them is quicker for it.
+What else the library can do to a matmul on its way to memory does not pay on a Hopper. Its quickest algorithm for the
+matmul of queries, keys and values adds no bias; `runtime/cuda/gemm.cu` is as quick with one. The gradient of the bias
+on the way through dweight takes longer than a sum of its own; a GELU on the way out of the matmul before it, or its
+derivative on the way out of the matmul behind it, longer than a kernel of its own. `gelu_mlp` has kernels for that.
+Adding the residual stream takes the matmuls as much longer as the norm behind them is quicker for it.
 
-Saved for backward: x, and the weight in the dtype of the products.
+Saved for backward: x, and the weight in the dtype of the matmuls.
 
-Floor: forward one product of 2 x tokens x in x out FLOPs, backward two.
+Floor: forward one matmul of 2 x tokens x in x out FLOPs, backward two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.measure import work
-from tilewright.plan.cost import product as cost
+from tilewright.plan.cost import matmul as cost
 from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc, paths
 
 __all__ = ["cost", "linear", "linear_parts", "reference"]
@@ -57,7 +57,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-# The op. `weight` is the parameter, which gets the gradient, and `cast` what it is in the dtype of the products.
+# The op. `weight` is the parameter, which gets the gradient, and `cast` what it is in the dtype of the matmuls.
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cast: Tensor) -> Te
         _biased(tokens, matrix, bias, out)
         return y
     vector = None if bias is None else dispatch.packed((bias.to(x.dtype),))[0]
-    if not cublaslt.product(tokens, matrix.t(), out, vector):
+    if not cublaslt.matmul(tokens, matrix.t(), out, vector):
         y = F.linear(tokens.view(x.shape), matrix, vector)
     return y
 
@@ -99,7 +99,7 @@ def _backward(dy: Tensor, x: Tensor, cast: Tensor, full: Sequence[bool], needs: 
     if needs[0]:
         matrix = _matrix(cast)
         dx = rows.new_empty((rows.shape[0], matrix.shape[1]))
-        if not cublaslt.product(rows, matrix, dx):
+        if not cublaslt.matmul(rows, matrix, dx):
             dx = torch.mm(rows, matrix)
         dx = dx.view(x.shape)
     if needs[1]:
@@ -137,7 +137,7 @@ def _packed(parts: Sequence[Tensor | None], like: Sequence[int], sums: bool) -> 
 
 
 def _of_weight(dy: Sequence[Tensor], x: Tensor, full: bool) -> Tensor:
-    """One product for each of `dy`, below each other."""
+    """One matmul for each of `dy`, below each other."""
     tokens = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     features = [len(rows) for rows in dy]
     out = tokens.new_empty((sum(features), tokens.shape[1]), dtype=torch.float32 if full else x.dtype)
@@ -184,7 +184,7 @@ def _of_parts(parts: Sequence[Tensor], matrix: Tensor, sums: bool) -> tuple[Any,
 
 @functools.cache
 def _cut(rows: int, columns: int, processors: int) -> int:
-    """After how many rows a sum over many tokens is better done in two products; 0 where one is as good.
+    """After how many rows a sum over many tokens is better done in two matmuls; 0 where one is as good.
 
     The library cuts so few tiles along the tokens, by a power of two. Three squares of 768 are 48 tiles of 192, and 96
     processors of 132 then have one; two squares and one square are 32 and 16, and 128 have one each time.
@@ -319,7 +319,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: ``(out,)``, likewise.
 
     Returns:
-        ``(..., out)`` in the dtype of the product.
+        ``(..., out)`` in the dtype of the matmul.
 
     cuBLASLt computes bfloat16 and float16 on a GPU where ``in`` and ``out`` are multiples of 8 and the matmul has at
     least 20 GFLOP; everything else is plain PyTorch. Where they are no multiples of 8, and the matmul has at least 4
@@ -421,14 +421,14 @@ def _why_not(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """What the products are computed in."""
+    """What the matmuls are computed in."""
     kind = x.device.type
     autocast = x.dtype != torch.float64 and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if autocast else x.dtype
 
 
 def _check(x: Any, weight: Any, bias: Any) -> torch.dtype:
-    """Refuses what does not fit together; the dtype of the products."""
+    """Refuses what does not fit together; the dtype of the matmuls."""
     dispatch.check_tensor("linear", "x", x)
     if not x.ndim:
         raise ValueError("linear: x is a scalar; its last dimension must hold the features.")

@@ -1,10 +1,10 @@
-"""The product that adds itself to a sum of 16 bits, for the weight's gradient of `linear_cross_entropy`.
+"""The matmul that adds itself to a sum of 16 bits, for the weight's gradient of `linear_cross_entropy`.
 
 The sum over chunks of tokens has to be kept between them. In the gradient's own bfloat16 it would lose a bit each time
 it is rounded; in float32 it would be a buffer twice as large as the gradient. So between chunks the gradient's memory
 holds float16, three bits finer than bfloat16, with a power of two for each stretch of numbers that brings their largest
 near the end of float16's range. (What is 2^29 times smaller than the largest of its stretch has fewer bits.) The
-product and the addition are in float32, and the last chunk leaves the gradient in its own dtype.
+matmul and the addition are in float32, and the last chunk leaves the gradient in its own dtype.
 
 On a Hopper that is `runtime/cuda/gemm.cu`: a stretch is 192 classes of a column, its scale a bfloat16. Elsewhere it is
 the kernel below: a stretch is a block of columns of a class, its scale a float32. Nobody else reads a sum before the
@@ -68,31 +68,31 @@ def tilewright_linear_cross_entropy_matmul_add(
         within = number % (TOGETHER * across)
         tile_row = band + within % height
         tile_column = within // height
-        product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        accumulator = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         for first in tl.range(0, inner, BLOCK_INNER, num_stages=STAGES):
             a = left.load([first, tile_row * BLOCK_ROWS])
             b = right.load([first, tile_column * BLOCK_COLUMNS])
             if _WIDEN:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
-            product = tl.dot(tl.trans(a), b, product)
+            accumulator = tl.dot(tl.trans(a), b, accumulator)
         row = tile_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         corner = total + (tile_row * BLOCK_ROWS).to(tl.int64) * columns + tile_column * BLOCK_COLUMNS
         at_scale = scales + tile_column * rows + row
         kept = corner + _kept_offsets(columns, BLOCK_ROWS, BLOCK_COLUMNS)
         if not FIRST:
             old = _from_memory(tl.load(kept), BLOCK_ROWS, BLOCK_COLUMNS)
-            product += old.to(tl.float16, bitcast=True).to(tl.float32) * tl.load(at_scale)[:, None]
+            accumulator += old.to(tl.float16, bitcast=True).to(tl.float32) * tl.load(at_scale)[:, None]
         if LAST:
             tl.debug_barrier()  # every thread has loaded its part of the sum, which lies where others store now
-            result = product.to(tl.bfloat16).to(tl.int16, bitcast=True)
+            result = accumulator.to(tl.bfloat16).to(tl.int16, bitcast=True)
             column = tl.arange(0, BLOCK_COLUMNS)
             tl.store(corner + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64) * columns + column[None, :], result)
         else:
-            largest = tl.maximum(tl.max(tl.abs(product), 1), 1e-30)
+            largest = tl.maximum(tl.max(tl.abs(accumulator), 1), 1e-30)
             scale = tl.exp2(tl.ceil(tl.log2(largest)) - 15.0)  # the largest comes to lie just below 2^15
             tl.store(at_scale, scale)
-            new = (product * (1.0 / scale)[:, None]).to(tl.float16).to(tl.int16, bitcast=True)
+            new = (accumulator * (1.0 / scale)[:, None]).to(tl.float16).to(tl.int16, bitcast=True)
             tl.store(kept, _to_memory(new, BLOCK_ROWS, BLOCK_COLUMNS))
 
 

@@ -11,8 +11,8 @@ from tilewright.runtime import dispatch
 
 A_TOKEN = 64  # bytes, beside its logits: loss, a count, and what a second pass makes of its statistics
 _ALIGNED = 128  # bytes, where a tensor begins
-_SUMMED_FROM = 512  # tokens a chunk: the product of a smaller one takes less time than adding it to a sum
-_TILE = 256  # rows of a tile of the large products
+_SUMMED_FROM = 512  # tokens a chunk: the matmul of a smaller one takes less time than adding it to a sum
+_TILE = 256  # rows of a tile of the large matmuls
 LARGEST = 2**31 - 1  # elements of a matrix of which a few columns are multiplied: cuBLAS counts these in 32 bits
 
 Tensor = torch.Tensor
@@ -113,7 +113,7 @@ def way_of(
         home = dweight.view(-1)[: chunk * pitch] if chunk * pitch <= dweight.numel() else None
     buffer = tokens.new_empty(chunk, pitch) if home is None else home.view(chunk, pitch)
     if pitch > classes:
-        buffer[:, classes:].zero_()  # a CPU's bfloat16 product multiplies what lies between the rows by zero
+        buffer[:, classes:].zero_()  # a CPU's bfloat16 matmul multiplies what lies between the rows by zero
     summed = rounded and not again and chunk < rows
     held = scratch.new(*scales) if summed and scales is not None else None
     total = None

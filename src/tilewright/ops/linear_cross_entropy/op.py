@@ -5,7 +5,7 @@
 
 Tokens go in chunks of as many as `memory` has room for. Ignored tokens are computed like all others: how many there are
 the host would have to ask the device, and wait. A chunk's logits are a matmul by the vendor's library, their
-gradient takes their place (`cross_entropy`, in place), and the gradients of x, weight and bias are products with that,
+gradient takes their place (`cross_entropy`, in place), and the gradients of x, weight and bias are matmuls with that,
 all in forward. Saved for backward: these gradients, nothing else. Where a gradient has to wait for what comes from
 above (float16, whose range needs the loss scale; reduction="none"), all of it is computed in backward. What is needed
 beside the logits lies in the rows of x's gradient that the last chunk writes, if it fits there until then.
@@ -16,11 +16,11 @@ The weight's gradient is a sum over chunks, and between chunks it is kept
 - for a bfloat16 weight and large chunks in the gradient's own memory, in a float16 with scales that is three bits finer
   than bfloat16 (`linear_cross_entropy_kernels`): neither a float32 buffer, of twice the size of the gradient,
   nor a sum that is rounded to bfloat16 at every chunk; what is added is added in float32;
-- for a float16 weight, for small chunks, where adding up would cost more than the product itself, and where the caller
+- for a float16 weight, for small chunks, where adding up would cost more than the matmul itself, and where the caller
   wants no sum in 16 bits (`sum_dtype`): nowhere. A second pass computes the logits again, by columns, and writes each
   row of the gradient once. Until then the gradient's memory is free, and holds the logits of the first pass.
 
-Floor: three products of 2 x tokens x classes x width FLOPs.
+Floor: three matmuls of 2 x tokens x classes x width FLOPs.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = 
     return loss_of_logits(F.linear(x, weight, bias), targets, weight=class_weight, **options)
 
 
-def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
+def _matmul(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
     """out (+)= left @ right, in float32 where `out` is, whatever the operands are."""
     # For a sum over tokens, of a transposed `left`, and where there are few tiles and the sum must be split for all
     # processors to have one, torch's own choice of algorithm is the best there is.
     suits = left.is_contiguous() and out.is_contiguous() and out.numel() >= _MANY_TILES
-    if suits and not add and out.dtype == left.dtype and cublaslt.product(left, right, out):
+    if suits and not add and out.dtype == left.dtype and cublaslt.matmul(left, right, out):
         return
     if out.dtype == left.dtype:
         torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
@@ -72,8 +72,8 @@ def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
         else:
             torch.mm(left, right, out_dtype=out.dtype, out=out)
     else:
-        product = left.to(out.dtype) @ right.to(out.dtype)
-        out.add_(product) if add else out.copy_(product)
+        result = left.to(out.dtype) @ right.to(out.dtype)
+        out.add_(result) if add else out.copy_(result)
 
 
 def _aligned(classes: int) -> list[slice]:
@@ -86,7 +86,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
     """out = x @ weight^T + bias."""
     for part in _aligned(len(weight)):
         if bias is None:
-            _product(x, weight[part].t(), out[:, part])
+            _matmul(x, weight[part].t(), out[:, part])
         else:
             torch.addmm(bias[part], x, weight[part].t(), out=out[:, part])
 
@@ -94,13 +94,13 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 def _gradient_of_x(z: Tensor, weight: Tensor, out: Tensor) -> None:
     """out = z @ weight. The few classes behind the whole vectors come first: rounded between, they are small."""
     for number, part in enumerate(reversed(_aligned(len(weight)))):
-        _product(z[:, part], weight[part], out, add=number > 0)
+        _matmul(z[:, part], weight[part], out, add=number > 0)
 
 
 def _gradient_of_weight(z: Tensor, x: Tensor, out: Tensor, *, add: bool = False) -> None:
     """out (+)= z^T @ x."""
     for part in _aligned(len(out)):
-        _product(z[:, part].t(), x, out[part], add=add)
+        _matmul(z[:, part].t(), x, out[part], add=add)
 
 
 def _run(
@@ -377,7 +377,7 @@ def linear_cross_entropy(
             weight in its dtype comes on top; so do copies of x and weight where the width is no multiple of 8, with
             zeros up to the next one.)
         sum_dtype: ``torch.float32``: what lies in memory of a sum over chunks is float32, also of a 16-bit weight's
-            gradient. Where `memory` has no room for that, a fourth product takes the place of the sum. Left out: such
+            gradient. Where `memory` has no room for that, a fourth matmul takes the place of the sum. Left out: such
             a sum may lie in 16 bits between chunks, three more than bfloat16 has; additions are in float32 always.
 
     Returns:
@@ -427,7 +427,7 @@ def linear_cross_entropy(
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """What the products are computed in: as a linear layer's would be."""
+    """What the matmuls are computed in: as a linear layer's would be."""
     kind = x.device.type
     autocast = x.dtype != torch.float64 and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if autocast else x.dtype

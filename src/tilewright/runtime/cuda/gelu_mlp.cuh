@@ -1,4 +1,4 @@
-// What happens to the products of `gelu_mlp` on their way to memory.
+// What happens to the matmuls of `gelu_mlp` on their way to memory.
 #pragma once
 #include "tiles.cuh"
 

@@ -1,6 +1,6 @@
-// Products that something happens to on their way to memory; for Hopper (sm_90a).
+// Matmuls that something happens to on their way to memory; for Hopper (sm_90a).
 //
-//   VALUE       z = left right^T + bias     stores gelu(z) and its slope         (the first product of an MLP)
+//   VALUE       z = left right^T + bias     stores gelu(z) and its slope         (the first matmul of an MLP)
 //   GRADIENT    g = (left right) slope      stores g, and its sum over 128 rows  (in backward of the second one)
 //   SUM         total^T += left^T right     where total has 16 bits              (a classifier's weight, by chunks)
 //   PARTS       x = left right              left is three matrices side by side  (in backward of queries, keys, values)
@@ -10,10 +10,10 @@
 // it, and stores gelu(z) once more. While PARTS multiplies, two warps that have nothing else to do sum `left` over its
 // rows.
 //
-// What happens is as many instructions, or as much memory, as an SM manages in half the time of the product itself, so it
+// What happens is as many instructions, or as much memory, as an SM manages in half the time of the matmul itself, so it
 // has to run beside it. Two groups of 128 threads therefore take turns (ping-pong): while one multiplies a tile of
 // 128 x 192, the other finishes its own. A third group is one thread that loads. What it loads goes through one ring of
-// stages, in the order of the tiles, and a group begins its product when the other has seen the last of its own stages.
+// stages, in the order of the tiles, and a group begins its matmul when the other has seen the last of its own stages.
 //
 // Two neighbouring SMs (a cluster) take tiles that lie one below the other, and each loads half of what both need of
 // `right`, for both: without that the L2 cannot feed them.
@@ -153,7 +153,7 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
       u32 full_parity = used / STAGES & 1;
       for (int step = 0; step < steps; step++) {
         wait(barriers + 8 * (FULL + stage), full_parity);
-        begin_products();
+        fence_wgmma();
         const u32 a = base + stage * STAGE;
         u64 left_at = describe(a, LEFT_ACROSS ? ACROSS : 16), right_at = describe(a + LEFT, RIGHT_ACROSS ? ACROSS : 16);
 #pragma unroll
@@ -163,14 +163,14 @@ __device__ __forceinline__ void run(const Map* left, const Map* right, const Map
           multiply<LEFT_ACROSS, RIGHT_ACROSS>(sum[0], left_k, right_k, keep);
           multiply<LEFT_ACROSS, RIGHT_ACROSS>(sum[1], left_k + 512, right_k, keep);
         }
-        commit_products();
-        wait_products<1>();
+        commit_wgmma();
+        wait_wgmma<1>();
         if (step > 0 && thread < 2) arrive(barriers + 8 * (EMPTY + previous), thread);
         previous = stage;
         if (++stage == STAGES) stage = 0, full_parity ^= 1;
       }
       if (tile + clusters < tiles) announce(1 + (mine ^ 1), 256);
-      wait_products<0>();
+      wait_wgmma<0>();
       if (thread < 2) arrive(barriers + 8 * (EMPTY + previous), thread);
       if (IS_VALUE) finish_value<LEAN>(sum, at, kept, value);
       if (IS_GRADIENT) finish_gradient<LEAN>(sum, at, kept, value, out, (float*)vector, columns, parity);

@@ -1,8 +1,8 @@
-// The products of `linear_parts` on their way to memory, and in backward the sums of what it reads.
+// The matmuls of `linear_parts` on their way to memory, and in backward the sums of what it reads.
 #pragma once
 #include "tiles.cuh"
 
-// What the product is, with the bias or without, some columns at a time.
+// What the matmul is, with the bias or without, some columns at a time.
 template <bool BIAS>
 __device__ __forceinline__ void finish_plain(float (&sum)[2][96], const Place& at, const Map* out_map) {
   const u32 line = narrow_line(at.thread);

@@ -1,4 +1,4 @@
-// Tiles of a product on Hopper (sm_90a): how two neighbours load and multiply them, and where a group's results lie.
+// Tiles of a matmul on Hopper (sm_90a): how two neighbours load and multiply them, and where a group's results lie.
 //
 // Results go to shared memory in the order that the tensor cores leave them, by stmatrix, some columns at a time, and
 // from there by one bulk copy, as slopes come in.
@@ -68,7 +68,7 @@ __device__ __forceinline__ u32 narrow_where(const Place& at, u32 line, int buffe
   return at.buffers + buffer * (BUFFER / 2) + half * (BUFFER / 4) + (line ^ pair * 32);
 }
 
-// The bias of a tile's columns, to where the group finds it after the product.
+// The bias of a tile's columns, to where the group finds it after the matmul.
 __device__ __forceinline__ void load_bias(const Place& at, const float* bias, int columns) {
   int column = 2 * at.thread;
   if (column >= COLUMNS) return;
