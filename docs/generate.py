@@ -254,7 +254,7 @@ def tune(tree: dict[str, Any]) -> str:
     ranked = sorted(latest(answer.records).values(), key=lambda record: -(record.tokens_per_second or 0.0))
     for record in ranked:
         changes = [f"{name} {value}" for name, value in record.point.items() if value != origin[name]]
-        name = ", ".join(changes).replace("model.", "").replace(" True", "") or "as given"
+        name = ", ".join(changes).replace("model.", "").replace(" True", "") or "baseline"
         found, expected = record.measurement, record.prediction
         if found is None or expected is None:
             rows.append([name, record.outcome, *[""] * 5])
@@ -272,7 +272,7 @@ def tune(tree: dict[str, Any]) -> str:
 
 
 def tuned(*trees: dict[str, Any]) -> str:
-    """Studies, a line each: the run as given, torch.compile in its quickest mode, and what the study chose, measured
+    """Studies, a line each: the baseline, torch.compile in its quickest mode, and what the study chose, measured
     once or more."""
     rows = []
     for tree in trees:
@@ -285,7 +285,7 @@ def tuned(*trees: dict[str, Any]) -> str:
             f"{best.measurement.bytes / given.measurement.bytes:.2f}x", answer.proof.verdict,
             "confirmed" if confirmed(answer.records, best) else "once", tree["machine"]["commit"],
         ])  # fmt: skip
-    header = ["GPT", "tokens/s as given", "torch.compile", "tuned", "speed", "memory", "the same model?"]
+    header = ["GPT", "tokens/s of the baseline", "torch.compile", "tuned", "speed", "memory", "the same model?"]
     return markdown([*header, "measured", "commit"], rows) + f"\n{machine(trees[-1]).split('; commit')[0]}.\n"
 
 

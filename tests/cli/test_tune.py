@@ -73,7 +73,7 @@ def tilewright(tmp_path):
 
 
 def proved(answer, *verdicts):
-    """Runs of so tiny a model differ by chance: where the one as given wins after all, it needs no proof."""
+    """Runs of so tiny a model differ by chance: where the baseline wins after all, it needs no proof."""
     assert answer.proof.verdict in verdicts if answer.proof is not None or answer.changes else answer.recommended
 
 
@@ -203,7 +203,7 @@ def test_what_is_known_is_shown_where_the_storage_is_lost(tmp_path, monkeypatch,
 
 
 def test_a_log_says_of_each_run_what_it_measured(capsys):
-    """Corrected for drift, the run as given would always be as fast as the first time."""
+    """Corrected for drift, the baseline would always be as fast as the first time."""
     progress = _Progress()
     progress.begin({"levers": {}, "name": "a study", "finished": 0, "budget": 60.0})
     for drift in (1.0, 0.5):

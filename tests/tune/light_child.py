@@ -14,7 +14,7 @@ job["light"] if it is there, or else the first argument on the command line, JSO
     {"step_seconds": 0.1, "bytes": 1000000, "delay": 0.0, "pace": 0.0,
      "levers": {"model.gpt_block": {"optimized": [0.5, 0.8]}, "compile": {"default": [0.9, 1.1]}},
      "faults": [{"when": {"compile": "default", "threads": 1}, "do": "segfault"}]}
-        step_seconds, bytes  of the run as given; each lever with that value multiplies both
+        step_seconds, bytes  of the baseline; each lever with that value multiplies both
         pace                 seconds that each step really takes, for a test that wants to come in between
         faults               the first whose levers are all so is what happens
 

@@ -33,7 +33,7 @@ FAILED = dataclasses.replace(OTHER, outcome="error", error="It is broken.", meas
 def test_where_nothing_but_the_run_as_given_was_measured_it_says_why(changes, why):
     answer = dataclasses.replace(ALONE, **changes)
     what, gain, _ = sentences(answer)
-    assert what.startswith("Change nothing yet: only the run as given was measured; ") and why in what
+    assert what.startswith("Change nothing yet: only the baseline was measured; ") and why in what
     assert gain == "It trains 1,200 tokens a second, measured on this machine."
     assert "nothing to change yet" in page(answer)
 
@@ -65,7 +65,7 @@ def test_the_table_has_mfu_and_how_far_losses_are_from_float32(capsys, tmp_path,
         "COLUMNS", "80"
     )  # as where there is no terminal: the outcome is beside the run, nothing is cut off
     words = shown(known, capsys, tmp_path)
-    assert all(word in words for word in ("as given", "x 3: error", "41.3%", "1.0e-02")) and "…" not in words
+    assert all(word in words for word in ("baseline", "x 3: error", "41.3%", "1.0e-02")) and "…" not in words
 
 
 @pytest.mark.parametrize(

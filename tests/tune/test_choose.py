@@ -16,20 +16,20 @@ def timed(point, rate, began, purpose="search", worker="a", **more):
 
 
 def test_drift_is_taken_out():
-    """A machine that slows down evenly: a run that is twice as fast as given is so at any time."""
+    """A machine that slows down evenly: a run that is twice as fast as the baseline is so at any time."""
     references = [timed({}, rate, began, "reference") for began, rate in ((0.0, 100.0), (10.0, 50.0))]
     found = corrected([*references, timed({"x": 1}, 150.0, 5.0), timed({"x": 2}, 100.0, 12.0)])
     assert [record.tokens_per_second for record in found] == pytest.approx([100.0, 100.0, 200.0, 200.0])
 
 
 def test_a_machine_that_was_slow_for_a_moment_makes_what_ran_behind_it_no_faster():
-    """The last run as given met something else on the machine, and nobody looked again whether that was gone."""
+    """The last run of the baseline met something else on the machine, and nobody looked again whether that was gone."""
     references = [timed({}, rate, began, "reference") for began, rate in ((0.0, 100.0), (10.0, 101.0), (20.0, 30.0))]
     first, again = timed({"x": 1}, 100.0, 5.0), timed({"x": 1}, 99.0, 25.0, "confirmation")
     found = corrected([*references, first, again])
     assert latest(found)[key(first.point)].tokens_per_second == pytest.approx(100.0, rel=0.01)
     assert not confirmed(found, found[-1])
-    # It is not run again and again before the run as given says more, but then it is.
+    # It is not run again and again before the baseline says more, but then it is.
     assert doubted(found, found[0], shaken=True) is None
     found = corrected([*references, again, timed({}, 100.0, 30.0, "reference")])
     assert doubted(found, found[0], shaken=True) is found[3]

@@ -88,7 +88,7 @@ def test_the_waterfall_adds_up_from_the_run_as_given_to_the_best(speeds):
     given_, best = answer.reference.tokens_per_second, answer.best.tokens_per_second
     levers = [Ablation(f"lever{i}", True, False, speed, None) for i, speed in enumerate(speeds)]
     bars = plots.waterfall_bars(dataclasses.replace(answer, ablations=levers))
-    assert bars[0] == ("as given", 0.0, given_) and bars[-1] == ("best", 0.0, best)
+    assert bars[0] == ("baseline", 0.0, given_) and bars[-1] == ("best", 0.0, best)
     assert bars[-2][2] == best
     assert all(after[1] == before[2] for before, after in itertools.pairwise(bars[:-1]))
     gains = {name: to - start for name, start, to in bars[1:-2]}
@@ -400,7 +400,7 @@ MISSING = {
     "no reference": (
         lambda answer: dataclasses.replace(answer, reference=None), "could not be measured", PLOTS - {"waterfall"}
     ),
-    "as given": (
+    "baseline": (
         lambda answer: dataclasses.replace(answer, best=answer.reference), "no lever is moved",
         PLOTS - {"waterfall", "time", "timeline"},
     ),

@@ -215,7 +215,7 @@ def test_what_is_set_below_the_floor_is_refused(given):
     [([], 4, (0, 8, 1)), ([], 8, (0, 4, 1)), ([], 3, (0, 8, 4, 1)), (["threads=8"], 8, (8, 4, 1)), ([], 1, (0, 8, 4))],
 )
 def test_no_threads_are_tried_that_a_run_has_anyway(given, own, expected, monkeypatch):
-    """It would be the run as given under another name, and win by chance."""
+    """It would be the baseline under another name, and win by chance."""
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: own)
     space = open_space(read(None, ["global_batch=16", *given]), device="cpu", search=["threads"])
@@ -250,9 +250,9 @@ def test_at_and_changes_are_each_others_inverse(point):
     assert {name: _of(run, name) for name in point} == point
     moved = space.changes(point)
     assert {**space.origin, **moved} == point and all(space.origin[name] != value for name, value in moved.items())
-    assert space.at(moved) == run  # what was not moved is as the run was given
+    assert space.at(moved) == run  # what was not moved is the baseline's
     assert Space(run, space.levers, space.device).at(space.origin) == space.start
-    assert (space.label(point) == "as given") == (not moved) == (run == space.start)
+    assert (space.label(point) == "baseline") == (not moved) == (run == space.start)
 
 
 @given(points)

@@ -130,7 +130,7 @@ def test_no_point_runs_twice_and_the_reference_runs_again_and_again(tmp_path):
 
 def test_a_run_over_the_memory_cap_is_not_chosen(tmp_path):
     answer = run(settings(tmp_path / "study", memory_cap=1e8))
-    assert answer.changes == {}  # by the plan nothing fits, a process alone takes more: only the run as given ran
+    assert answer.changes == {}  # by the plan nothing fits, a process alone takes more: only the baseline ran
     assert {record.purpose for record in answer.records} == {"reference"} and answer.discarded["does not fit"] > 0
     rule = {**RULE, "bytes": 2_000_000_000}
     answer = run(settings(tmp_path / "other", rule, memory_cap=1.2e9))
@@ -166,7 +166,7 @@ def test_of_two_hundred_faults_each_is_in_its_record_and_a_study_ends_with_the_r
 
 
 def _path(space, best):
-    """The run as given, the best, and all between that differ from either in one lever: those must work."""
+    """The baseline, the best, and all between that differ from either in one lever: those must work."""
     ends = (space.origin, best)
     return [*ends, *({**end, name: value} for end in ends for name, value in best.items())]
 

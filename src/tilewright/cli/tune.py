@@ -154,7 +154,7 @@ def _notes(answer: Answer) -> list[str]:
     references = [record for record in answer.records if record.purpose == "reference"]
     if answer.drift is not None:
         drifted = f"the machine drifted by {answer.drift:.1%}, for which the table is corrected"
-        notes.append(f"The run as given ran {len(references)} times; {drifted}.")
+        notes.append(f"The baseline ran {len(references)} times; {drifted}.")
     if not all(map(is_known, latest(answer.records).values())):
         notes.append(UNKNOWN)
     if answer.is_rehearsal:
@@ -277,7 +277,7 @@ class _Progress:
             self.say(line)
 
     def trial(self, what: str, point: dict[str, Any], prediction: Prediction | None) -> None:
-        name = self._label(point) if what != "reference" else "as given, for reference"
+        name = self._label(point) if what != "reference" else "baseline, again"
         self.now, self.steps = f"{what}: {name}" if what in ("proof", "kernels") else name, 0
 
     def event(self, event: dict[str, Any]) -> None:

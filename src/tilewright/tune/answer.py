@@ -26,11 +26,11 @@ from tilewright.tune.space import Space, key
 
 @dataclass(frozen=True)
 class Ablation:
-    """The best run with one lever put back as it was given: what that lever is worth beside the others."""
+    """The best run with one lever put back: what that lever is worth beside the others."""
 
     lever: str
     value: Scalar  # in the best run
-    before: Scalar  # as given
+    before: Scalar  # in the baseline
     tokens_per_second: Amount | None  # without it; None where that did not run
     bytes: Count | None
     error: str | None = None
@@ -88,7 +88,7 @@ def _finite(tree: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-UNSTEADY = 0.1  # a reference that drifts further than this is no yardstick
+UNSTEADY = 0.1  # a baseline that drifts further than this is no measure of others
 VERDICTS = ("bit-identical", "same within rounding", "different by design", "wrong", "not proven")
 
 
@@ -120,10 +120,10 @@ class Answer:
         dict[str, Any], Like("tilewright.tune.answer:Machine")
     ]  # measure.machine.describe(), of the trials' own machine
     ceilings: Annotated[dict[str, Any], Like("tilewright.tune.answer:Ceilings")]
-    start: dict[str, Any]  # the configuration as given, every field
-    levers: dict[str, list[Scalar]]  # what each open lever could be, as given first
+    start: dict[str, Any]  # the configuration of the baseline, every field
+    levers: dict[str, list[Scalar]]  # what each open lever could be, the baseline's first
     records: list[Record]  # of all trials, in the order they began
-    reference: Record | None  # the run as given, the first time it ran
+    reference: Record | None  # the baseline, the first time it ran
     best: Record | None
     ablations: list[Ablation] = field(default_factory=list)
     proof: Proof | None = None
@@ -171,7 +171,7 @@ class Answer:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The levers of the best run that are not as given."""
+        """The levers of the best run that are not the baseline's."""
         if self.best is None:
             return {}
         return {name: value for name, value in self.best.point.items() if value != self.levers[name][0]}
@@ -183,13 +183,13 @@ class Answer:
 
     @property
     def ratio(self) -> float | None:
-        """Speed of the best run over that of the run as given."""
+        """Speed of the best run over that of the baseline."""
         ran = self.best is not None and self.reference is not None
         return _over(self.best.tokens_per_second, self.reference.tokens_per_second) if ran else None  # type: ignore[union-attr]
 
     @property
     def compiled(self) -> Record | None:
-        """The run as given under torch.compile: the fastest of its modes that were measured; None where none was."""
+        """The baseline under torch.compile: the fastest of its modes that were measured; None where none was."""
         if self.start.get("compile", "none") != "none" and "compile" not in self.levers:
             return self.reference
         plain = {name: values[0] for name, values in self.levers.items() if name != "compile"}
@@ -229,7 +229,7 @@ class Answer:
 
     @property
     def drift(self) -> float | None:
-        """How far the speed of the run as given has been from its first, at most; None where it ran once."""
+        """How far the speed of the baseline has been from its first, at most; None where it ran once."""
         ran = [record.drift for record in self.records if record.purpose == "reference" and record.measurement]
         return max(abs(each - 1.0) for each in ran) if len(ran) > 1 else None
 
@@ -341,9 +341,9 @@ def _what(answer: Answer) -> str:
         return f"Change nothing yet: the fastest run was not shown to be the same model ({why})."
     if not answer.changes:
         if why := alone(answer):
-            return f"Change nothing yet: only the run as given was measured; {why}."
+            return f"Change nothing yet: only the baseline was measured; {why}."
         return (
-            "Change nothing: of all that ran and was not found wrong, no run is faster than the one as given by more "
+            "Change nothing: of all that ran and was not found wrong, no run is faster than the baseline by more "
             "than the noise of measuring."
         )
     what = listed(f"{name} to {_word(value)}" for name, value in answer.changes.items())
@@ -370,7 +370,7 @@ def _gives(answer: Answer) -> str:
     assert answer.best is not None
     speed = f"{answer.best.tokens_per_second:,.0f} {answer.unit} a second"
     if answer.reference is None or answer.ratio is None:
-        return f"It trains {speed}; the run as given did not run."
+        return f"It trains {speed}; the baseline did not run."
     drift = answer.drift or 0.0
     how = "measured on this machine" + (", and once more to be sure" if confirmed(answer.records, answer.best) else "")
     if drift > UNSTEADY:

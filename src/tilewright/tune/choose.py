@@ -124,7 +124,7 @@ def doubted(
 
 
 def _is_spoilt(records: Iterable[Record], record: Record) -> bool:
-    """Whether the machine changed too much around a run; before the run as given said so, a second knows no more."""
+    """Whether the machine changed too much around a run; before the baseline said so, a second knows no more."""
     later = (run for run in records if run.worker == record.worker and run.began > record.began)
     return not is_known(record) and any(run.purpose == "reference" and run.outcome == "done" for run in later)
 

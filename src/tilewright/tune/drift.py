@@ -1,7 +1,7 @@
 """A machine that grows slower or faster, and machines of different speed, compared all the same.
 
-The run as given is the yardstick: every worker measures it again and again. A trial's speed is divided by how fast that
-worker's yardstick was there and then, over how fast it was first of all.
+Every worker measures the baseline again and again. A trial's speed is divided by how fast that worker's baseline was at
+the time, over how fast the first one was.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def corrected(records: Sequence[Record]) -> list[Record]:
 
 
 def first_reference(records: Sequence[Record]) -> float:
-    """Tokens a second of the run as given when it first ran, or 0."""
+    """Tokens a second of the baseline when it first ran, or 0."""
     ran = [r for r in records if r.purpose == "reference" and r.outcome == "done" and r.measurement]
     first = min(ran, key=lambda record: record.began, default=None)
     return first.measurement.tokens_per_second if first is not None and first.measurement else 0.0

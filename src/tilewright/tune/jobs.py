@@ -55,7 +55,7 @@ class Jobs:
 
     def __init__(self, settings: Settings, shown: Shown, pace: Pace) -> None:
         self.settings, self.shown, self.pace, self.space = settings, shown, pace, settings.space
-        self.reference = 0.0  # tokens a second of the run as given, when it last ran here
+        self.reference = 0.0  # tokens a second of the baseline, when it last ran here
         self._epoch = time.time() - time.monotonic()
         self._profiled: dict[str, Measurement] = {}  # by the key of a point: what was measured of it with a profile
         self._to_keep: list[tuple[str, Record]] = []  # for the cache, when it is known how steady the machine was

@@ -130,7 +130,7 @@ class Record:
     ended: float = 0.0
     worker: str = ""
     cached: bool = False
-    reference: float = 0.0  # tokens a second of the run as given, when its worker last ran it
+    reference: float = 0.0  # tokens a second of the baseline, when its worker last ran it
     drift: Annotated[float, Between(1e-9, 1e9)] = (
         1.0  # the reference's speed at that time over its first; speeds are divided by it
     )

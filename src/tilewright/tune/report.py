@@ -59,7 +59,7 @@ def content(answer: Answer, figures: dict[str, Any]) -> tuple[Element, list[Sect
 
 
 def ratio(answer: Answer, record: Record | None) -> float | None:
-    """Speed of a run over that of the run as given."""
+    """Speed of a run over that of the baseline."""
     if record is None or answer.reference is None or not (has_speed(record) and has_speed(answer.reference)):
         return None
     return (record.tokens_per_second or 0.0) / (answer.reference.tokens_per_second or math.inf)
@@ -123,7 +123,7 @@ def _batch(answer: Answer) -> str:
 
 
 def _beside_compile(answer: Answer) -> str:
-    """How the best run compares with the run as given under torch.compile."""
+    """How the best run compares with the baseline under torch.compile."""
     if answer.best is None:
         return ""
     compiled = answer.compiled
@@ -133,7 +133,7 @@ def _beside_compile(answer: Answer) -> str:
     mode = compiled.point.get("compile", answer.start.get("compile"))
     if compiled.point == answer.best.point:
         return f"is the best run ({mode})"
-    return f"{times / plain:.2f} times as fast as the run as given compiled ({mode})"
+    return f"{times / plain:.2f} times as fast as the baseline compiled ({mode})"
 
 
 def _head(answer: Answer) -> Element:
@@ -179,7 +179,7 @@ def _waterfall(answer: Answer, figures: dict[str, Any]) -> Section:
                for each in answer.ablations if each.tokens_per_second is None]  # fmt: skip
     note = (
         "What the best run loses when one lever alone is put back. “Together” is what the levers give, or take, beyond "
-        "the sum of that, so the bars add up from the run as given to the best."
+        "the sum of that, so the bars add up from the baseline to the best."
     )
     drawn = plot("waterfall", "Waterfall", plots.waterfall(answer), figures)
     return section("What each lever gives", note, drawn, [sentence(each) for each in missing])
@@ -341,7 +341,7 @@ def _proof(answer: Answer, figures: dict[str, Any]) -> Section:
     if answer.proof is None:
         why = "The best run has not been compared with the standard float32 model yet."
         if answer.best is not None and not answer.changes:
-            why = "The answer is the run as given: there is nothing to compare with it."
+            why = "The answer is the baseline: there is nothing to compare with it."
         return section("Proof", None, sentence(why))
     note = (
         "The best run and the standard block in the same precision, both against the standard float32 model on the "
@@ -362,7 +362,7 @@ def _proof(answer: Answer, figures: dict[str, Any]) -> Section:
 
 
 def _drift(answer: Answer, figures: dict[str, Any]) -> Section:
-    note = "The run as given, measured again and again between the others; their speeds are corrected by it."
+    note = "The baseline, measured again and again between the others; their speeds are corrected by it."
     return section("Drift of the machine", note, plot("drift", "Drift", plots.drift(answer), figures))
 
 
@@ -390,7 +390,7 @@ def _trials(answer: Answer) -> Section:
         "Error",
     ]  # fmt: skip
     unknown = "" if all(map(is_known, answer.records)) else f" {UNKNOWN}"
-    note = f"Levers are those that are not as given; ★ is the best. A heading sorts. {answer.about_losses}{unknown}"
+    note = f"Shown are the levers that were changed; ★ is the best. A heading sorts. {answer.about_losses}{unknown}"
     return section("Trials", note, table(header, rows, sortable=True, kind="trials"))
 
 
@@ -449,7 +449,7 @@ def _best(answer: Answer) -> Section:
     text = yaml.safe_dump(anatomy.configuration(answer), sort_keys=False, allow_unicode=True)
     whose = "The best run" if answer.recommended else "The fastest run, which is not recommended (see the proof)"
     if answer.best is None:
-        whose = "The run as given, for no other can be recommended"
+        whose = "The baseline, for no other can be recommended"
     note = [f"{whose}, as ", tag("code", "tilewright train"), " takes it."]
     if answer.own_model:
         note = [f"{whose}: its levers, to set in your own training of ", tag("code", answer.own_model), "."]

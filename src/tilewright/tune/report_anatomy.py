@@ -42,7 +42,7 @@ NO_PROFILE = "There is no profile of a best run, so nobody can say where its tim
 
 
 def configuration(answer: Answer) -> dict[str, Any]:
-    """The best run, every field; as given where there is none. Of a user's own model it is the levers alone."""
+    """The best run, every field; the baseline where there is none. Of a user's own model it is the levers alone."""
     if answer.own_model:
         return own_levers(answer)
     tree = copy.deepcopy(answer.start)

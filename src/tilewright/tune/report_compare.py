@@ -27,10 +27,10 @@ def rows(first: Answer, second: Answer) -> list[list[str]]:
     for name in dict.fromkeys(name for each in known for name in each):
         found.append([name, *(each.get(name, "") for each in known)])
     measured: dict[str, Callable[[Answer], str]] = {
-        "Tokens/s as given": lambda answer: _speed(answer.reference),
-        "Tokens/s as given, compiled": lambda answer: _speed(answer.compiled),
+        "Tokens/s of the baseline": lambda answer: _speed(answer.reference),
+        "Tokens/s of the baseline, compiled": lambda answer: _speed(answer.compiled),
         "Tokens/s of the best": lambda answer: _speed(answer.best),
-        "Best over as given": lambda answer: _form(ratio(answer, answer.best), "{:.2f}x".format),
+        "Best over the baseline": lambda answer: _form(ratio(answer, answer.best), "{:.2f}x".format),
         "Step of the best": lambda answer: _of_best(answer, lambda found: milliseconds(found.seconds)),
         "Memory of the best": lambda answer: _of_best(answer, lambda found: size(found.bytes)),
         "MFU of the best": lambda answer: _of_best(answer, lambda found: _form(found.mfu, "{:.1%}".format)),
@@ -87,7 +87,7 @@ def _lever(answer: Answer, name: str) -> str:
         return "no lever of this study"
     value = str(answer.best.point[name])
     if name not in answer.changes:
-        return f"{value}, as given"
+        return f"{value}, as the baseline"
     rate = next((each.tokens_per_second for each in answer.ablations if each.lever == name), None)
     best = answer.best.tokens_per_second
     return value + (f" ({rate / best - 1:+.1%})" if rate and best else " (not tried)")

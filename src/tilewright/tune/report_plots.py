@@ -90,7 +90,7 @@ def milliseconds(value: float) -> str:
 
 
 def changes(answer: Answer, point: Mapping[str, Any]) -> dict[str, Any]:
-    """The levers of a point that are not as the run was given."""
+    """The levers of a point that are not the baseline's."""
     return {n: v for n, v in point.items() if n not in answer.levers or [v] != list(answer.levers[n][:1])}
 
 
@@ -155,7 +155,7 @@ def dots(x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], **more: Any) 
 
 
 def waterfall_bars(answer: Answer) -> list[tuple[str, float, float]]:
-    """(what, from, to) in tokens a second: the run as given, what each lever gives, what they give together, the best.
+    """(what, from, to) in tokens a second: the baseline, what each lever gives, what they give together, the best.
 
     A lever's gain is the best less the best without it. The gains need not add up, since levers help or hinder one
     another; the last bar before the best is what is missing to it, so every bar begins where the one before ended.
@@ -166,7 +166,7 @@ def waterfall_bars(answer: Answer) -> list[tuple[str, float, float]]:
     assert first is not None and best is not None
     gains = [(ablation, best - ablation.tokens_per_second) for ablation in answer.ablations
              if ablation.tokens_per_second is not None]  # fmt: skip
-    bars, reached = [("as given", 0.0, first)], first
+    bars, reached = [("baseline", 0.0, first)], first
     for ablation, gain in sorted(gains, key=lambda item: -item[1]):
         bars.append((label({ablation.lever: ablation.value}), reached, reached + gain))
         reached += gain
@@ -176,12 +176,12 @@ def waterfall_bars(answer: Answer) -> list[tuple[str, float, float]]:
 
 
 def waterfall(answer: Answer) -> Drawn:
-    """From the run as given to the best."""
+    """From the baseline to the best."""
     bars = waterfall_bars(answer)
     if not bars or answer.best is None:
-        return "There is no best run to compare with the run as given, or the run as given could not be measured."
+        return "There is no best run to compare with the baseline, or the baseline could not be measured."
     if not changes(answer, answer.best.point):
-        return "The run as given is the best that was found; no lever is moved."
+        return "The baseline is the best that was found; no lever is moved."
     last = len(bars) - 1
     colours = [DARK if i in (0, last) else GREY if i == last - 1 else ACCENT if to >= start else LOSS
                for i, (_, start, to) in enumerate(bars)]  # fmt: skip
@@ -225,7 +225,7 @@ def _groups(answer: Answer, records: Sequence[Record]) -> Iterable[tuple[str, st
     rest = [record for record in records if record not in notable]
     yield "measured", "circle", "●", PALE, [record for record in rest if record.outcome == "done"]
     yield "stopped early", "circle-open", "○", GREY, [record for record in rest if record.outcome != "done"]
-    yield "as given", "diamond", "◆", DARK, [record for record in records if record == answer.reference]
+    yield "baseline", "diamond", "◆", DARK, [record for record in records if record == answer.reference]
     yield "best", "star", "★", ACCENT, [record for record in records if record == answer.best]
 
 
@@ -244,7 +244,7 @@ def _labels(answer: Answer, records: Sequence[Record], x: Any, y: Any) -> list[d
     for record in order:
         name = label(changes(answer, record.point))
         short = next((str(i) for i, each in enumerate(answer.records, 1) if each == record), "")
-        if record == answer.best and name != "as given":
+        if record == answer.best and name != "baseline":
             texts = [f"best: {name}", "best"]
         else:
             texts = [name, short]
@@ -380,10 +380,10 @@ def _curves(lines: Mapping[str, Sequence[float]], names: Sequence[str], y: str, 
 
 
 def drift(answer: Answer) -> Drawn:
-    """The speed of the run as given, each time it ran, beside the first."""
+    """The speed of the baseline, each time it ran, beside the first."""
     again = [record for record in answer.records if record.purpose == "reference" and has_speed(record)]
     if len(again) < 2:
-        return "The run as given was measured less than twice, so nobody can say how far the machine drifted."
+        return "The baseline was measured less than twice, so nobody can say how far the machine drifted."
     first = again[0].measurement
     assert first is not None
     minutes = [(record.began - again[0].began) / 60 for record in again]

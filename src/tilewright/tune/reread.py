@@ -123,7 +123,7 @@ def space_of(facts: dict[str, Any]) -> Space:
 def float32_losses(space: Space, records: Sequence[Record], own_model: str, noted: Any) -> dict[str, Any]:
     """The losses of the standard model in float32, or why there are none, as an answer has them; nothing: not yet.
 
-    They are those of the run as given, where it is that model, and else what a proof has brought.
+    They are those of the baseline, where it is that model, and else what a proof has brought.
     """
     if own_model:
         return {"no_float32": "whether a model of your own draws random numbers is not known"}

@@ -22,7 +22,7 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class Space:
-    """The run as it was given, with its batch and precision spelt out, and the values each open lever may take."""
+    """The baseline, with its batch and precision spelt out, and the values each open lever may take."""
 
     start: Train
     levers: dict[str, tuple[Any, ...]]  # the run's own value first
@@ -30,7 +30,7 @@ class Space:
 
     @property
     def origin(self) -> Point:
-        """The point that is the run as it was given."""
+        """The point that is the baseline."""
         return {name: values[0] for name, values in self.levers.items()}
 
     def at(self, point: Mapping[str, Any]) -> Train:
@@ -59,7 +59,7 @@ class Space:
                     yield name, {**point, name: value}
 
     def changes(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """The levers that are not as the run was given."""
+        """The levers that are not the baseline's."""
         return {name: value for name, value in point.items() if value != self.levers[name][0]}
 
     def label(self, point: Mapping[str, Any]) -> str:
@@ -67,7 +67,7 @@ class Space:
         return label(self.changes(point))
 
     def parse(self, text: str) -> Point:
-        """The point that `name=value`, or several with commas between, makes of the run as it was given."""
+        """The point that `name=value`, or several with commas between, makes of the baseline."""
         overrides = [part.strip() for part in text.split(",")]
         run, point = read(None, overrides).train, self.origin
         for name in (part.partition("=")[0].strip() for part in overrides):
@@ -94,7 +94,7 @@ def label(changes: Mapping[str, Any]) -> str:
     for name, value in changes.items():
         short = name.split(".")[-1] if name != "optimizer.name" else "optimizer"
         words.append(short if value is True else f"no {short}" if value is False else f"{short} {value}")
-    return ", ".join(words) or "as given"
+    return ", ".join(words) or "baseline"
 
 
 def key(point: Mapping[str, Any]) -> str:

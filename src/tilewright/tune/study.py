@@ -48,7 +48,7 @@ from tilewright.tune.space import Point, Space, key
 from tilewright.tune.verdict import at_its_own_size
 
 _SEARCH = 0.5  # of the time, at least, is for searching, whatever comes after it would take
-REFERENCE_EVERY = 5  # the run as given is every fifth of the trials
+REFERENCE_EVERY = 5  # the baseline is every fifth of the trials
 _CONFIRMATIONS = 4  # runs that are repeated before the study leaves it at that
 _PROOFS = 3  # runs that may turn out wrong before the study gives up
 _CURVE = 0.04  # of the time, at most, for a few steps of the standard model in float32
@@ -170,7 +170,7 @@ class _Study:
         return [guess] if guess != self.space.origin else []
 
     def _search(self) -> None:
-        """What is most promising, as long as there is time; the run as given even where there is none."""
+        """What is most promising, as long as there is time; the baseline even where there is none."""
         while not self.records or self._has_time_to_search():
             self._heed()
             self.ledger.recover()
@@ -184,16 +184,16 @@ class _Study:
                 self.ledger.propose([(point, purpose)])
             elif any(each["purpose"] == "search" for each in running):
                 time.sleep(_POLL)  # what they find may open a way on
-            elif not self._has_time_for_the_reference() or not self._yardstick():
+            elif not self._has_time_for_the_reference() or not self._run_baseline():
                 return
 
     def _has_time_for_the_reference(self) -> bool:
-        """Whether the run as given takes no time from what follows."""
+        """Whether the baseline takes no time from what follows."""
         rest = self._end_takes(searching=True, all_of_it=True)
         return self.pace.left - self._expected(self.space.origin) > rest
 
     def _has_time_to_search(self) -> bool:
-        """Whether a trial, and the run as given where it is time for that, leaves enough for what follows."""
+        """Whether a trial, and the baseline where it is time for that, leaves enough for what follows."""
         given = self._expected(self.space.origin)
         rest = self._end_takes(searching=True) + (given if self.since >= REFERENCE_EVERY else 0.0)
         return self.pace.left > max(rest, given)
@@ -238,7 +238,7 @@ class _Study:
 
         most = confirmations() + _CONFIRMATIONS
         while self._see(again, CONFIRMATION, self._must_take):
-            pass  # what the yardstick at the end says may raise other doubts
+            pass  # what the baseline at the end says may raise other doubts
 
     def _refine(self) -> None:
         """Put each lever of the best run back; without one that gave nothing, see what the others give."""
@@ -266,7 +266,7 @@ class _Study:
     def _see(self, wanted: Callable[[], list[Point]], purpose: str, until: Callable[[], float]) -> bool:
         """Run what is wanted, the first of it next, as far as time allows, and wait for what others run of it.
 
-        Little decides here: the yardstick comes before them, and after. Returns whether anything ran.
+        Little decides here: the baseline comes before them, and after. Returns whether anything ran.
         """
         ran = False
         while True:
@@ -281,7 +281,7 @@ class _Study:
                 break
             if not free:
                 time.sleep(_POLL)
-            elif not ran and self._has_time_for_both(free[0], spare) and self._yardstick():
+            elif not ran and self._has_time_for_both(free[0], spare) and self._run_baseline():
                 ran = True
             else:
                 self.ledger.propose([(free[0], purpose)])
@@ -290,11 +290,11 @@ class _Study:
                     self._run(claim)
                     ran = True
         if ran and self.pace.left - self._expected(self.space.origin) > until():
-            self._yardstick()
+            self._run_baseline()
         return ran
 
     def _has_time_for_both(self, point: Point, spare: float) -> bool:
-        """Whether the run as given before a run takes no time from what else is to be done."""
+        """Whether the baseline before a run takes no time from what else is to be done."""
         both = self._expected(self.space.origin) + self._expected(point)
         return both < min(spare, self.pace.left - self._end_takes())
 
@@ -462,15 +462,15 @@ class _Study:
     # One trial
 
     def _take(self, purpose: str = "", fits: Callable[[Point], bool] = lambda point: True) -> Claim | None:
-        """The next that waits and fits, one of a purpose first; before it the run as given, where it is time for it."""
+        """The next that waits and fits, one of a purpose first; before it the baseline, where it is time for it."""
         failed = [r for r in self.records if r.purpose == "reference" and r.outcome != "done"]
         if self.since >= REFERENCE_EVERY and (self.jobs.reference or len(failed) < 2):
             self.ledger.propose([(self.space.origin, "reference")])
             return self.ledger.take("reference")
         return self.ledger.take(purpose, fits)
 
-    def _yardstick(self) -> bool:
-        """Run the run as given, unless it was the last that ran here or need not run so often; whether anything ran."""
+    def _run_baseline(self) -> bool:
+        """Run the baseline, unless it was the last that ran here or need not run so often; whether anything ran."""
         if self.since <= 1 or (self.since < REFERENCE_EVERY and self._is_steady() and not self._is_new()):
             return False
         self.since = REFERENCE_EVERY
@@ -480,12 +480,12 @@ class _Study:
         return claim is not None
 
     def _is_steady(self) -> bool:
-        """Whether the run as given was as fast three times in a row here: then every fifth trial is often enough."""
+        """Whether the baseline was as fast three times in a row here: then every fifth trial is often enough."""
         speeds = [r.measurement.tokens_per_second for r in self._references()[-3:] if r.measurement is not None]
         return len(speeds) == 3 and max(speeds) <= (1 + NOISE) * min(speeds)
 
     def _is_new(self) -> bool:
-        """Whether the best ran after the last run as given for the first time: where the machine became faster in
+        """Whether the best ran for the first time after the baseline's last run: where the machine became faster in
         between, its second run would be as fast."""
         best, given = self._best(), self._references()
         first = min((r.began for r in self.records if best is not None and r.point == best.point), default=0.0)

@@ -118,7 +118,7 @@ def at_its_own_size(proof: Proof, given: Sequence[float], found: Sequence[float]
     share = 1e-3 + FACTOR * (proof.layers[-1].output_standard if proof.layers else 0.0)
     for step, (a, b) in enumerate(zip(given[:steps], found[:steps], strict=False), 1):
         if abs(a - b) > FACTOR * max(rounding, default=0.0) + share * abs(a):
-            why = f"at its own batch the loss of step {step} is {b:.4g}, and {a:.4g} in the run as given."
+            why = f"at its own batch the loss of step {step} is {b:.4g}, and {a:.4g} in the baseline."
             return Proof("wrong", why, proof.layers, proof.losses)
     return proof
 
