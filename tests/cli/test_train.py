@@ -23,7 +23,7 @@ from tilewright.cli import train as command
 from tilewright.cli.main import main
 from tilewright.train.checkpoint import newest
 from tilewright.train.engine import Engine
-from tilewright.train.figures import read
+from tilewright.train.metrics import read
 from tilewright.train.tokens import write_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -66,7 +66,7 @@ def test_it_trains_and_shows_figures_under_a_header(run, tmp_path):
     steps = [int(line.split()[0]) for line in lines[header + 1 : -1] if line.split()[0].isdigit()]
     assert steps == [1, 6]  # no terminal: the first, then one in five seconds, and the last
     assert f"everything is in {tmp_path / 'run'}" in lines[-1]
-    assert [record["step"] for record in read(tmp_path / "run" / "figures.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_log_every_is_taken_at_its_word(run):
@@ -157,10 +157,10 @@ def test_a_damaged_checkpoint(run, tmp_path, damage):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content if damage == "flipped" else content[:-100])
-    figures = (tmp_path / "run" / "figures.jsonl").read_bytes()
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert_refused(run("steps=9"), "No checkpoint of", file.name, "choose another out")
     assert_refused(run(f"checkpoint.resume={file.parent}", "steps=9"), file.name)
-    assert (tmp_path / "run" / "figures.jsonl").read_bytes() == figures
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_damaged_and_missing_data(run, tmp_path):
@@ -174,7 +174,7 @@ def test_damaged_and_missing_data(run, tmp_path):
     assert not (tmp_path / "run" / "config.yaml").exists()  # nothing is written before all is well
 
 
-@pytest.mark.parametrize("limit", [1_000, 8_000])  # bytes a file may have: too few for figures, for a checkpoint
+@pytest.mark.parametrize("limit", [1_000, 8_000])  # bytes a file may have: too few for metrics, for a checkpoint
 def test_a_full_disk(run, tmp_path, limit):
     run("steps=2", "log.every=1")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -186,7 +186,7 @@ def test_a_full_disk(run, tmp_path, limit):
     assert_refused(done, "File too large", "run again")
     assert newest(tmp_path / "run" / "checkpoints").name == "step-00000002"
     assert run("steps=4")[0] == 0
-    assert [record["step"] for record in read(tmp_path / "run" / "figures.jsonl")] == [1, 2, 3, 4]
+    assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_a_folder_that_cannot_be_written_to(run):
@@ -206,8 +206,8 @@ def test_two_runs_in_one_folder(run, tmp_path):
 
 
 def test_a_data_worker_that_dies(run, tmp_path, monkeypatch):
-    def kill(self, figures, steps):
-        if figures.step == 3:
+    def kill(self, metrics, steps):
+        if metrics.step == 3:
             for child in multiprocessing.active_children():
                 os.kill(child.pid, signal.SIGKILL)
 
@@ -253,7 +253,7 @@ def started():
 
 def until_figures(folder):
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and len(read(folder / "figures.jsonl")) < 3:
+    while time.monotonic() < deadline and len(read(folder / "metrics.jsonl")) < 3:
         time.sleep(0.02)
 
 

@@ -12,8 +12,8 @@ from tilewright.train.config import Data, Eval
 from tilewright.train.configuration import read
 from tilewright.train.data import open_dataset
 from tilewright.train.export import load_model
-from tilewright.train.figures import read as read_figures
 from tilewright.train.loop import Shown, train
+from tilewright.train.metrics import read as read_metrics
 from tilewright.train.tokens import write_tokens
 from train.tiny import as_on_a_cpu, tiny, trained
 
@@ -67,7 +67,7 @@ def test_the_validation_loss_is_there_where_it_is_due_and_changes_nothing(tmp_pa
     assert [one.validation_loss is not None for one in often] == [step in (3, 6, 8) for step in range(1, 9)]
     assert [one.loss for one in often] == [one.loss for one in once]
     assert often[-1].validation_loss == once[-1].validation_loss
-    written = read_figures(tmp_path / "often" / "figures.jsonl")
+    written = read_metrics(tmp_path / "often" / "metrics.jsonl")
     assert [record["validation_loss"] for record in written] == [one.validation_loss for one in often]
 
 
@@ -75,12 +75,12 @@ def test_the_validation_loss_is_there_where_it_is_due_and_changes_nothing(tmp_pa
 def test_it_is_the_mean_over_the_sequences_without_dropout(tmp_path, micro_batch):
     changes = {"model": {"dropout": 0.3}, "steps": 2, "eval": {"every": 2, "samples": 7, "held_out": 0.01}}
     run = tiny(tmp_path, micro_batch=micro_batch, **changes)
-    figures = trained(run)
+    metrics = trained(run)
     shape = {"sequence": run.model.sequence, "vocabulary": run.model.vocabulary, "micro_batch": 1}
     held = open_dataset(run.data, **shape, held_out=0.01).held_out(0, 7).long()
     with torch.no_grad():
         loss = load_model(tmp_path).eval()(held[:, :-1], held[:, 1:])
-    assert figures[-1].validation_loss == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics[-1].validation_loss == pytest.approx(loss.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_run_that_learns_by_heart_is_found_out(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(np.random.default_rng(0).integers(0, 256, 33 * 9, np.uint8).tobytes())
     data = {"paths": [str(text)], "workers": 0}
-    figures = trained(
+    metrics = trained(
         tiny(
             tmp_path / "run",
             steps=60,
@@ -134,7 +134,7 @@ def test_a_run_that_learns_by_heart_is_found_out(tmp_path):
             eval={"every": 60, "held_out": 0.2},
         )
     )
-    assert figures[-1].loss < 4 < 5.5 < figures[-1].validation_loss
+    assert metrics[-1].loss < 4 < 5.5 < metrics[-1].validation_loss
 
 
 def test_a_run_that_goes_on_evaluates_as_one_that_was_never_interrupted(tmp_path):
@@ -144,8 +144,8 @@ def test_a_run_that_goes_on_evaluates_as_one_that_was_never_interrupted(tmp_path
     class Crash(Exception):
         pass
 
-    def crash(figures, steps):
-        if figures.step == 5:
+    def crash(metrics, steps):
+        if metrics.step == 5:
             raise Crash
 
     with pytest.raises(Crash):
@@ -162,5 +162,5 @@ def test_the_time_of_an_evaluation_is_not_the_next_steps(tmp_path, monkeypatch):
 
     evaluate = Engine.evaluate
     monkeypatch.setattr(Engine, "evaluate", lambda self, tokens: (time.sleep(1.0), evaluate(self, tokens))[1])
-    figures = trained(tiny(tmp_path, steps=4, eval={"every": 2, "samples": 1}))
-    assert figures[2].seconds < 0.8
+    metrics = trained(tiny(tmp_path, steps=4, eval={"every": 2, "samples": 1}))
+    assert metrics[2].seconds < 0.8

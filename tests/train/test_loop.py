@@ -18,8 +18,8 @@ from tilewright.train import loop
 from tilewright.train.checkpoint import read
 from tilewright.train.config import OPTIMIZERS, SCHEDULES
 from tilewright.train.engine import Engine
-from tilewright.train.figures import read as read_figures
 from tilewright.train.loop import Shown, batch_sizes, train
+from tilewright.train.metrics import read as read_metrics
 from tilewright.train.optimizers import AdamW
 from tilewright.train.world import World
 from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401
@@ -128,10 +128,10 @@ def test_every_micro_batch_of_every_step_has_a_mask_of_its_own(tmp_path, monkeyp
     assert len(set(found)) == (10 if dropout else 1), found
 
 
-def test_the_folder_has_figures_configuration_and_a_checkpoint(tmp_path):
+def test_the_folder_has_metrics_configuration_and_a_checkpoint(tmp_path):
     begun = []
     shown = trained(tiny(tmp_path, steps=3), begin=begun.append)
-    records = read_figures(tmp_path / "figures.jsonl")
+    records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3]
     assert [record["loss"] for record in records] == [one.loss for one in shown]
     assert [record["samples"] for record in records] == [4, 8, 12]
@@ -147,7 +147,7 @@ def test_no_checkpoint_is_written_where_none_is_wanted(tmp_path):
 
 def test_lines_come_as_often_as_asked_and_the_records_all(tmp_path):
     assert [one.step for one in trained(tiny(tmp_path, steps=7, log={"every": 3}))] == [3, 6, 7]
-    assert len(read_figures(tmp_path / "figures.jsonl")) == 7
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 7
 
 
 def test_a_data_set_shorter_than_a_batch_begins_anew(tmp_path):
@@ -156,7 +156,7 @@ def test_a_data_set_shorter_than_a_batch_begins_anew(tmp_path):
     assert len(found) == 15 and found[-1] < found[0] - 1
 
 
-def test_tensorboard_has_the_figures(tmp_path):
+def test_tensorboard_has_the_metrics(tmp_path):
     pytest.importorskip("tensorboard", reason="reads what TensorBoard would, and that is not installed")
     trained(tiny(tmp_path, steps=2, log={"tensorboard": True}))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -165,7 +165,7 @@ def test_tensorboard_has_the_figures(tmp_path):
     events.Reload()
     written = events.Scalars("loss")
     assert [event.step for event in written] == [1, 2]
-    records = read_figures(tmp_path / "figures.jsonl")
+    records = read_metrics(tmp_path / "metrics.jsonl")
     assert [event.value for event in written] == pytest.approx([record["loss"] for record in records])
 
 
@@ -194,12 +194,12 @@ def test_a_loss_that_is_no_number_stops_the_run_and_its_batch_is_kept(tmp_path, 
         train(tiny(tmp_path, checkpoint={"every": 1}))
     kept = load_file(tmp_path / f"bad-step-{step:08d}.safetensors")
     assert torch.equal(kept["micro_batch_0"], taken[step - 1])
-    records = read_figures(tmp_path / "figures.jsonl")
+    records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["skipped"] for record in records] == [False] * (step - 1) + [True]
     assert records[-1]["loss"] is None
     # The bad step has changed nothing and is saved as done: the same command goes on behind it.
     monkeypatch.setattr(Engine, "accumulate", accumulate)
-    assert [figures.step for figures in trained(tiny(tmp_path, checkpoint={"every": 1}))] == list(range(step + 1, 13))
+    assert [metrics.step for metrics in trained(tiny(tmp_path, checkpoint={"every": 1}))] == list(range(step + 1, 13))
 
 
 def test_a_skipped_step_changes_nothing_but_the_count(tmp_path, monkeypatch):
@@ -224,9 +224,9 @@ def test_a_skipped_step_changes_nothing_but_the_count(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Engine, "update", watched)
     said = []
-    figures = trained(tiny(tmp_path, steps=4, micro_batch=2, accumulation=2, guard={"nan": "skip"}), say=said.append)
-    assert [one.skipped for one in figures] == [False, True, False, False]
-    assert figures[1].gradient_norm is None and figures[1].loss is not None and "skipped" in figures[1].line()
+    metrics = trained(tiny(tmp_path, steps=4, micro_batch=2, accumulation=2, guard={"nan": "skip"}), say=said.append)
+    assert [one.skipped for one in metrics] == [False, True, False, False]
+    assert metrics[1].gradient_norm is None and metrics[1].loss is not None and "skipped" in metrics[1].line()
     assert len(said) == 1 and "skipped, its batch is in" in said[0]
     same = [[torch.equal(a, b) for a, b in zip(states[i], states[i + 1], strict=True)] for i in range(3)]
     assert not any(same[0]) and all(same[1]) and not any(same[2])
@@ -249,8 +249,8 @@ def test_a_spike_is_skipped_or_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "accumulate", jumps)
     jumps.number = 0
     spikes = {"spike": 4.0, "on_spike": "skip"}
-    figures = trained(tiny(tmp_path / "skip", steps=27, guard=spikes))
-    assert [one.step for one in figures if one.skipped] == [25] and figures[24].loss > 8
+    metrics = trained(tiny(tmp_path / "skip", steps=27, guard=spikes))
+    assert [one.step for one in metrics if one.skipped] == [25] and metrics[24].loss > 8
     jumps.number = 0
     with pytest.raises(UserError, match=r"step 25: the loss jumped.*guard.on_spike=skip"):
         train(tiny(tmp_path / "stop", steps=27, guard={"spike": 4.0}))
@@ -260,15 +260,15 @@ def test_a_spike_is_skipped_or_stops(tmp_path, monkeypatch):
 
 
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path):
-    def polite(figures, steps):
-        if figures.step == 3:
+    def polite(metrics, steps):
+        if metrics.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
     outcome = train(tiny(tmp_path, steps=50), Shown(step=polite))
     assert outcome.stopped and 3 <= outcome.step <= 5
     assert read(tmp_path / "checkpoints" / f"step-{outcome.step:08d}", "model")[1]["step"] == outcome.step
-    assert [r["step"] for r in read_figures(tmp_path / "figures.jsonl")] == list(range(1, outcome.step + 1))
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, outcome.step + 1))
     assert signal.getsignal(signal.SIGTERM) is before
     assert train(tiny(tmp_path, steps=8)).step == 8
 
@@ -294,7 +294,7 @@ def test_a_signal_ends_the_first_step_at_once_where_it_compiles(tmp_path, monkey
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path):
-    def impatient(figures, steps):
+    def impatient(metrics, steps):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -16,8 +16,8 @@ import torch
 
 from tilewright.errors import UserError
 from tilewright.train import checkpoint, checkpoint_files
-from tilewright.train.figures import read as read_figures
 from tilewright.train.loop import Shown, train
+from tilewright.train.metrics import read as read_metrics
 from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401
 
 pytestmark = [
@@ -49,7 +49,7 @@ SHOWN = ("step", "loss", "gradient_norm", "skipped", "learning_rate", "samples")
 
 def result(folder, step):
     """All that a run has computed, and the bits of its last checkpoint."""
-    records = [tuple(record[name] for name in SHOWN) for record in read_figures(folder / "figures.jsonl")]
+    records = [tuple(record[name] for name in SHOWN) for record in read_metrics(folder / "metrics.jsonl")]
     path = folder / "checkpoints" / f"step-{step:08d}"
     tensors = {name: checkpoint.read(path, name)[0] for name in ("model", "optimizer")}
     return records, {f"{part}/{name}": value for part, flat in tensors.items() for name, value in flat.items()}
@@ -67,8 +67,8 @@ class Crash(Exception):
 
 
 def crash_at(step):
-    def at(figures, steps):
-        if figures.step == step:
+    def at(metrics, steps):
+        if metrics.step == step:
             raise Crash
 
     return Shown(step=at)
@@ -105,13 +105,13 @@ def test_a_run_that_was_stopped_at_any_step_ends_as_one_that_was_not(tmp_path):
     assert_equal(result(tmp_path / "stopped", 40), result(tmp_path / "whole", 40))
 
 
-def test_figures_beyond_the_checkpoint_are_forgotten_and_come_again(tmp_path):
+def test_metrics_beyond_the_checkpoint_are_forgotten_and_come_again(tmp_path):
     with pytest.raises(Crash):
         train(tiny(tmp_path, checkpoint={"every": 4}), crash_at(7))
-    with (tmp_path / "figures.jsonl").open("a") as file:
+    with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')  # a kill in the middle of a line
     trained(tiny(tmp_path))
-    assert [record["step"] for record in read_figures(tmp_path / "figures.jsonl")] == list(range(1, 13))
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 13))
 
 
 def test_more_steps_and_another_micro_batch_go_on_with_the_same_data(tmp_path):
@@ -123,7 +123,7 @@ def test_more_steps_and_another_micro_batch_go_on_with_the_same_data(tmp_path):
         begin=begun.append,
     )
     assert begun[0]["resumed_from"] == 6
-    whole, parts = (read_figures(tmp_path / name / "figures.jsonl") for name in ("whole", "parts"))
+    whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
     assert [r["samples"] for r in parts] == [r["samples"] for r in whole]
     assert [r["loss"] for r in parts] == pytest.approx([r["loss"] for r in whole], rel=1e-5)
 
@@ -148,7 +148,7 @@ def test_a_path_begins_where_another_run_was(tmp_path):
         train(tiny(tmp_path / "other", model={"width": 16}, checkpoint={"resume": path}))
     with pytest.raises(UserError, match="There is no checkpoint"):
         train(tiny(tmp_path / "other", checkpoint={"resume": str(tmp_path / "no")}))
-    assert not (tmp_path / "other" / "figures.jsonl").exists()
+    assert not (tmp_path / "other" / "metrics.jsonl").exists()
 
 
 def test_a_path_does_not_take_a_run_back(tmp_path):
@@ -156,7 +156,7 @@ def test_a_path_does_not_take_a_run_back(tmp_path):
     path = str(tmp_path / "there" / "checkpoints" / "step-00000004")
     trained(tiny(tmp_path / "there", steps=4))
     trained(tiny(tmp_path / "here", steps=5, checkpoint={"resume": path}))
-    assert [figures.step for figures in trained(tiny(tmp_path / "here", steps=7, checkpoint={"resume": path}))] == [
+    assert [metrics.step for metrics in trained(tiny(tmp_path / "here", steps=7, checkpoint={"resume": path}))] == [
         6,
         7,
     ]
@@ -181,7 +181,7 @@ def test_never_refuses_a_folder_with_checkpoints_and_leaves_it_as_it_was(tmp_pat
     with pytest.raises(UserError, match=r"has checkpoints; choose another `out`"):
         train(tiny(tmp_path, steps=9, checkpoint={"resume": "never"}))
     assert (tmp_path / "config.yaml").read_text() == before
-    assert len(read_figures(tmp_path / "figures.jsonl")) == 2
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said_but_none_that_is_whole_is_an_end(tmp_path):
@@ -194,7 +194,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_but_none_that_is_whole_is_
         _flip(tmp_path / "checkpoints" / f"step-{step:08d}")
     with pytest.raises(UserError, match=r"No checkpoint of .* is whole: .*step-00000008"):
         train(tiny(tmp_path, steps=9))
-    assert len(read_figures(tmp_path / "figures.jsonl")) == 8
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 8
 
 
 def _flip(path):
@@ -265,16 +265,16 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(tmp_path, async
     folder = tmp_path / "killed"
 
     def kill(pid):
-        """As a save is written, or after a few more figures than there are and some of the time of a step."""
-        figures, saves = folder / "figures.jsonl", folder / "checkpoints"
+        """As a save is written, or after a few more metrics than there are and some of the time of a step."""
+        metrics, saves = folder / "metrics.jsonl", folder / "checkpoints"
         deadline, wanted, in_save = time.monotonic() + 30, chance.randrange(1, 8), chance.random() < 0.4
-        began = figures.stat().st_mtime_ns if figures.exists() else None
+        began = metrics.stat().st_mtime_ns if metrics.exists() else None
         before = set(os.listdir(saves)) if saves.exists() else set()
-        # A run forgets figures beyond its checkpoint as it begins: wait for that, then for new ones.
-        while time.monotonic() < deadline and not (figures.exists() and figures.stat().st_mtime_ns != began):
+        # A run forgets metrics beyond its checkpoint as it begins: wait for that, then for new ones.
+        while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_mtime_ns != began):
             time.sleep(0.001)
-        size = figures.stat().st_size
-        while time.monotonic() < deadline and (in_save or figures.stat().st_size < size + 300 * wanted):
+        size = metrics.stat().st_size
+        while time.monotonic() < deadline and (in_save or metrics.stat().st_size < size + 300 * wanted):
             names = set(os.listdir(saves)) if saves.exists() else set()
             if "step-00000012" in names or (in_save and any(each.startswith(".writing") for each in names - before)):
                 break
@@ -291,7 +291,7 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(tmp_path, async
             names = os.listdir(folder / "checkpoints")
             in_a_save += any(name.startswith(".writing") for name in names)
             saved = max((int(name[5:]) for name in names if name.startswith("step-")), default=0)
-            beyond += read_figures(folder / "figures.jsonl")[-1]["step"] > saved
+            beyond += read_metrics(folder / "metrics.jsonl")[-1]["step"] > saved
             assert killed < 60
         assert run([f"out={folder}", *arguments]) == 0
     assert killed > 3 and in_a_save and beyond  # the kills did hit saves, and steps after them
@@ -383,7 +383,7 @@ def test_forged_facts_are_a_sentence(tmp_path, forged):
     assert "\n" not in str(found.value)
 
 
-def test_figures_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
     log, fsync = [], os.fsync
 
     def synced(handle):
@@ -392,5 +392,5 @@ def test_figures_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_pat
 
     monkeypatch.setattr(os, "fsync", synced)
     trained(tiny(tmp_path, steps=4, checkpoint={"every": 2, "asynchronous": False}))
-    order = ["figures.jsonl", "manifest.json"]
+    order = ["metrics.jsonl", "manifest.json"]
     assert [name for name in log if name in order] == order * 2

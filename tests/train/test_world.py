@@ -13,8 +13,8 @@ from ranks import run_ranks
 from tilewright.errors import UserError
 from tilewright.train.checkpoint import newest, read
 from tilewright.train.engine import Engine
-from tilewright.train.figures import read as read_figures
 from tilewright.train.loop import Shown, train
+from tilewright.train.metrics import read as read_metrics
 from tilewright.train.world import World
 from train.tiny import losses, tiny
 
@@ -50,12 +50,12 @@ def _rank(rank, folder):
     folder = Path(folder)
     said = {"world": [World.current().rank, World.current().ranks, World.current().speaks]}
 
-    def run(name, config, step=lambda figures, steps: None):
+    def run(name, config, step=lambda metrics, steps: None):
         lines = []
 
-        def note(figures, steps):
-            lines.append(figures.loss)
-            step(figures, steps)
+        def note(metrics, steps):
+            lines.append(metrics.loss)
+            step(metrics, steps)
 
         def say(text):
             if "validation loss" not in text:
@@ -72,7 +72,7 @@ def _rank(rank, folder):
     # A signal that reaches one rank alone ends both, after the same step.
     tell = Shown().step
     if rank == 0:
-        tell = lambda figures, steps: os.kill(os.getpid(), signal.SIGTERM) if figures.step == 2 else None  # noqa: E731
+        tell = lambda metrics, steps: os.kill(os.getpid(), signal.SIGTERM) if metrics.step == 2 else None  # noqa: E731
     run("stopped", shared(folder / "stopped", steps=40), tell)
     # A micro batch of one rank that is no number is a bad step for both.
     accumulate = Engine.accumulate
@@ -97,8 +97,8 @@ def test_two_processes_learn_what_one_does(said, tmp_path):
     assert first["world"] == [0, 2, True] and second["world"] == [1, 2, False]
     alone = losses(shared(tmp_path))
     assert first["whole"]["lines"][1:] == pytest.approx(alone, rel=1e-5)
-    assert [r["loss"] for r in read_figures(folder / "two" / "figures.jsonl")] == first["whole"]["lines"][1:]
-    validated = [read_figures(path / "figures.jsonl")[-1]["validation_loss"] for path in (folder / "two", tmp_path)]
+    assert [r["loss"] for r in read_metrics(folder / "two" / "metrics.jsonl")] == first["whole"]["lines"][1:]
+    validated = [read_metrics(path / "metrics.jsonl")[-1]["validation_loss"] for path in (folder / "two", tmp_path)]
     assert validated[0] == pytest.approx(validated[1], rel=1e-5)
     two, one = (
         read(path / "checkpoints" / f"step-{STEPS:08d}", "model")[0] for path in (folder / "two", tmp_path)

@@ -32,10 +32,10 @@ def tiny(folder, **changes):
 
 
 def trained(config, **shown):
-    """The figures of every step of a run, as they are shown."""
-    figures = []
-    train(config, Shown(step=lambda one, steps: figures.append(one), **shown))
-    return figures
+    """The metrics of every step of a run, as they are shown."""
+    metrics = []
+    train(config, Shown(step=lambda one, steps: metrics.append(one), **shown))
+    return metrics
 
 
 def losses(config, **shown):

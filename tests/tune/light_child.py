@@ -342,10 +342,10 @@ def measure(job):
 
 def probe(job):
     machine = {"cpu": "light", "cores": 2, "memory_bytes": 8 << 30}
-    figures = {"copy_bytes_per_second": 1e10, "flops": {"fp32": 1e11, "bf16": 1e11}}
+    metrics = {"copy_bytes_per_second": 1e10, "flops": {"fp32": 1e11, "bf16": 1e11}}
     costs = {"launch_seconds": 1e-5, "kernel_seconds": 1e-6}
     result("done", value={
-        "machine": {"hardware": "light"}, "host": machine, "device": "cpu", "memory_bytes": 8 << 30, **figures, **costs
+        "machine": {"hardware": "light"}, "host": machine, "device": "cpu", "memory_bytes": 8 << 30, **metrics, **costs
     })  # fmt: skip
 
 

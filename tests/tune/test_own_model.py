@@ -27,7 +27,7 @@ RUN = Train(
 RATES = {"lion": 1e-3, "sgd": 1e-1, "adafactor": 1e-1}
 
 
-def figures(name, *, shown=None, **changes):
+def metrics(name, *, shown=None, **changes):
     found = []
     own = load(f"tune.factories:{name}", [TESTS])
     train(own, dataclasses.replace(RUN, **changes), Shown(step=lambda one, steps: found.append(one), **(shown or {})))
@@ -35,7 +35,7 @@ def figures(name, *, shown=None, **changes):
 
 
 def losses(name, **changes):
-    return [one.loss for one in figures(name, **changes)]
+    return [one.loss for one in metrics(name, **changes)]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def losses(name, **changes):
 def test_every_kind_of_batch_and_loss_is_trained(name, rows, unit, count):
     facts = load(f"tune.factories:{name}", [TESTS]).facts()
     assert (facts["global_batch"], facts["unit"], facts["count"], facts["splits"]) == (rows, unit, count, True)
-    found = figures(name)
+    found = metrics(name)
     assert [one.step for one in found] == [1, 2, 3, 4, 5, 6] and found[-1].samples == 6 * rows
     assert found[-1].loss < found[0].loss
     assert found[0].tokens_per_second == pytest.approx(count / found[0].seconds)
@@ -84,7 +84,7 @@ def test_compiled_it_learns_the_same():
 
 def test_threads_are_set_for_the_run_alone():
     seen, before = [], torch.get_num_threads()
-    figures("pair", threads=before + 1, shown={"begin": lambda facts: seen.append(torch.get_num_threads())})
+    metrics("pair", threads=before + 1, shown={"begin": lambda facts: seen.append(torch.get_num_threads())})
     assert seen == [before + 1] and torch.get_num_threads() == before
 
 
@@ -108,14 +108,14 @@ def test_a_profile_is_of_its_own_steps_and_says_where_they_went():
 )
 def test_levers_that_do_not_go_together_are_refused(changes, words):
     with pytest.raises(UserError, match=words):
-        figures("pair", **changes)
+        metrics("pair", **changes)
 
 
 def test_a_batch_that_cannot_be_cut_is_trained_whole():
     facts = load("tune.factories:has_rows_that_differ", [TESTS]).facts()
     assert facts["global_batch"] == 8 and not facts["splits"]
     with pytest.raises(UserError, match=r"\(8, 6\), \(8,\), \(3,\).*set micro_batch=8\."):
-        figures("has_rows_that_differ", micro_batch=4)
+        metrics("has_rows_that_differ", micro_batch=4)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.booleans())
@@ -176,7 +176,7 @@ def test_every_mistake_is_one_sentence(text):
 )
 def test_what_is_no_loss_is_one_sentence(name, words):
     with pytest.raises(UserError, match=words):
-        figures(name)
+        metrics(name)
     with pytest.raises(UserError, match=words):
         check_step(load(f"tune.factories:{name}", [TESTS]), RUN)
 

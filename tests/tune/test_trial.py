@@ -16,7 +16,7 @@ import torch
 
 from tilewright.errors import UserError
 from tilewright.train import loop
-from tilewright.train.figures import Figures
+from tilewright.train.metrics import Metrics
 from tilewright.train.profile import TAKES
 from tilewright.tune import trial
 from tilewright.tune.answer import Proof
@@ -120,7 +120,7 @@ def counted(times, **changes):
     meter = trial.Meter({**JOB, "warm": 1, "least": 60.0, "most": 10**6, **changes}, 0, lambda event: None)
     with contextlib.suppress(trial._Enough):
         for number, seconds in enumerate(times, 1):
-            meter.step(Figures(number, 1.0, 1.0, False, 0.1, 1, seconds, 10.0, 1.0, None, None, "", 1, 1, 1, 0.0), 100)
+            meter.step(Metrics(number, 1.0, 1.0, False, 0.1, 1, seconds, 10.0, 1.0, None, None, "", 1, 1, 1, 0.0), 100)
     return len(meter.measurement().step_seconds)
 
 

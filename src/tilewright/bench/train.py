@@ -138,19 +138,19 @@ def _measure(overrides: list[str], warm: int, steps: int) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         configuration = read(None, [*overrides, f"steps={warm + steps}", f"out={folder}"])
-        ended = train(configuration.train, Shown(step=lambda figures, _: found.append(figures)))
+        ended = train(configuration.train, Shown(step=lambda metrics, _: found.append(metrics)))
     if ended.stopped:  # a run takes a signal for its own end; it was meant for all of them
         raise KeyboardInterrupt
     steady = found[warm:]
-    middle = sorted(steady, key=lambda figures: figures.seconds)[len(steady) // 2]
+    middle = sorted(steady, key=lambda metrics: metrics.seconds)[len(steady) // 2]
     return {
         "first_step_seconds": found[0].seconds,
-        "step_seconds": [figures.seconds for figures in steady],
-        "spread": statistics.pstdev(figures.seconds for figures in steady) / middle.seconds,
+        "step_seconds": [metrics.seconds for metrics in steady],
+        "spread": statistics.pstdev(metrics.seconds for metrics in steady) / middle.seconds,
         "tokens_per_second": middle.tokens_per_second,
         "mfu": middle.mfu,
         "hfu": middle.hfu,
         "convention": middle.convention,
-        "peak_allocated": max(figures.memory_allocated or 0 for figures in found),
-        "losses": [figures.loss for figures in found],
+        "peak_allocated": max(metrics.memory_allocated or 0 for metrics in found),
+        "losses": [metrics.loss for metrics in found],
     }

@@ -1,4 +1,4 @@
-"""`tilewright train`: one YAML, one loop, figures while it runs."""
+"""`tilewright train`: one YAML, one loop, metrics while it runs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def train(
     arguments: list[str] = typer.Argument(
         None, metavar="[CONFIG.yaml] [FIELD=VALUE]...", help="A configuration, and fields that differ from it."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print every step's figures, and the end, as JSON lines."),
+    as_json: bool = typer.Option(False, "--json", help="Print every step's metrics, and the end, as JSON lines."),
 ) -> None:
     """Train a GPT. Alone, a small one on the sources of Python's standard library, on whatever the machine has.
 
     It goes on from the newest checkpoint of its folder. Ctrl-C ends it after its step, with a checkpoint and exit code
-    130. A terminal gets a line a step, a log one in five seconds unless log.every is given; figures.jsonl has them all.
+    130. A terminal gets a line a step, a log one in five seconds unless log.every is given; metrics.jsonl has them all.
     `tilewright config show` lists every field.
 
     Examples:
@@ -64,7 +64,7 @@ def _run(configuration: Configuration, as_json: bool) -> bool:
     if as_json:
         shown = Shown(
             begin=lambda facts: _print({"event": "begin", **facts}),
-            step=lambda figures, steps: _print({"event": "step", **dataclasses.asdict(figures)}),
+            step=lambda metrics, steps: _print({"event": "step", **dataclasses.asdict(metrics)}),
             say=lambda text: _print({"event": "note", "text": text}),
             profile=lambda found: _print({"event": "profile", **found}),
             end=lambda outcome: _print({"event": "end", **dataclasses.asdict(outcome)}),
@@ -130,18 +130,18 @@ class _Live:
         if facts["resumed_from"]:
             self.say(f"goes on from step {facts['resumed_from']}")
 
-    def step(self, figures: Any, steps: int) -> None:
+    def step(self, metrics: Any, steps: int) -> None:
         if self.task is None:
-            self.task = self.progress.add_task("", total=steps, completed=figures.step - 1)  # as it resumed
-        self.progress.update(self.task, completed=figures.step)
+            self.task = self.progress.add_task("", total=steps, completed=metrics.step - 1)  # as it resumed
+        self.progress.update(self.task, completed=metrics.step)
         now = time.monotonic()
-        if now - self.last < self.pause and figures.step != steps and not figures.skipped:
+        if now - self.last < self.pause and metrics.step != steps and not metrics.skipped:
             return
         self.last = now
         if self.lines % _PAGE == 0:
-            self.say(figures.header())
+            self.say(metrics.header())
         self.lines += 1
-        self.say(figures.line())
+        self.say(metrics.line())
 
     def profile(self, found: dict[str, Any]) -> None:
         """Where the step went, and its memory against the plan's."""
@@ -166,7 +166,7 @@ class _Live:
              for row in found["memory"]],
         )  # fmt: skip
         self.say(f"kernels, gaps and the rest are in {found['trace']} and profile.json beside it")
-        self.lines = 0  # the figures go on under a header
+        self.lines = 0  # the metrics go on under a header
 
     def _table(self, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         table = Table(box=None, pad_edge=False)

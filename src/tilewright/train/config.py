@@ -204,7 +204,7 @@ def _thread_counts(run: Train) -> tuple[int, ...]:
 class Train:
     """A whole training run."""
 
-    out: str = told("runs/default", "Folder for figures, checkpoints and profiles.")
+    out: str = told("runs/default", "Folder for metrics, checkpoints and profiles.")
     steps: int = told(100, "Optimizer steps.", minimum=1)
     seed: int = told(0, "Of weights and dropout.")
     device: str = told("auto", "`auto`: a GPU if there is one; or `cuda`, `cpu`.")

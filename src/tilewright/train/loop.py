@@ -1,6 +1,6 @@
 """The training loop.
 
-    batches -> gradients of the micro batches -> one update -> figures; a checkpoint now and then
+    batches -> gradients of the micro batches -> one update -> metrics; a checkpoint now and then
 
 The loop does not wait for the device. What a step found (loss, norm of the gradient, whether it was skipped) is read a
 step later, while the device works on the next one. So a run that stops for a bad loss stops a step after it, with the
@@ -40,8 +40,8 @@ from tilewright.train.config import RECORDING, Train
 from tilewright.train.configuration import write_yaml
 from tilewright.train.data import Batches, first_samples, open_dataset
 from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
-from tilewright.train.figures import Figures, Journal, Rates, memory
 from tilewright.train.guard import Watch
+from tilewright.train.metrics import Journal, Metrics, Rates, memory
 from tilewright.train.profile import TAKES, profile_run
 from tilewright.train.recompute import planned, policies, refuse_misfit
 from tilewright.train.schedule import learning_rate
@@ -67,10 +67,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Shown:
-    """How a run tells whoever watches: what it begins with, every step's figures, what is worth a line, its end."""
+    """How a run tells whoever watches: what it begins with, every step's metrics, what is worth a line, its end."""
 
     begin: Callable[[dict[str, Any]], None] = lambda facts: None
-    step: Callable[[Figures, int], None] = lambda figures, steps: None
+    step: Callable[[Metrics, int], None] = lambda metrics, steps: None
     say: Callable[[str], None] = lambda text: None
     profile: Callable[[dict[str, Any]], None] = lambda found: None
     end: Callable[[Outcome], None] = lambda outcome: None
@@ -413,13 +413,13 @@ class _Run:
         speed = self.sizes.global_ * self.config.model.sequence / seconds
         self.speeds.append(speed)
         self.last_loss = loss if math.isfinite(loss) else None
-        figures = Figures(  # type: ignore[arg-type]  # what `of` and `memory` return has the names of fields
+        metrics = Metrics(  # type: ignore[arg-type]  # what `of` and `memory` return has the names of fields
             step=step.step, loss=self.last_loss, gradient_norm=norm if math.isfinite(norm) else None,
             skipped=bool(skipped), learning_rate=step.rate, samples=step.samples, seconds=seconds,
             data_wait=step.waited, **self.rates.of(speed), **step.memory, validation_loss=step.validation_loss,
         )  # fmt: skip
         if self.journal is not None:
-            self.journal.write(figures)
+            self.journal.write(metrics)
         if step.validation_loss is not None:
             self.validation_loss = step.validation_loss
             count = min(self.config.eval.samples, self.dataset.held)
@@ -427,7 +427,7 @@ class _Run:
                 f"step {step.step}: validation loss {step.validation_loss:.4f} of {count} sequences held out"
             )
         if step.step % self.config.log.every == 0 or step.step == self.config.steps:
-            self.shown.step(figures, self.config.steps)
+            self.shown.step(metrics, self.config.steps)
         self._watch_data(step.waited, seconds)
         said = self.watch.take(step.step, loss, norm, bool(skipped), step.batches)
         if said:
@@ -452,7 +452,7 @@ class _Run:
             "skipped_in_a_row": self.watch.in_a_row, "machine": describe(),
         }  # fmt: skip
         if self.journal is not None:
-            self.journal.sync()  # a checkpoint is never ahead of the figures
+            self.journal.sync()  # a checkpoint is never ahead of the metrics
         self.checkpoints.save(self.step, self.engine.tensors(), facts)
         self.saved = self.step
 

@@ -35,7 +35,7 @@ class World:
 
     @property
     def speaks(self) -> bool:
-        """Whether this is the one process that shows and writes figures."""
+        """Whether this is the one process that shows and writes metrics."""
         return self.rank == 0
 
     @staticmethod

@@ -36,8 +36,8 @@ from tilewright.measure.profile import profile_steps
 from tilewright.train.checkpoint_files import short
 from tilewright.train.config import RECORDING, Train
 from tilewright.train.engine import Engine, check_levers, device_of, restored_modes
-from tilewright.train.figures import Figures, memory
 from tilewright.train.loop import Pending, Shown, batch_sizes
+from tilewright.train.metrics import Metrics, memory
 from tilewright.train.optimizers import PRECISIONS
 from tilewright.train.profile import STEPS, WARM, memory_of_a_step
 from tilewright.train.schedule import learning_rate
@@ -309,7 +309,7 @@ class OwnEngine(Engine):
 
 
 def train(own: Own, config: Train, shown: Shown) -> None:
-    """Train as `tilewright.train.loop.train` does: the same levers, the same figures, read a step behind."""
+    """Train as `tilewright.train.loop.train` does: the same levers, the same metrics, read a step behind."""
     device = device_of(config)
     with restored_modes(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         run = _Run(own, config, shown, device)
@@ -332,9 +332,9 @@ def check_step(own: Own, config: Train) -> None:
         config, steps=1, profile=False, compile="none", cuda_graphs=False,
         schedule=dataclasses.replace(config.schedule, name="constant", warmup=0),
     )  # fmt: skip
-    steps: list[Figures] = []
+    steps: list[Metrics] = []
     try:
-        train(own, plain, Shown(step=lambda figures, _: steps.append(figures)))
+        train(own, plain, Shown(step=lambda metrics, _: steps.append(metrics)))
     except Exception as error:
         if outcome_of(error)[0] == "out of memory":
             return
@@ -396,13 +396,13 @@ class _Run:
             step.ready.synchronize()
         loss, norm, skipped = step.found.tolist()
         seconds, self.before = step.seconds(self.before), step
-        figures = Figures(
+        metrics = Metrics(
             step=step.step, loss=loss if math.isfinite(loss) else None,
             gradient_norm=norm if math.isfinite(norm) else None, skipped=bool(skipped), learning_rate=step.rate,
             samples=step.step * self.batch.rows, seconds=seconds, tokens_per_second=self.batch.count / seconds,
             tflops=0.0, mfu=None, hfu=None, convention="none", data_wait=0.0, **step.memory,
         )  # fmt: skip
-        self.shown.step(figures, self.config.steps)
+        self.shown.step(metrics, self.config.steps)
 
     def profile(self) -> None:
         for _ in range(WARM):

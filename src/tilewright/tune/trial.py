@@ -39,7 +39,7 @@ from tilewright.tune.record import Measurement, spread
 
 if TYPE_CHECKING:  # torch takes seconds to import: a process without a parent is to be gone before
     from tilewright.train.config import Train
-    from tilewright.train.figures import Figures
+    from tilewright.train.metrics import Metrics
 
 Job = dict[str, Any]
 Say = Callable[[dict[str, Any]], None]
@@ -182,7 +182,7 @@ inherited_file_bytes = 0  # that the process this one was forked from had mapped
 
 
 def host_bytes(name: str) -> int:
-    """A figure of /proc/self/status."""
+    """A number of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
@@ -192,7 +192,7 @@ def peak_host_bytes() -> int:
 
     What is mapped of files does not count in a child until it is touched there; a run that imports for itself has it.
     """
-    if Path("/proc/self/status").exists():  # on Linux the figure below is inherited from the parent where it had more
+    if Path("/proc/self/status").exists():  # on Linux the number below is inherited from the parent where it had more
         return host_bytes("VmHWM") + max(0, inherited_file_bytes - host_bytes("RssFile"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
@@ -220,9 +220,9 @@ def observe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     observation: Observation | None = None
     found: list[dict[str, Any]] = []
 
-    def step(figures: Figures, steps: int) -> None:
+    def step(metrics: Metrics, steps: int) -> None:
         nonlocal observation
-        if figures.step == job["warm"]:
+        if metrics.step == job["warm"]:
             begin_phase(say, "observe")
             observation = Observation(_is_compiled())
             observation.begin()
@@ -320,34 +320,34 @@ class Meter:
     def __init__(self, job: Job, profiled: int, say: Say) -> None:
         self._job, self._say, self._profiled = job, say, profiled
         self._skipped = profiled + job["warm"]
-        self._counted: list[Figures] = []
+        self._counted: list[Metrics] = []
         self._losses: list[float] = []
         self._first = self._began = 0.0
         self._profile: dict[str, Any] = {}
         self.steps = 0
 
-    def step(self, figures: Figures, steps: int) -> None:
+    def step(self, metrics: Metrics, steps: int) -> None:
         """Take note of a step, and decide whether there must be more."""
-        self.steps = figures.step
-        if figures.loss is None or figures.gradient_norm is None:
-            what = "loss" if figures.loss is None else "gradient's norm"
-            raise NotFinite(f"the {what} of step {figures.step} is not a finite number.")
-        self._say({"event": "step", "step": figures.step, "seconds": figures.seconds, "loss": figures.loss})
-        if figures.step == 1:
-            self._first = figures.seconds
+        self.steps = metrics.step
+        if metrics.loss is None or metrics.gradient_norm is None:
+            what = "loss" if metrics.loss is None else "gradient's norm"
+            raise NotFinite(f"the {what} of step {metrics.step} is not a finite number.")
+        self._say({"event": "step", "step": metrics.step, "seconds": metrics.seconds, "loss": metrics.loss})
+        if metrics.step == 1:
+            self._first = metrics.seconds
             begin_phase(self._say, "profile" if self._profiled else "warm up")
-        if figures.step <= LOSSES:
-            self._losses.append(figures.loss)
-        if figures.step <= self._skipped:
+        if metrics.step <= LOSSES:
+            self._losses.append(metrics.loss)
+        if metrics.step <= self._skipped:
             self._began = time.monotonic()
-            if figures.step == self._skipped:
+            if metrics.step == self._skipped:
                 begin_phase(self._say, "measure")
             return
-        self._counted.append(figures)
+        self._counted.append(metrics)
         self._decide()
 
     def _decide(self) -> None:
-        job, seconds = self._job, [figures.seconds for figures in self._counted]
+        job, seconds = self._job, [metrics.seconds for metrics in self._counted]
         if len(seconds) >= job["fewest"]:
             if 0 < job["stop_above"] < statistics.median(seconds) * (1 - spread(seconds)):
                 raise _Enough("stopped early")
@@ -430,10 +430,10 @@ def curve(job: Job, say: Say) -> list[float]:
     losses: list[float] = []
     began = time.monotonic()
 
-    def step(figures: Figures, steps: int) -> None:
-        if figures.loss is None:
-            raise NotFinite(f"the loss of step {figures.step} is not a finite number.")
-        losses.append(figures.loss)
+    def step(metrics: Metrics, steps: int) -> None:
+        if metrics.loss is None:
+            raise NotFinite(f"the loss of step {metrics.step} is not a finite number.")
+        losses.append(metrics.loss)
         if len(losses) == _FLOAT32_STEPS or time.monotonic() - began > job["curve"]:
             raise _Enough("done")
 

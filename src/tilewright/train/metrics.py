@@ -21,7 +21,7 @@ from tilewright.plan.flops import DEFAULT, attention_flops, conventions
 
 
 @dataclass(frozen=True)
-class Figures:
+class Metrics:
     """Of one step. `loss` and `gradient_norm` are None where they are not finite; memory is in bytes."""
 
     step: int
@@ -119,7 +119,7 @@ class Journal:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise UserError("log.tensorboard needs a package: pip install tensorboard.") from None
-        self.path = folder / "figures.jsonl"
+        self.path = folder / "metrics.jsonl"
         kept = [record for record in read(self.path) if record["step"] <= step]
         write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
         self._file = self.path.open("a", encoding="utf-8")
@@ -127,13 +127,13 @@ class Journal:
         if tensorboard:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
-    def write(self, figures: Figures) -> None:
-        self._file.write(json.dumps(asdict(figures)) + "\n")
+    def write(self, metrics: Metrics) -> None:
+        self._file.write(json.dumps(asdict(metrics)) + "\n")
         self._file.flush()
         if self._board is not None:
-            for name, value in asdict(figures).items():
+            for name, value in asdict(metrics).items():
                 if isinstance(value, (int, float)) and name != "step":
-                    self._board.add_scalar(name, value, figures.step)
+                    self._board.add_scalar(name, value, metrics.step)
 
     def sync(self) -> None:
         """Until everything written is on the disk."""

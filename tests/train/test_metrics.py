@@ -9,9 +9,9 @@ from tilewright.models import GPT
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.flops import DEFAULT, attention_flops, conventions
 from tilewright.plan.gpt import GPTConfig, preset
-from tilewright.train.figures import Figures, Journal, Rates, memory, read
+from tilewright.train.metrics import Journal, Metrics, Rates, memory, read
 
-FIGURES = Figures(
+FIGURES = Metrics(
     step=99_999, loss=10.8249, gradient_norm=0.0123, skipped=False, learning_rate=3e-4, samples=1, seconds=1.0,
     tokens_per_second=1_234_567.8, tflops=456.7, mfu=0.461, hfu=0.512, convention="6N", memory_allocated=70 * 2**30,
     memory_reserved=75 * 2**30, memory_device=138 * 2**30, data_wait=0.0123,
@@ -97,13 +97,13 @@ def test_a_journal_goes_on_and_forgets_what_comes_again(tmp_path):
     journal.close()
     journal = Journal(tmp_path, 2, tensorboard=False)
     journal.write(at(3))
-    assert [record["step"] for record in read(tmp_path / "figures.jsonl")] == [1, 2, 3]  # before it is closed
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]  # before it is closed
     journal.close()
-    assert read(tmp_path / "figures.jsonl")[0] == dataclasses.asdict(at(1))
+    assert read(tmp_path / "metrics.jsonl")[0] == dataclasses.asdict(at(1))
 
 
 def test_lines_that_are_no_record_are_passed_over(tmp_path):
-    path = tmp_path / "figures.jsonl"
+    path = tmp_path / "metrics.jsonl"
     assert read(path) == []
     path.write_bytes(b'{"step": 1}\n[2]\n{"step": "3"}\n\xff\xfe\n\n{"step": 4}\n{"step": 5, "lo')
     assert [record["step"] for record in read(path)] == [1, 4]
@@ -117,4 +117,4 @@ def test_every_line_is_strict_json(tmp_path):
     def refuse(word):
         raise AssertionError(word)
 
-    json.loads((tmp_path / "figures.jsonl").read_text(), parse_constant=refuse)
+    json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
