@@ -16,7 +16,7 @@ from tilewright.measure.numerics import relative_error, tolerance
 
 
 def test_timing_is_median_and_quartiles():
-    timing = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
+    timing = Timing.summarise([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (timing.low, timing.median, timing.high, timing.runs) == (2.0, 3.0, 4.0, 5)
 
 

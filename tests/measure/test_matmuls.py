@@ -27,7 +27,7 @@ def test_a_matmul_stands_beside_its_neighbours(monkeypatch):
             columns = function().shape[-1]
             sizes.append(columns)
             seconds = columns * (1e-6 if columns % 64 == 0 else 2e-6)
-            found[name] = Timing.of([seconds] * 3)
+            found[name] = Timing.summarise([seconds] * 3)
         return found, {}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -68,7 +68,7 @@ ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 def biased(x, weight, bias, out):
-    assert x.numel()  # bulk copies have no matrix without rows
+    assert x.numel()  # TMA has no matrix without rows
     out.copy_(F.linear(x, weight, bias.to(x.dtype)))
 
 

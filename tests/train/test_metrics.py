@@ -49,7 +49,7 @@ def test_what_is_not_known_is_not_shown_as_a_number():
 def test_rates_are_those_of_the_convention():
     decoder = from_gpt(preset("125m"))
     convention = conventions(decoder)[DEFAULT]
-    found = Rates(decoder, ["none"] * decoder.layers, 1e15, ranks=4).of(4e6)
+    found = Rates(decoder, ["none"] * decoder.layers, 1e15, ranks=4).at_speed(4e6)
     assert found["tflops"] == pytest.approx(1e6 * convention.model / 1e12)
     assert found["mfu"] == found["hfu"] == pytest.approx(1e6 * convention.model / 1e15)
     assert found["convention"] == convention.formula
@@ -82,7 +82,7 @@ def test_selective_blocks_do_a_little_more_and_half_of_the_blocks_half_of_it():
     }  # fmt: skip
     assert hardware["none"] < hardware["selective"] < hardware["half"] < hardware["full"]
     assert hardware["half"] == pytest.approx((hardware["none"] + hardware["full"]) / 2)
-    assert Rates(decoder, ["none"] * 12, None, 1).of(1.0)["mfu"] is None
+    assert Rates(decoder, ["none"] * 12, None, 1).at_speed(1.0)["mfu"] is None
 
 
 def at(step):

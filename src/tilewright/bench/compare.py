@@ -275,7 +275,7 @@ def _cpu_time(passes: Passes, *, seconds: float, least_rounds: int) -> tuple[dic
             began = time.perf_counter()
             passes[seat[0]]()
             times[seat].append(time.perf_counter() - began)
-    return {name: Timing.of(*(times[name, seat] for seat in range(SEATS))) for name in passes}, {}
+    return {name: Timing.summarise(*(times[name, seat] for seat in range(SEATS))) for name in passes}, {}
 
 
 def compare(

@@ -29,10 +29,10 @@ class Timing:
     seats: tuple[float, ...]
 
     @classmethod
-    def of(cls, *seats: Sequence[float]) -> Timing:
+    def summarise(cls, *seats: Sequence[float]) -> Timing:
         """The summary of these measurements.
 
-        >>> Timing.of([1.0, 2.0, 3.0], [4.0, 5.0])
+        >>> Timing.summarise([1.0, 2.0, 3.0], [4.0, 5.0])
         Timing(median=3.0, low=2.0, high=4.0, runs=5, seats=(2.0, 4.5))
         """
         together = [second for seat in seats for second in seat]
@@ -104,7 +104,7 @@ def interleaved_event_time(functions: Functions, *, seconds: float = 0.1, least_
 
 def _summaries(seconds: dict[tuple[str, int], list[float]]) -> dict[str, Timing]:
     names = dict.fromkeys(name for name, _ in seconds)
-    return {name: Timing.of(*(of for (owner, _), of in seconds.items() if owner == name)) for name in names}
+    return {name: Timing.summarise(*(of for (owner, _), of in seconds.items() if owner == name)) for name in names}
 
 
 def _try_each(functions: Functions) -> tuple[Functions, dict[str, Exception]]:
@@ -180,4 +180,4 @@ def interleaved_wall_time(functions: Functions, *, rounds: int = 15, calls: int 
     finally:
         if collects:
             gc.enable()
-    return {name: Timing.of(values) for name, values in seconds.items()}
+    return {name: Timing.summarise(values) for name, values in seconds.items()}

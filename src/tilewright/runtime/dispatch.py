@@ -156,7 +156,7 @@ def is_needed(x: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and (base.is_leaf or kept)
 
 
-def taken(result: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | None:
+def claim_storage(result: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | None:
     """A result without a graph of its own. Where it has taken the memory of `x`, autograd is told: whoever saved `x`
     for a backward gets an error then, and not the wrong numbers."""
     if result is None:

@@ -233,7 +233,7 @@ class Kernel:
 
 
 def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:
-    """How bulk copies find boxes of so many columns and rows in a bfloat16 matrix whose rows are contiguous.
+    """How TMA finds boxes of so many columns and rows in a bfloat16 matrix whose rows are contiguous.
 
     A row of a box, of 64 or 128 bytes, is swizzled. What a box has beyond the matrix is read as 0 and not written.
     """
@@ -251,5 +251,5 @@ def _tensor_map(address: int, height: int, width: int, stride: int, columns: int
         byref(encoded), _BFLOAT16, 2, address, (c_uint64 * 2)(width, height), (c_uint64 * 1)(stride * 2),
         (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1), 0, _SWIZZLES[columns * 2], _L2_256B, 0,
     )  # fmt: skip
-    _must_in_context(lambda: _driver().cuTensorMapEncodeTiled(*arguments), "describe a matrix to bulk copies")
+    _must_in_context(lambda: _driver().cuTensorMapEncodeTiled(*arguments), "describe a matrix to TMA")
     return encoded

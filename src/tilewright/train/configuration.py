@@ -113,7 +113,7 @@ def read(path: Path | None, overrides: Sequence[str]) -> Configuration:
     config = OmegaConf.structured(Train)
     for section in (config, *(config[name] for name in sections())):
         OmegaConf.set_readonly(section, False)
-    _settle(config, given)
+    _resolve_references(config, given)
     origins = {name: given[name].where if name in given else "default" for name in fields()}
     try:
         return Configuration(typing.cast(Train, OmegaConf.to_object(config)), origins)
@@ -322,7 +322,7 @@ def _preset(given: dict[str, _Given]) -> dict[str, _Given]:
     return {each: _Given(str(value), f"preset {name}") for each, value in values.items()}
 
 
-def _settle(config: Any, given: dict[str, _Given]) -> None:
+def _resolve_references(config: Any, given: dict[str, _Given]) -> None:
     """Put every value in its field: plain ones first, then those that refer to them, and so on."""
     waiting = dict(given)
     while waiting:

@@ -271,7 +271,7 @@ class _Run:
             self._profile()
         while self.step < steps and not self._stops():
             self._advance()
-        self._settle()
+        self._read_pending()
         if self.saved < self.step and (config.checkpoint.final or self.step < steps):
             self._save()
         self.checkpoints.wait()
@@ -329,19 +329,19 @@ class _Run:
         # went to the compiler's processes too. Of several ranks one that stops would leave the others waiting.
         compiling = self.config.compile != "none" and self.step == self.resumed + 1 and self.world.ranks == 1
         with self.signals.immediate() if compiling else contextlib.nullcontext():
-            current = self._one()
-        self._settle(current)
+            current = self._launch_step()
+        self._read_pending(current)
         self.pending = current
         evaluates = self.config.eval.every
         if evaluates and (self.step % evaluates == 0 or self.step == self.config.steps):
             current.validation_loss = self._evaluate()
-            self._settle()
+            self._read_pending()
         every = self.config.checkpoint.every
         if every and self.step % every == 0:
-            self._settle()
+            self._read_pending()
             self._save()
 
-    def _one(self) -> _Pending:
+    def _launch_step(self) -> _Pending:
         """Put a step's work on the device."""
         config, accumulation = self.config, self.sizes.accumulation
         began, waited, losses, taken = time.perf_counter(), 0.0, [], []
@@ -388,7 +388,7 @@ class _Run:
         self.paused = time.perf_counter() - began
         return loss / rows
 
-    def _settle(self, behind: _Pending | None = None) -> None:
+    def _read_pending(self, behind: _Pending | None = None) -> None:
         """Read the step that is pending, if one is. A bad one ends the run, saved: the device has undone the step."""
         if self.pending is None:
             return
@@ -413,10 +413,10 @@ class _Run:
         speed = self.sizes.global_ * self.config.model.sequence / seconds
         self.speeds.append(speed)
         self.last_loss = loss if math.isfinite(loss) else None
-        metrics = Metrics(  # type: ignore[arg-type]  # what `of` and `memory` return has the names of fields
+        metrics = Metrics(  # type: ignore[arg-type]  # what `at_speed` and `memory` return has the names of fields
             step=step.step, loss=self.last_loss, gradient_norm=norm if math.isfinite(norm) else None,
             skipped=bool(skipped), learning_rate=step.rate, samples=step.samples, seconds=seconds,
-            data_wait=step.waited, **self.rates.of(speed), **step.memory, validation_loss=step.validation_loss,
+            data_wait=step.waited, **self.rates.at_speed(speed), **step.memory, validation_loss=step.validation_loss,
         )  # fmt: skip
         if self.journal is not None:
             self.journal.write(metrics)

@@ -86,7 +86,7 @@ class Rates:
         again = {"none": 0.0, "selective": output, "full": block}
         self.hardware = self.model + sum(again[policy] for policy in policies)
 
-    def of(self, tokens_per_second: float) -> dict[str, Any]:
+    def at_speed(self, tokens_per_second: float) -> dict[str, Any]:
         rate = tokens_per_second / self.ranks
         return {
             "tokens_per_second": tokens_per_second,

@@ -1,6 +1,7 @@
 """The processes that train together: one, unless torch.distributed has been started.
 
-What parallelism needs of the loop goes through here: who this is, who speaks, and the mean over all.
+What parallelism needs of the loop goes through here: which rank this is, whether it is rank zero, and means over all
+ranks.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 //   dS                 dV
 //
 // dQ is a sum over keys. For that dS goes through shared memory, and each group multiplies half of the queries with all
-// keys. What comes out is added to memory by bulk copies, in the order of registers: nobody here has to read it, and who
+// keys. What comes out is added to memory by TMA, in the order of registers: nobody here has to read it, and who
 // comes next puts it right. The order of the sum is always the same. The block of keys b adds to the queries b + t in its
 // turn t, and it is the (t + 1)th to do so: all blocks begin with queries of their own, which they only store, and then
 // follow each other, without anybody waiting. For that a head's last keys come first: blocks begin in the order of their
@@ -45,7 +45,7 @@ __device__ __forceinline__ void add_part(float* to, u32 from) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
                "n"(PART) : "memory");
 }
-// A count in memory, and what bulk copies have written before it.
+// A count in memory, and what TMA has written before it.
 __device__ __forceinline__ void wait_count(const int* at, int count) {
   int now;
   do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");

@@ -5,7 +5,7 @@
     dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout
 
 Forward is cuDNN's, as torch has it. Backward is a kernel in CUDA C++ (`hopper.cu`), for Triton neither puts
-matmuls of registers beside each other as that does nor adds to memory by bulk copies. It runs between two small ones:
+matmuls of registers beside each other as that does nor adds to memory by TMA. It runs between two small ones:
 the first sums up out dout, the last rounds dq, which is added up in float32. The order of every sum is always the same.
 
 This is for heads of 64 in bfloat16 on a Hopper, as many of keys as of queries, and sequences of a multiple of 128
@@ -134,7 +134,7 @@ def _start(
 
 
 def _rows(t: Tensor) -> Tensor:
-    """Tokens of all batches by the columns of all heads, as bulk copies take them."""
+    """Tokens of all batches by the columns of all heads, as TMA takes them."""
     batch, sequence, heads, width = t.shape
     return t.as_strided((batch * sequence, heads * width), (t.stride(1), 1))
 

@@ -228,7 +228,7 @@ class _Function(torch.autograd.Function):
             loss, lse, gradient = _forward(*(*inputs, inplace))
             if dispatch.Launch.firsts != launches and gradient is not None:
                 dispatch.rehearse(scale, gradient, loss)
-            ctx.gradient = dispatch.taken(gradient, logits)
+            ctx.gradient = dispatch.claim_storage(gradient, logits)
         else:
             loss, lse, _ = _forward(*(*inputs[:-1], False))
             ctx.save_for_backward(logits, targets, weight)
@@ -243,7 +243,7 @@ class _Function(torch.autograd.Function):
         if not ctx.ahead:
             saved = ctx.saved_tensors  # once: whoever computes again what was not kept allows no more
             _, _, gradient = _forward(*(*saved, *ctx.options, False, True, ctx.inplace, upstream))
-            gradient = dispatch.taken(gradient, saved[0])
+            gradient = dispatch.claim_storage(gradient, saved[0])
         else:
             gradient, ctx.gradient = ctx.gradient, None
             if gradient is None:

@@ -58,7 +58,7 @@ class _Parallel(torch.autograd.Function):
             packed, targets, weight, denominator, ctx.options, upstream=upstream, gradient=gradient,
             given=tuple(given), **ctx.cut,
         )  # fmt: skip
-        return dispatch.taken(gradient, logits), *(None,) * 6
+        return dispatch.claim_storage(gradient, logits), *(None,) * 6
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

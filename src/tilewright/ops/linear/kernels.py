@@ -1,8 +1,8 @@
 """The sum of a matrix over its rows, for the bias gradient of `linear`: one read at the memory's speed, in fixed order;
 and of three matrices, which one pass also puts beside each other.
 
-A program takes a band of columns and every so manieth tile of rows, and leaves one partial sum a column; those are then
-added up by the same kernel, in narrow bands.
+Of n programs below each other, each takes a band of columns and every n-th tile of rows, and leaves one partial sum a
+column; those are then added up by the same kernel, in narrow bands.
 """
 
 import functools

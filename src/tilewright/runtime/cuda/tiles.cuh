@@ -1,7 +1,7 @@
 // Tiles of a matmul on Hopper (sm_90a): how two neighbours load and multiply them, and where a group's results lie.
 //
 // Results go to shared memory in the order that the tensor cores leave them, by stmatrix, some columns at a time, and
-// from there by one bulk copy, as slopes come in.
+// from there by one TMA copy, as slopes come in.
 #pragma once
 #include "hopper.cuh"
 
