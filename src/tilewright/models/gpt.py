@@ -2,10 +2,9 @@
 
 Between two sublayers a GPT always does the same three things: dropout on what the last sublayer gave, add it to the
 residual stream, normalise the sum for the next sublayer. So a block takes and returns the pair (x, residual), x not yet
-added, and those three things happen at the start of each sublayer, in one module (which may add the bias of the matmul
-before it as well). `gpt_block` chooses what runs between the matmuls: `standard` are PyTorch's own ops, `optimized` is
-one fused kernel for each of embeddings, norm, activation and rotation, and the quickest algorithm for each matmul.
-Both have the same parameters under the same names.
+added, and those three things happen at the start of each sublayer, in one module. `gpt_block` chooses what runs
+between the matmuls: `standard` are PyTorch's own ops, `optimized` is one fused kernel for each of embeddings, norm,
+activation and rotation, and the quickest algorithm for each matmul. Both have the same parameters under the same names.
 
 A submodule that somebody has replaced or hooked is called, with the arguments and results it has in a standard block. A
 fused path that reads its parameters instead runs only where it `is_own`.
@@ -52,8 +51,8 @@ class StandardDropoutAddNorm(nn.Module):
         residual = self.add(x, residual)
         return self.normalise(residual), residual
 
-    def add(self, x: Tensor, residual: Tensor | None, x_bias: Tensor | None = None) -> Tensor:
-        x = F.dropout(x if x_bias is None else x + x_bias, self.p, self.training)
+    def add(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        x = F.dropout(x, self.p, self.training)
         return x if residual is None else x + residual
 
     def normalise(self, residual: Tensor) -> Tensor:
@@ -134,11 +133,9 @@ class Attention(nn.Module):
         self.qkv = linear(config.width, (self.heads + 2 * self.key_heads) * self.head_dim, config.bias)
         self.out = linear(config.width, config.width, config.bias)
 
-    def forward(self, x: Tensor, rope: nn.Module | None, with_bias: bool = True) -> Tensor:
-        return self.project_out(self.mix(self.project(x), rope), with_bias)
-
-    def project_out(self, mixed: Tensor, with_bias: bool) -> Tensor:
-        return self.out(mixed) if with_bias else self.out(mixed, with_bias=False)
+    def forward(self, x: Tensor, rope: nn.Module | None) -> Tensor:
+        y: Tensor = self.out(self.mix(self.project(x), rope))
+        return y
 
     def project(self, x: Tensor) -> list[Tensor]:
         """Queries, keys and values, each of (batch, sequence, heads, head_dim)."""
@@ -158,25 +155,9 @@ class Attention(nn.Module):
             return (attention if self.fused else attend)(q, k, v).flatten(2)
 
 
-def _late_bias(matmul: nn.Module, norm: nn.Module | None, stream: torch.dtype) -> Tensor | None:
-    """The bias of a matmul that the norm behind it may add in its stead: where there will be a backward, which sums up
-    its gradient on the way. Not of a parameter that is in pieces until its module runs.
-
-    Nor where the stream has 16 bits. There the matmul's result and the stream are both on coarse grids, their sum often
-    lies halfway between two numbers, and a bias far below the grid's step decides all of these ties: its effect is half
-    a step, however small it is. Added before the matmul's result is rounded, it has the effect of its size.
-    """
-    if stream.itemsize <= 2:
-        return None
-    own = is_own(matmul, Linear) and is_own(norm, DropoutAddNorm)
-    if not own or type(matmul.bias) is not nn.Parameter or not torch.is_grad_enabled():
-        return None
-    return matmul.bias
-
-
-def _add_norm(norm: nn.Module, x: Tensor, residual: Tensor | None, x_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What a norm returns: the normalised sum, and the sum. `x_bias` is given to one of ours only."""
-    pair = norm(x, residual) if x_bias is None else norm(x, residual, x_bias=x_bias)
+def _add_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what a norm does: the normalised sum, and the sum."""
+    pair = norm(x, residual)
     if not isinstance(pair, (tuple, list)):
         raise TypeError("GPT: a norm must return the normalised sum and the sum, as DropoutAddNorm with prenorm=True.")
     out, total = pair
@@ -202,79 +183,54 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.norm2 = _norm(config)
         self.mlp = _mlp(config)
-        self.leaves_biases = config.gpt_block == "optimized"  # to the norms
 
-    def late_bias(self, norm: nn.Module | None, stream: torch.dtype) -> Tensor | None:
-        """What this norm, the next one, may add to the x that this block returns, if `forward` is told."""
-        if not self.leaves_biases or not is_own(self.mlp, GeluMLP, GatedMLP):
-            return None
-        down: Any = self.mlp.down if type(self.mlp) is GeluMLP else self.mlp.down_proj
-        return _late_bias(down, norm, stream)
+    def forward(self, x: Tensor, residual: Tensor | None, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
+        x, residual = _add_norm(self.norm1, x, residual)
+        return self._sublayers(x, residual, rope)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None = None,
-        with_bias: bool = True,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Args: `x_bias` is what was left out of x; without `with_bias`, `late_bias` is left out of the result."""
-        x, residual = _add_norm(self.norm1, x, residual, x_bias)
-        return self._sublayers(x, residual, rope, with_bias)
+    def _sublayers(self, x: Tensor, residual: Tensor, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
+        x, residual = _add_norm(self.norm2, self.attention(x, rope), residual)
+        return self.mlp(x), residual
 
-    def _sublayers(self, x: Tensor, residual: Tensor, rope: nn.Module | None, with_bias: bool) -> tuple[Tensor, Tensor]:
-        late = self._attention_bias(residual.dtype)
-        x = self.attention(x, rope) if late is None else self.attention(x, rope, with_bias=False)
-        x, residual = _add_norm(self.norm2, x, residual, late)
-        return self._feed(x, with_bias), residual
-
-    def _attention_bias(self, stream: torch.dtype) -> Tensor | None:
-        """What the second norm is to add to what attention returns."""
-        own = self.leaves_biases and is_own(self.attention, Attention)
-        return _late_bias(self.attention.out, self.norm2, stream) if own else None
-
-    def _feed(self, x: Tensor, with_bias: bool, recompute: bool = False) -> Tensor:
-        own = is_own(self.mlp, GeluMLP, GatedMLP)  # else the bias is not left out, and nothing is known of recompute
-        y: Tensor = self.mlp(x, recompute, with_bias=with_bias) if own else self.mlp(x)
+    def _feed_again(self, x: Tensor) -> Tensor:
+        """The MLP, which keeps less for backward where it is one of ours."""
+        y: Tensor = self.mlp(x, recompute=True) if is_own(self.mlp, GeluMLP, GatedMLP) else self.mlp(x)
         return y
 
-    def recomputed(
-        self, how: str, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None = None,
-        with_bias: bool = True,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def recomputed(self, how: str, x: Tensor, residual: Tensor | None, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
         """`forward`, keeping less for backward, which computes the rest again.
 
         "full" keeps what goes in. "selective" keeps the residual stream, once, and the large matmuls but the output's,
         and attention; norms and activations, which are cheap, and the output matmul, the smallest, run again.
         """
         if how == "full":
-            return _checkpoint(how, self, x, residual, rope, x_bias, with_bias)
+            return _checkpoint(how, self, x, residual, rope)
         own = is_own(self.norm1, DropoutAddNorm) and is_own(self.norm2, DropoutAddNorm)
         if own and is_own(self.attention, Attention) and runs_kernel(x) and not is_traced(x):
-            return self._selectively(x, residual, rope, x_bias, with_bias)
+            return self._selectively(x, residual, rope)
         if not is_own(self.norm1, DropoutAddNorm, StandardDropoutAddNorm):
-            return _checkpoint(how, self, x, residual, rope, x_bias, with_bias)
-        total = self.norm1.add(x, residual, x_bias)
-        return _checkpoint(how, self._from_sum, total, x.dtype, rope, with_bias)
+            return _checkpoint(how, self, x, residual, rope)
+        total = self.norm1.add(x, residual)
+        return _checkpoint(how, self._from_sum, total, x.dtype, rope)
 
     @forcing_kernels()
-    def _selectively(
-        self, x: Tensor, residual: Tensor | None, rope: nn.Module | None, x_bias: Tensor | None, with_bias: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _selectively(self, x: Tensor, residual: Tensor | None, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
         """By giving up tensors one by one, which a host can afford that launches op by op."""
         attention, norm1, norm2 = self.attention, self.norm1, self.norm2
         given = x.dtype
-        x, first = _add_norm(norm1, x, residual, x_bias)
+        x, first = _add_norm(norm1, x, residual)
         with forgetting(is_memory_of(x), lambda: _normalise(norm1, first, given)):
             qkv = attention.project(x)
         mixed = attention.mix(qkv, rope)
-        late = self._attention_bias(first.dtype)  # now, for what runs again must run alike
-        branch = attention.project_out(mixed, late is None)
+        branch = attention.out(mixed)
         # With dropout, in the norm or in a module put in place of the matmul, the sum cannot be made twice alike.
         if norm2.p > 0 or not is_own(attention.out, Linear):
             narrow = branch.dtype
-            x, second = _add_norm(norm2, branch, first, late)
+            x, second = _add_norm(norm2, branch, first)
             del branch
             with forgetting(is_memory_of(x), lambda: _normalise(norm2, second, narrow)):
-                return self._feed(x, with_bias, recompute=True), second
-        again = Shared(lambda: norm2(attention.project_out(mixed, late is None), first, x_bias=late))
+                return self._feed_again(x), second
+        again = Shared(lambda: norm2(attention.out(mixed), first))
         # Of this shape the norm saves the sum that it returns and, where a scale needs its gradient, the branch.
         place, shape = branch.untyped_storage()._cdata, first.shape
 
@@ -282,15 +238,13 @@ class Block(nn.Module):
             return saved.shape == shape and saved.untyped_storage()._cdata != place
 
         with forgetting(is_sum, lambda: again.take(1, last=True)):
-            x, second = _add_norm(norm2, branch, first, late)
+            x, second = _add_norm(norm2, branch, first)
         del branch
         with forgetting(is_memory_of(x), lambda: again.take(0)):
-            return self._feed(x, with_bias, recompute=True), second
+            return self._feed_again(x), second
 
-    def _from_sum(
-        self, residual: Tensor, dtype: torch.dtype, rope: nn.Module | None, with_bias: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self._sublayers(_normalise(self.norm1, residual, dtype), residual, rope, with_bias)
+    def _from_sum(self, residual: Tensor, dtype: torch.dtype, rope: nn.Module | None) -> tuple[Tensor, Tensor]:
+        return self._sublayers(_normalise(self.norm1, residual, dtype), residual, rope)
 
 
 def _is_own_block(block: nn.Module) -> TypeGuard[Block]:
@@ -396,15 +350,6 @@ class GPT(nn.Module):
             raise TypeError("GPT: the output layer is the weight of `token`; give the module in its place a `weight`.")
         return x if stream is None else x.to(stream), head
 
-    def _late_biases(self, stream: torch.dtype) -> list[Tensor | None]:
-        """The bias that each block leaves to the norm behind it, which is the next block's, or the last one."""
-        blocks = list(self.blocks)
-        norms = [block.norm1 if _is_own_block(block) else None for block in blocks[1:]]
-        return [
-            block.late_bias(norm, stream) if _is_own_block(block) else None
-            for block, norm in zip(blocks, [*norms, self.norm], strict=True)
-        ]
-
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         sequence = tokens.shape[1]
         if sequence > self.config.sequence:
@@ -412,18 +357,16 @@ class GPT(nn.Module):
         if self.config.gpt_block == "optimized" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             _compile_ahead(tokens.device, self.config.loss, self.config.vocabulary)
         x, head = self._embed(tokens)
-        residual = x_bias = None
-        # Biases are asked for once: who leaves one out and who adds it must be of one mind.
-        for block, how, late in zip(self.blocks, self.recompute, self._late_biases(x.dtype), strict=True):
+        residual = None
+        for block, how in zip(self.blocks, self.recompute, strict=True):
             how = how if torch.is_grad_enabled() else "none"
             if not _is_own_block(block):
                 x, residual = _checkpoint(how, block, x, residual, self.rope)
             elif how in ("selective", "full"):
-                x, residual = block.recomputed(how, x, residual, self.rope, x_bias, late is None)
+                x, residual = block.recomputed(how, x, residual, self.rope)
             else:
-                x, residual = block(x, residual, self.rope, x_bias, late is None)
-            x_bias = late
-        x, _ = _add_norm(self.norm, x, residual, x_bias)
+                x, residual = block(x, residual, self.rope)
+        x, _ = _add_norm(self.norm, x, residual)
         if targets is not None and self.config.loss == "linear_fused":
             return linear_cross_entropy(x, head, targets)
         logits = (linear if self.config.gpt_block == "optimized" else F.linear)(x, head)

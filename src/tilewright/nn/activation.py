@@ -78,12 +78,11 @@ class GatedMLP(torch.nn.Module):
         self.up_proj = self.linear(width, inner, bias, device=device, dtype=dtype)
         self.down_proj = self.linear(inner, width, bias, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, recompute: bool = False, *, with_bias: bool = True) -> torch.Tensor:
-        """Without the bias of its last matmul, if the caller adds that: see `Linear`."""
-        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+    def forward(self, x: torch.Tensor, recompute: bool = False) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
         dtype = torch.promote_types(gate.dtype, up.dtype)  # of somebody else's module it may be another one
-        project = down if with_bias else functools.partial(down, with_bias=False)
-        return _project(project, _GATED[self.activation], (gate.to(dtype), up.to(dtype)), self.recompute or recompute)
+        inputs = gate.to(dtype), up.to(dtype)
+        return _project(self.down_proj, _GATED[self.activation], inputs, self.recompute or recompute)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
@@ -122,11 +121,10 @@ class GeluMLP(torch.nn.Module):
         self.up = self.linear(width, inner, bias, device=device, dtype=dtype)
         self.down = self.linear(inner, width, bias, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, recompute: bool = False, *, with_bias: bool = True) -> torch.Tensor:
-        """Without the bias of its last matmul, if the caller adds that: see `Linear`."""
+    def forward(self, x: torch.Tensor, recompute: bool = False) -> torch.Tensor:
         up, down, again = self.up, self.down, self.recompute or recompute
         if is_own(up, Linear) and is_own(down, Linear):
-            tensors = x, up.weight, up.bias, down.weight, down.bias if with_bias else None
+            tensors = x, up.weight, up.bias, down.weight, down.bias
             if not again:
                 return gelu_mlp(*tensors, approximate=self.approximate)
             y = fused_gelu_mlp(*tensors, approximate=self.approximate, lean=True)
@@ -135,8 +133,7 @@ class GeluMLP(torch.nn.Module):
         # The activation adds the bias, and sums up its gradient, where nobody else has a say in it.
         inner, bias = (linear(x, up.weight), up.bias) if is_own(up, Linear) else (up(x), None)
         activate = functools.partial(bias_gelu, bias=bias, approximate=self.approximate)
-        project = down if with_bias else functools.partial(down, with_bias=False)
-        return _project(project, activate, (inner,), again)
+        return _project(down, activate, (inner,), again)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"

@@ -89,10 +89,10 @@ class DropoutAddNorm(torch.nn.Module):
             residual_dtype=self.residual_dtype if residual is None else None,
         )
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None, x_bias: torch.Tensor | None) -> torch.Tensor:
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The sum that `forward` normalises and returns, in plain PyTorch."""
         _, total = reference(
-            x, residual, layerscale=self.layerscale, x_bias=x_bias, p=self.p if self.training else 0.0,
+            x, residual, layerscale=self.layerscale, p=self.p if self.training else 0.0,
             residual_dtype=self.residual_dtype if residual is None else None,
         )  # fmt: skip
         return total

@@ -14,7 +14,5 @@ class Linear(torch.nn.Linear):
     torch.Size([2, 3, 16])
     """
 
-    def forward(self, input: torch.Tensor, *, with_bias: bool = True) -> torch.Tensor:
-        """The matmul; without the bias where the caller adds it: `DropoutAddNorm` takes it as `x_bias`, and sums up its
-        gradient in a pass that it makes anyway."""
-        return linear(input, self.weight, self.bias if with_bias else None)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)

@@ -326,9 +326,9 @@ def _gradients(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     """What parameters cost beside the matmuls: those of biases and embeddings, and autocast's copies."""
     tokens, h, stored = training.micro_batch * decoder.sequence, decoder.width, training.stored_bytes
     style, category = _style(decoder, training, how)
-    # Fused, an activation without a gate sums up the gradient of the bias before it, and a norm that of the matmul.
-    outputs = decoder.ffn + 2 * h if style != "fused" else 2 * decoder.ffn if decoder.gated else 0
-    outputs = outputs if decoder.mlp_bias else 0
+    # Fused, an activation without a gate sums up the gradient of the bias before it.
+    inner = decoder.ffn if style != "fused" else 2 * decoder.ffn if decoder.gated else 0
+    outputs = inner + 2 * h if decoder.mlp_bias else 0
     if decoder.qkv_bias and not _packs(decoder, training, how):
         outputs += _qkv(decoder)
     if outputs:  # sums over the gradients
