@@ -141,7 +141,9 @@ def test_whoever_wraps_a_module_gets_the_same_model(block, change):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_bfloat16_stream_stays_one(recompute, monkeypatch):
-    monkeypatch.setattr(sys.modules["tilewright.models.gpt"], "runs_kernel", lambda x: False)  # nor does a compiler
+    monkeypatch.setattr(
+        sys.modules["tilewright.models.recompute"], "runs_kernel", lambda x: False
+    )  # nor does a compiler
     _, model = pair(dataclasses.replace(SMALL, residual="bf16", recompute=recompute))
     seen = []
     for block in model.blocks:

@@ -12,7 +12,7 @@ from plan.llama import Llama
 from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.models import GPT
-from tilewright.models.gpt import StandardDropoutAddNorm
+from tilewright.models.standard import StandardDropoutAddNorm
 from tilewright.ops import cross_entropy
 from tilewright.plan import memory
 from tilewright.plan.decoder import Decoder, from_gpt, load

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tilewright.models.gpt import StandardDropoutAddNorm
+from tilewright.models.standard import StandardDropoutAddNorm
 from tilewright.ops.optimizer import op as optimizer
 from tilewright.plan import memory
 from tilewright.plan.decoder import from_gpt, load
