@@ -11,7 +11,8 @@ from ops.contract import DEVICE, on_gpu
 from ranks import run_ranks
 from tilewright.errors import UserError
 from tilewright.measure.corpus import corpus
-from tilewright.models import GPT, gpt
+from tilewright.models import GPT
+from tilewright.models import block as block_module
 from tilewright.nn import DropoutAddNorm, Linear
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.gpt import LLAMA, PRESETS, GPTConfig, preset
@@ -376,8 +377,8 @@ def test_a_block_that_runs_again_does_not_hold_what_its_mlp_would(how):
     ("optimized", "auto", True), ("optimized", "math", False), ("standard", "auto", False),
 ])  # fmt: skip
 def test_who_chooses_an_attention_gets_it(block, attention, ours, monkeypatch):
-    calls, real = [], gpt.attention
-    monkeypatch.setattr(gpt, "attention", lambda *tensors: calls.append(1) or real(*tensors))
+    calls, real = [], block_module.attention
+    monkeypatch.setattr(block_module, "attention", lambda *tensors: calls.append(1) or real(*tensors))
     config = dataclasses.replace(SMALL, gpt_block=block, attention=attention)
     model, tokens = GPT(config).to(DEVICE), torch.randint(config.vocabulary, (1, 8), device=DEVICE)
     model(tokens, tokens).backward()

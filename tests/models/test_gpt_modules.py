@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations, prune
 
 from models.test_gpt import SMALL, pair, tokens
 from ops.contract import DEVICE
-from tilewright.models import GPT, gpt
+from tilewright.models import GPT
+from tilewright.models import recompute as recompute_module
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP
 from tilewright.plan.gpt import LLAMA
 from tilewright.runtime import dispatch
@@ -393,7 +394,7 @@ NORMS = {
 )
 def test_recompute_has_the_gradients_of_none_whatever_the_norms_are(options, recompute, kernels, autocast, monkeypatch):
     if not kernels:  # what a compiler takes
-        monkeypatch.setattr(gpt, "runs_kernel", lambda x: False)
+        monkeypatch.setattr(recompute_module, "runs_kernel", lambda x: False)
     if NORMS[options].get("p") and recompute == "selective" and not kernels:
         pytest.skip("draws its masks by PyTorch, and no recompute by the kernel")
     found = []
@@ -412,7 +413,7 @@ def test_recompute_has_the_gradients_of_none_whatever_the_norms_are(options, rec
 def test_recompute_without_autocast_beside_a_stream_of_another_dtype(weights, stream, kernels, monkeypatch):
     """The residual stream in another dtype than that of the matmuls: from the first norm's `residual_dtype` on."""
     if not kernels:
-        monkeypatch.setattr(gpt, "runs_kernel", lambda x: False)
+        monkeypatch.setattr(recompute_module, "runs_kernel", lambda x: False)
     found = []
     for how in ("none", "selective"):
         model = scaled(SMALL, how, 0.5).to(weights)
