@@ -316,10 +316,20 @@ def shapes(result: dict[str, Any]) -> str:
         return [f"{len(part[wrong])} of {part['cases']}", worst]
 
     rows = [
-        [name, *judged(op["device"], "behind"), *judged(op["wall"], "behind"), *judged(op["neighbour"], "below")]
+        [name, *judged(op["device"], "behind"), *judged(op["wall"], "behind"), *judged(op["neighbour"], "below"),
+         ", ".join(op.get("commits") or [result["machine"]["commit"]])]
         for name, op in result["summary"].items()
+    ]  # fmt: skip
+    header = [
+        "op",
+        "device: behind",
+        "worst",
+        "wall: behind",
+        "worst",
+        "below 85 % of the round shape",
+        "worst",
+        "commit",
     ]
-    header = ["op", "device: behind", "worst", "wall: behind", "worst", "below 85 % of the round shape", "worst"]
     count = sum(op["cases"] for op in result["summary"].values())
     return f"{count} cases, seed {result['seed']}. {machine(result)}\n\n{markdown(header, rows)}"
 

@@ -138,6 +138,21 @@ def test_a_budget_ends_it_names_what_is_missing_and_resume_does_the_rest(monkeyp
         run(groups, previous=result, seed=1)
 
 
+def test_an_op_is_measured_anew_after_a_change_and_the_others_keep_their_commit():
+    kept, anew = drawn_ops.cases("slow", 8, (4,)), drawn_ops.cases("plain", 8, (4, 2))
+    before, _ = run([kept, anew])
+    before["machine"]["commit"] = "old"
+    for each in before["cases"]:
+        each["commit"] = "old"
+    with pytest.raises(UserError, match="has commit 'old'.*name the --ops to measure anew"):
+        run([kept, anew], previous=json.loads(json.dumps(before)))
+    after, _ = run([anew], ops="plain", previous=json.loads(json.dumps(before)))
+    assert [(each["case"]["op"], each["commit"]) for each in after["cases"]] == [
+        ("slow", "old"), ("plain", None), ("plain", None)
+    ]  # fmt: skip
+    assert after["summary"]["slow"]["commits"] == ["old"] and after["summary"]["plain"]["commits"] == []
+
+
 def test_torch_compile_runs_beside_ours_with_its_rows_dynamic():
     result, _ = run([drawn_ops.cases("plain", 8, (6, 4, 3))], peers=("eager", "compile"))
     for each in result["cases"]:

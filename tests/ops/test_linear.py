@@ -1011,8 +1011,9 @@ def test_which_gradients_of_parts_a_kernel_takes_as_they_are(monkeypatch):
 def test_odd_sizes_are_padded_to_whole_vectors_with_the_same_result(width, out, biased, monkeypatch):
     monkeypatch.setattr(op, "_DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(op, "WORTH_PADDING", 0)
-    sizes, real = [], op.reference
-    monkeypatch.setattr(op, "reference", lambda x, w, b: (sizes.extend(w.shape), real(x, w, b))[1])
+    sizes, matmul, plain = [], op._forward, op.reference
+    monkeypatch.setattr(op, "_forward", lambda x, p, b, w: (sizes.extend(w.shape), matmul(x, p, b, w))[1])
+    monkeypatch.setattr(op, "reference", lambda x, w, b: (sizes.extend(w.shape), plain(x, w, b))[1])
     leaves = [torch.randn(*shape, device=DEVICE).bfloat16().requires_grad_() for shape in ((2, 5, width), (out, width))]
     bias = torch.randn(out, device=DEVICE).bfloat16().requires_grad_() if biased else None
     y = linear(*leaves, bias)
@@ -1025,6 +1026,28 @@ def test_odd_sizes_are_padded_to_whole_vectors_with_the_same_result(width, out, 
     expected = [expected, *torch.autograd.grad(expected, doubles, upstream.double())]
     for a, e in zip(found, expected, strict=True):
         assert a.shape == e.shape and (a.double() - e).norm() <= 0.01 * e.norm()
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias", "none"])
+def test_a_padded_matmul_under_autocast_has_the_gradients_of_its_parameters_dtypes(frozen, monkeypatch):
+    monkeypatch.setattr(op, "_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(op, "WORTH_PADDING", 0)
+    x, weight, bias = (torch.randn(*shape, device=DEVICE) for shape in ((3, 9), (13, 9), (13,)))
+    leaves = {"x": x, "weight": weight, "bias": bias}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name != frozen)
+    with torch.autocast(DEVICE, BF16):
+        y = linear(x, weight, bias)
+    assert y.dtype == BF16
+    upstream = torch.randn_like(y)
+    y.backward(upstream)
+    doubles = [leaf.detach().to(BF16).double().requires_grad_() for leaf in leaves.values()]
+    torch.nn.functional.linear(*doubles).backward(upstream.double())
+    for (name, leaf), double in zip(leaves.items(), doubles, strict=True):
+        assert (leaf.grad is None) == (name == frozen)
+        if leaf.grad is not None:
+            assert leaf.grad.dtype == leaf.dtype and leaf.grad.shape == leaf.shape
+            assert (leaf.grad.double() - double.grad).norm() <= 0.01 * double.grad.norm()
 
 
 def test_small_matmuls_and_those_that_somebody_traces_are_not_padded(monkeypatch):

@@ -309,7 +309,7 @@ def compare(
         def keep(case: Case, figures: dict[str, Any]) -> None:
             nonlocal saved
             add_shares(case, figures, ops[case["op"]], ceilings, l2_bytes)
-            measured.append({"case": case, **figures})
+            measured.append({"case": case, "commit": _fact(result, "commit"), **figures})
             if len(measured) % 50 == 0:
                 ask.progress(f"measured {len(measured)} cases, {time.monotonic() - began:.0f} s")
             if time.monotonic() > saved + _SAVE_SECONDS:
@@ -344,20 +344,30 @@ def _conclude(result: dict[str, Any], cases: list[Case], began: float) -> None:
 
 
 def _left_to_do(groups: list[list[Case]], ask: Ask, result: dict[str, Any]) -> list[list[Case]]:
-    """The cases that are asked for, less those of the result that is resumed, which are kept."""
+    """The cases that are asked for, less those of the result that is resumed, which are kept.
+
+    With `--ops`, cases of other ops are kept whatever commit they were measured at, and each op names its commit.
+    """
     wanted = set(map(_identity, ask.chosen((case for group in groups for case in group), describe_case)))
     if ask.previous is not None:
-        facts = ("gpu", "torch", "triton", "commit")
+        facts = ("gpu", "torch", "triton", *(() if ask.ops else ("commit",)))
         for name, here, there in (
             ("seed", result["seed"], ask.previous.get("seed")),
             *((fact, _fact(result, fact), _fact(ask.previous, fact)) for fact in facts),
         ):
             if here != there:
+                hint = "name the --ops to measure anew, " if name == "commit" else ""
                 raise UserError(
-                    f"The result to resume has {name} {there!r}, and this run {here!r}; leave out --resume, "
+                    f"The result to resume has {name} {there!r}, and this run {here!r}; {hint}leave out --resume, "
                     "or give another --out."
                 )
-        result["cases"] += [each for each in ask.previous["cases"] if _identity(each["case"]) in wanted]
+        commit, before = _fact(result, "commit"), _fact(ask.previous, "commit")
+        asked = {case["op"] for group in groups for case in group}
+        for each in ask.previous["cases"]:
+            each.setdefault("commit", before)
+            is_kept = _identity(each["case"]) in wanted and each["commit"] == commit
+            if is_kept or (ask.ops and each["case"]["op"] not in asked):
+                result["cases"].append(each)
     wanted -= {_identity(each["case"]) for each in result["cases"]}
     groups = [[case for case in group if _identity(case) in wanted] for group in groups]
     return [group for group in groups if group]

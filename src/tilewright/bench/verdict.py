@@ -101,7 +101,8 @@ def summarise(cases: list[Measured]) -> dict[str, Any]:
 
 
 def _summarise_op(cases: list[Measured]) -> dict[str, Any]:
-    summary: dict[str, Any] = {"cases": len(cases)}
+    commits = dict.fromkeys(each["commit"] for each in cases if each.get("commit"))
+    summary: dict[str, Any] = {"cases": len(cases), "commits": list(commits)}
     for clock in CLOCKS:
         ratios = [(r, each) for each in cases if (r := ratio(each, clock)) is not None]
         ratios.sort(key=lambda pair: -pair[0])

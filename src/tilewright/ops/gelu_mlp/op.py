@@ -31,7 +31,8 @@ import torch.nn.functional as F
 
 from tilewright.measure import work
 from tilewright.ops.activation.op import bias_gelu
-from tilewright.ops.linear.op import WORTH_PADDING, is_worth_padding, linear, pad
+from tilewright.ops.linear.op import WORTH_PADDING, is_worth_padding, linear
+from tilewright.ops.linear.padding import pad, resize
 from tilewright.plan.cost import Cost, matmul
 from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc, paths
 
@@ -182,9 +183,9 @@ def gelu_mlp(
     if y is not None:
         return y
     if is_worth_padding(x, up) or is_worth_padding(x, down.t()):
-        biases = [None if bias is None else pad(bias, 0) for bias in (up_bias, down_bias)]
+        biases = [None if bias is None else pad(bias[None], 1)[0] for bias in (up_bias, down_bias)]
         padded = pad(x, -1), pad(up, 0, 1), biases[0], pad(down, 0, 1), biases[1]
-        return gelu_mlp(*padded, approximate=approximate)[..., : len(down)].contiguous()
+        return resize(gelu_mlp(*padded, approximate=approximate), [*x.shape[:-1], len(down)])
     return linear(bias_gelu(linear(x, up), up_bias, approximate=approximate), down, down_bias)
 
 

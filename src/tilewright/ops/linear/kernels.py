@@ -3,6 +3,8 @@ and of three matrices, which one pass also puts beside each other.
 
 Of n programs below each other, each takes a band of columns and every n-th tile of rows, and leaves one partial sum a
 column; those are then added up by the same kernel, in narrow bands.
+
+And the copy of a matrix in another size, for `padding.py`.
 """
 
 import functools
@@ -59,6 +61,21 @@ def tilewright_linear_pack_columns(
         _band(k, packed, partials, rows, band - to_k, K, Q, Q + K + V, ROWS, BLOCK)
     else:
         _band(v, packed, partials, rows, band - to_v, V, Q + K, Q + K + V, ROWS, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows_in", "rows"])
+def tilewright_linear_resize(
+    x, out, rows_in: tl.int64, rows: tl.int64, COLUMNS_IN: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one tile of `out`: what `x` has there, else zeros. Constants let the compiler see whole vectors."""
+    bands: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    column = tl.program_id(0) % bands * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(0) // bands).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = (row < rows_in)[:, None] & (column < COLUMNS_IN)[None, :]
+    value = tl.load(x + row[:, None] * COLUMNS_IN + column[None, :], there, 0.0)
+    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    tl.store(out + row[:, None] * COLUMNS + column[None, :], value.to(out.dtype.element_ty), inside)
 
 
 @functools.cache

@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.measure import work
+from tilewright.ops.linear.padding import VECTOR, resize_matrix, round_up
 from tilewright.plan.cost import matmul as cost
 from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc, paths
 
@@ -45,7 +46,6 @@ __all__ = ["cost", "linear", "linear_parts", "reference"]
 _ONCE = "linear has no second derivative: leave out create_graph=True, or use torch.nn.functional.linear."
 _DEVICES = ("cuda",)
 _TILE = 192  # rows and columns of a tile of the weight's gradient
-_VECTOR = 8  # elements of 16 bits: 16 bytes
 WORTH_PADDING = 4e9  # FLOPs
 _SHORT = 2048  # inner dimension up to which a bias is better added by a kernel of ours, as far as was measured
 
@@ -265,7 +265,39 @@ class _Parts(torch.autograd.Function):
         return None, dx, dweight, None if dbias is None else dbias.to(torch.float32 if ctx.full[1] else x.dtype), None
 
 
-_eager, _eager_parts = dispatch.eager(_Linear), dispatch.eager(_Parts)
+class _Padded(torch.autograd.Function):
+    """A matmul of sizes that are no multiple of 8, on copies with zeros behind."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        matrix = x.reshape(-1, x.shape[-1])
+        features_out, features_in = map(round_up, weight.shape)
+        tokens = resize_matrix(matrix, len(matrix), features_in, dtype)
+        cast = resize_matrix(weight, features_out, features_in, dtype)
+        vector = None if bias is None else resize_matrix(bias[None], 1, features_out, dtype)[0]
+        y = _forward(tokens, weight, vector, cast)
+        _save(ctx, (tokens, weight, bias, cast), y)
+        ctx.shape, ctx.sizes, ctx.dtypes = x.shape, weight.shape, (x.dtype, weight.dtype)
+        return resize_matrix(y, len(y), len(weight), dtype).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_ONCE)
+        if dy is None:
+            return None, None, None, None
+        tokens, cast = ctx.saved_tensors
+        rows = resize_matrix(dy.reshape(-1, dy.shape[-1]), len(tokens), len(cast), dy.dtype)
+        dx, dweight, dbias = _backward(rows, tokens, cast, ctx.full, ctx.needs_input_grad[:3])
+        features_out, features_in = ctx.sizes
+        if dx is not None:
+            dx = resize_matrix(dx, len(dx), features_in, ctx.dtypes[0]).view(ctx.shape)
+        if dweight is not None:
+            dweight = resize_matrix(dweight, features_out, features_in, ctx.dtypes[1])
+        return dx, dweight, None if dbias is None else dbias[:features_out].contiguous(), None
+
+
+_eager, _eager_parts, _eager_padded = (dispatch.eager(function) for function in (_Linear, _Parts, _Padded))
 
 
 @torch.library.custom_op(
@@ -334,29 +366,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if isinstance(inputs, str):
         paths.note("linear", paths.PYTORCH, inputs)
         if is_worth_padding(x, weight):
-            y = reference(pad(x, -1), pad(weight, 0, 1), None if bias is None else pad(bias, 0))
-            return y[..., : len(weight)].contiguous()
+            return _eager_padded(x, weight, bias, _dtype(x))
         return reference(x, weight, bias)
     paths.note("linear", paths.KERNEL)
     return (_registered if torch.compiler.is_compiling() else _eager)(*inputs)
 
 
-def pad(x: Tensor, *dimensions: int) -> Tensor:
-    """The tensor with zeros behind it in these dimensions, up to the next multiple of 8.
-
-    >>> pad(torch.ones(3, 9), 1).shape
-    torch.Size([3, 16])
-    """
-    behind = [0] * (2 * x.ndim)
-    for dimension in dimensions:
-        behind[2 * (x.ndim - 1 - dimension % x.ndim) + 1] = -x.shape[dimension] % _VECTOR
-    return F.pad(x, behind) if any(behind) else x
-
-
 def is_worth_padding(x: Tensor, weight: Tensor) -> bool:
     """Whether a matmul takes longer than to copy its operands into whole vectors. A compiler pads by itself."""
     features_out, features_in = weight.shape
-    whole = features_out % _VECTOR == features_in % _VECTOR == 0
+    whole = features_out % VECTOR == features_in % VECTOR == 0
     if whole or x.device.type not in _DEVICES or 2 * x.numel() * features_out < WORTH_PADDING:
         return False
     return _dtype(x) in cublaslt.HALVES and not dispatch.is_traced(x, weight)

@@ -32,7 +32,8 @@ import torch.nn.functional as F
 
 from tilewright.ops.cross_entropy.op import AHEAD, Options, begin, check_loss, cross_entropy, launch, scale
 from tilewright.ops.cross_entropy.op import reference as loss_of_logits
-from tilewright.ops.linear.op import is_worth_padding, pad
+from tilewright.ops.linear.op import is_worth_padding
+from tilewright.ops.linear.padding import pad
 from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, way_of, without
 from tilewright.plan.cost import linear_cross_entropy as cost
 from tilewright.runtime import cublaslt, dispatch, paths
