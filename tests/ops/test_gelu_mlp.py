@@ -384,7 +384,8 @@ def test_tiles_that_come_after_others_have_the_same_bits(processors, shape, way,
 def test_the_first_thing_that_a_thread_does():
     """Autograd's thread has no context before the runtime has done something in it."""
     code = (
-        "import torch; from tilewright.ops import cublaslt, gelu_mlp; cublaslt.WORTH_CHOOSING = 0\n"
+        "import torch; from tilewright.ops import gelu_mlp; from tilewright.runtime import cublaslt\n"
+        "cublaslt.WORTH_CHOOSING = 0\n"
         "shapes = (256, 64), (192, 64), (64, 192)\n"
         "x, up, down = (torch.randn(s, device='cuda').bfloat16().requires_grad_() for s in shapes)\n"
         "y = gelu_mlp(x, up, None, down); g = torch.randn_like(y)\n"

@@ -184,7 +184,7 @@ def test_an_observer_sees_the_sum():
     observation.begin()
     added(left, right, 2)
     torch.cuda.synchronize()
-    seen = [work for work in observation.end() if work.op.endswith("add_matmul")]
+    seen = [work for work in observation.end() if work.op.endswith("matmul_add")]
     assert sum(work.flops for work in seen) == 2 * 2 * 5056 * 768 * 256 and all(work.seconds > 0 for work in seen)
 
 

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from tilewright.measure import work
 from tilewright.ops.activation.op import bias_gelu
-from tilewright.ops.linear.op import WORTH_PADDING, is_worth_padding, linear
+from tilewright.ops.linear.op import is_worth_padding, linear
 from tilewright.ops.linear.padding import pad, resize
 from tilewright.plan.cost import Cost, matmul
 from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc, paths
@@ -40,6 +40,7 @@ __all__ = ["cost", "fused_gelu_mlp", "gelu_mlp", "reference"]
 
 _NAME = "gelu_mlp"
 HOST_BOUND = 4 * 2**20  # elements between the matmuls up to which PyTorch's own ops run an eager call
+_SMALL = 4e9  # FLOPs of a matmul below which no kernel of ours pays
 _ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 _linear: Any = sys.modules["tilewright.ops.linear.op"]  # the module; its name in the package is the function's
 
@@ -174,7 +175,7 @@ def gelu_mlp(
     True
     """
     _check(x, up, up_bias, down, down_bias, approximate)
-    if 2 * x.numel() * len(up) < WORTH_PADDING:  # nor is any matmul worth a kernel of ours
+    if 2 * x.numel() * len(up) < _SMALL:
         most = HOST_BOUND * x.shape[-1] // max(1, len(up))
         if dispatch.is_host_bound(x, most, up, up_bias, down, down_bias):
             paths.note(_NAME, paths.PYTORCH, paths.why_host_bound(most))

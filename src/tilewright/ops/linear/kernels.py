@@ -71,11 +71,13 @@ def tilewright_linear_resize(
     """Write one tile of `out`: what `x` has there, else zeros. Constants let the compiler see whole vectors."""
     bands: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % bands * BLOCK + tl.arange(0, BLOCK)
-    row = (tl.program_id(0) // bands).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = (row < rows_in)[:, None] & (column < COLUMNS_IN)[None, :]
-    value = tl.load(x + row[:, None] * COLUMNS_IN + column[None, :], there, 0.0)
-    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    tl.store(out + row[:, None] * COLUMNS + column[None, :], value.to(out.dtype.element_ty), inside)
+    top = (tl.program_id(0) // bands).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    there = (row < rows_in - top)[:, None] & (column < COLUMNS_IN)[None, :]
+    value = tl.load(x + top * COLUMNS_IN + (row[:, None] * COLUMNS_IN + column[None, :]), there, 0.0)
+    inside = (row < rows - top)[:, None] & (column < COLUMNS)[None, :]
+    place = out + top * COLUMNS + (row[:, None] * COLUMNS + column[None, :])
+    tl.store(place, value.to(out.dtype.element_ty), inside)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from tilewright.runtime import dispatch
 
 VECTOR = 8  # elements of 16 bits: 16 bytes
-_ELEMENTS = 4096  # of a tile
+_ELEMENTS = 2048  # of a tile
 Tensor = torch.Tensor
 
 
