@@ -459,12 +459,15 @@ def draw(table: dict[str, Op], names: Sequence[str], seed: int, count: int, scal
     for name in names:
         rng, op, left, groups = random.Random(f"{seed} {name}"), table[name], count, []
         always = [shape for shape in op.always if scale == BENCH]
+        seen: list[Case] = []
         while left > 0:
             shape = always.pop(0) if always else op.draw(rng, scale)
             rows = draw_row_counts(rng, op, shape, scale, min(left, op.row_counts))
-            if rows:
-                groups.append([{"op": name, **shape, "rows": each} for each in rows])
-                left -= len(rows)
+            cases = [case for each in rows if (case := {"op": name, **shape, "rows": each}) not in seen]
+            if cases:
+                groups.append(cases)
+                seen += cases
+                left -= len(cases)
         turns.append(groups)
     longest = max(map(len, turns), default=0)
     return [groups[turn] for turn in range(longest) for groups in turns if turn < len(groups)]

@@ -46,7 +46,7 @@ __all__ = ["cost", "linear", "linear_parts", "reference"]
 _ONCE = "linear has no second derivative: leave out create_graph=True, or use torch.nn.functional.linear."
 _DEVICES = ("cuda",)
 _TILE = 192  # rows and columns of a tile of the weight's gradient
-WORTH_PADDING = 2e9  # FLOPs
+WORTH_PADDING = 4e9  # FLOPs
 _SHORT = 2048  # inner dimension up to which a bias is better added by a kernel of ours, as far as was measured
 
 Tensor = torch.Tensor
@@ -354,7 +354,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ``(..., out)`` in the dtype of the matmul.
 
     cuBLASLt computes bfloat16 and float16 on a GPU where ``in`` and ``out`` are multiples of 8 and the matmul has at
-    least 20 GFLOP; everything else is plain PyTorch. Where they are no multiples of 8, and the matmul has at least 2
+    least 20 GFLOP; everything else is plain PyTorch. Where they are no multiples of 8, and the matmul has at least 4
     GFLOP, zeros are added up to the next one: what cuBLAS has for such sizes is several times as slow.
 
     >>> import torch
