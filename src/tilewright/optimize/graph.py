@@ -152,11 +152,11 @@ def ancestors(node: Node, most: int, follow: Callable[[Node], bool]) -> list[Nod
     while stack and len(found) < most:
         step = stack.pop(0)
         for each in step.all_input_nodes:
-            if each not in found and tensor_of(each) is not None:
+            if each not in found:
                 found[each] = None
                 if follow(each):
                     stack.append(each)
-    return list(found)
+    return [each for each in found if tensor_of(each) is not None]
 
 
 def chain(node: Node, follow: Callable[[Node], bool]) -> list[Node]:

@@ -99,19 +99,20 @@ def _head(loss: Loss) -> _Head | str:
             if len(g.shape_of(hidden) or ()) not in (2, 3, 4):
                 return "the head's input has too many dimensions"
             return _Head(hidden, weight, bias, slices[::-1], caps, between)
+        cap = _cap(node)
         source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        if source is None:
+        if cap is not None:
+            caps.append(cap[1])
+            node = cap[0]
+        elif source is None:
             break
-        if g.is_cast(node) or g.calls(node, *g.CONTIGUOUS) or (g.calls(node, *_FLAT) and _keeps_classes(node, source)):
+        elif g.is_cast(node) or g.calls(node, *g.CONTIGUOUS) or (g.calls(node, *_FLAT) and _keeps_classes(node, source)):
             node = source
         elif g.calls(node, operator.getitem) and _keeps_all_classes(node.args[1], source):
             if len(g.shape_of(node) or ()) != len(g.shape_of(source) or ()):
                 return "it takes one position of the logits alone"
             slices.append(node.args[1])
             node = source
-        elif (cap := _cap(node)) is not None:
-            caps.append(cap[1])
-            node = cap[0]
         else:
             break
         if len(caps) > 1:

@@ -38,6 +38,7 @@ class Found:
     out: Node
     vectors: tuple[Node, ...]
     epsilons: tuple[float, ...]
+    is_guess: bool = False  # there is another one around the same root, which begins later
 
     def formulas(self) -> Iterator[tuple[dict[str, Any], tuple[Node | None, Node | None], str]]:
         """What it may be: options of `dropout_add_norm`, weight and bias, and words for it; the likeliest first."""
@@ -55,22 +56,17 @@ class Found:
 
 
 def norms(view: View) -> Iterator[Found | Declined]:
-    """Every norm of a graph that somebody reads."""
-    taken = set[Node]()
+    """Every norm of a graph that somebody reads; where it is not clear what one takes, each that may be, widest first."""
     for node in view.graph.nodes:
-        if node in taken:
-            continue
         if g.calls(node, *_NORMS):
-            found: Found | Declined | None = _of_function(node)
+            found: Iterator[Found | Declined] = _of_function(node)
         elif g.calls(node, *_ROOTS) and _is_root(node):
             found = _of_root(node)
         else:
             continue
-        if found is None or (isinstance(found, Found) and (not found.out.users or found.out in taken)):
-            continue
-        if isinstance(found, Found):
-            taken.add(found.out)
-        yield found
+        for each in found:
+            if isinstance(each, Declined) or each.out.users:
+                yield each
 
 
 def _is_root(node: Node) -> bool:
@@ -81,31 +77,33 @@ def _is_root(node: Node) -> bool:
     return not g.calls(node, *g.POWS) or (len(node.args) > 1 and node.args[1] in (0.5, -0.5))
 
 
-def _of_function(node: Node) -> Found | Declined | None:
+def _of_function(node: Node) -> Iterator[Found | Declined]:
     if not node.users:
-        return None
+        return
     names = ("input", "normalized_shape", "weight", "bias", "eps")
     if g.calls(node, F.rms_norm, torch.rms_norm):
         names = ("input", "normalized_shape", "weight", "eps")
     given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     x, shape = given["input"], g.shape_of(given["input"])
     if shape is None or len(given["normalized_shape"]) != 1 or not g.is_float(x):
-        return Declined(node, "it norms more than the last dimension")
+        yield Declined(node, "it norms more than the last dimension")
+        return
     eps = given.get("eps")
     if eps is None:
         eps = torch.finfo(g.tensor_of(x).dtype).eps if "bias" not in names else 1e-5  # type: ignore[union-attr]
     vectors = tuple(each for each in (given.get("weight"), given.get("bias")) if isinstance(each, Node))
-    return Found(node, g.before_casts(x), node, vectors, (float(eps),))
+    yield Found(node, g.before_casts(x), node, vectors, (float(eps),))
 
 
-def _of_root(node: Node) -> Found | Declined | None:
-    """The norm around a reciprocal root: try where it may begin and end, the widest region first."""
+def _of_root(node: Node) -> Iterator[Found | Declined]:
+    """The norms that may be around a root: the longest, by each tensor that it may begin with."""
     sources = [
         each for each in g.ancestors(node, 24, lambda step: g.calls(step, *_BACK))
         if g.is_float(each) and (g.shape_of(each) or (1,))[-1] != 1 and each.op != "get_attr"
     ]  # fmt: skip
     ends = _ends(node)
     for out in reversed(ends):
+        found = dict[Node, Found]()
         for x in sources:
             if not g.is_same_shape(x, out):
                 continue
@@ -113,8 +111,12 @@ def _of_root(node: Node) -> Found | Declined | None:
             site = g.region([out], [x])
             if site is None or not all(_is_vector(each, x) for each in site.others) or len(site.others) > 2:
                 continue
-            return Found(node, x, out, site.others, _epsilons(site.nodes))
-    return Declined(node, "no region around it depends on one tensor and vectors alone") if ends and sources else None
+            found[x] = Found(node, x, out, site.others, _epsilons(site.nodes), is_guess=bool(found))
+        if found:
+            yield from reversed(found.values())
+            return
+    if ends and sources:
+        yield Declined(node, "no region around it depends on one tensor and vectors alone")
 
 
 def _ends(node: Node) -> list[Node]:
@@ -181,7 +183,7 @@ def _find(view: View) -> Iterator[Candidate | Declined]:
             )
             for options, vectors, words in found.formulas()
         )  # fmt: skip
-        yield Candidate(found.anchor, (found.out,), choices)
+        yield Candidate(found.anchor, (found.out,), choices, is_guess=found.is_guess)
 
 
 RULE = Rule("norm", "LayerNorm and RMSNorm in one pass", _find)
