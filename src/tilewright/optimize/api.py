@@ -73,7 +73,9 @@ def optimize(
 
 
 @contextlib.contextmanager
-def optimized(model: nn.Module, batch: Any = None, rules: Sequence[str] | str | None = None, **options: Any) -> Iterator[Report]:
+def optimized(
+    model: nn.Module, batch: Any = None, rules: Sequence[str] | str | None = None, **options: Any
+) -> Iterator[Report]:
     """A model is optimized inside of the context, and as it was behind it.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16))

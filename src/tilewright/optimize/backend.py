@@ -145,5 +145,7 @@ def tilewright_backend(
     given = dict(options or {})
     unknown = set(given) - {"rules", "mode"}
     if unknown:
-        raise ValueError(f"backend tilewright: the options {', '.join(sorted(unknown))} are not known; give rules, mode.")
+        raise ValueError(
+            f"backend tilewright: the options {', '.join(sorted(unknown))} are not known; give rules, mode."
+        )
     return Backend(chosen(given.get("rules")), given.get("mode") or mode or "default")(module, inputs)

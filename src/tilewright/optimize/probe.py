@@ -8,8 +8,7 @@ Dropout is left out of both: what it does is known by its name.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -183,7 +182,3 @@ def _keeps_kind(node: Node) -> bool:
     if source is None or result is None:
         return False
     return is_float(node) == source.is_floating_point() and (is_float(node) or source.dtype == result.dtype)
-
-
-
-

@@ -72,7 +72,7 @@ def rewrite(module: GraphModule, rules: Iterable[Rule], device: str, start: g.St
 
 def _is_impure(node: Node) -> bool:
     """Whether a node must stay although nobody reads it: it writes, or changes the state of what follows."""
-    if node.op in ("placeholder", "output") or g.tensor_of(node) is None and not _is_tuple(node):
+    if node.op in ("placeholder", "output") or (g.tensor_of(node) is None and not _is_tuple(node)):
         return True
     return g.writes_in_place(node) or node.is_impure() or _draws(node)
 
@@ -187,7 +187,13 @@ def _deferral(body: GraphModule, found: Candidate, choice: Choice, node: Node, d
         done.outputs = len(values)
     inputs = [each for each in choice.inputs[:3] if each is not None]
     site, tensor = g.region([node], inputs), g.tensor_of(node)
-    if site is None or site.others or tensor is None or values.count(node) != 1 or node.users.keys() - set(site.nodes) == {}:
+    if (
+        site is None
+        or site.others
+        or tensor is None
+        or values.count(node) != 1
+        or node.users.keys() - set(site.nodes) == {}
+    ):
         return None
     lead = g.shape_of(inputs[0])
     if lead is None or list(map(str, lead[:-1])) != list(map(str, tensor.shape[:-1])):

@@ -8,7 +8,7 @@ from typing import Any
 from tilewright.optimize.report import Report
 
 
-def TilewrightCallback(rules: Sequence[str] | str | None = None, *, compile: str = "none") -> Any:  # noqa: N802
+def TilewrightCallback(rules: Sequence[str] | str | None = None, *, compile: str = "none") -> Any:
     """A `transformers.TrainerCallback` that optimizes the model when training begins, and undoes it at the end.
 
     Args:

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from tilewright.errors import UserError
 from tilewright.optimize.rule import Rule
 from tilewright.optimize.rules import (
-    add_norm, attention, cross_entropy, embedding, gelu, glu, linear, linear_cross_entropy, norm, rope,
+    add_norm,
+    attention,
+    cross_entropy,
+    embedding,
+    gelu,
+    glu,
+    linear,
+    linear_cross_entropy,
+    norm,
+    rope,
 )  # fmt: skip
 
 ALL: dict[str, Rule] = {

@@ -39,7 +39,9 @@ def _find(view: View) -> Iterator[Candidate | Declined]:
         summed = _sum(found.x)
         if summed is None:
             continue
-        yield Candidate(found.anchor, (found.out, found.x), tuple(_choices(found, summed, view)), is_guess=found.is_guess)
+        yield Candidate(
+            found.anchor, (found.out, found.x), tuple(_choices(found, summed, view)), is_guess=found.is_guess
+        )
 
 
 def _choices(found: Found, summed: _Sum, view: View) -> Iterator[Choice]:

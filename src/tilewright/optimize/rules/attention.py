@@ -27,7 +27,9 @@ def _find(view: View) -> Iterator[Candidate | Declined]:
         scale = given.get("scale")
         if not given.get("is_causal") or given.get("attn_mask") is not None or given.get("dropout_p", 0.0):
             yield Declined(node, "the kernel takes causal attention without a mask and dropout")
-        elif q.dim() != 4 or q.shape[-1] != HEAD or q.dtype != torch.bfloat16 or q.shape != k.shape or k.shape != v.shape:
+        elif (
+            q.dim() != 4 or q.shape[-1] != HEAD or q.dtype != torch.bfloat16 or q.shape != k.shape or k.shape != v.shape
+        ):
             yield Declined(node, f"the kernel takes bfloat16 and heads of {HEAD}, as many of keys as of queries")
         elif not isinstance(q.shape[2], int) or q.shape[2] % BLOCK:
             yield Declined(node, f"the kernel takes sequences of a multiple of {BLOCK}")

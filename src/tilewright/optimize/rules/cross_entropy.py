@@ -75,7 +75,11 @@ def _find(view: View) -> Iterator[Candidate | Declined]:
 
         def sample(generator: torch.Generator, loss: Loss = loss) -> list[Tensor | None]:
             logits = torch.randn((7, loss.classes), generator=generator, dtype=torch.float64)
-            return [logits, targets_like(7, loss, loss.classes, generator), class_weights(loss, loss.classes, generator)]
+            return [
+                logits,
+                targets_like(7, loss, loss.classes, generator),
+                class_weights(loss, loss.classes, generator),
+            ]
 
         choice = Choice(
             loss_of_logits, (logits, loss.targets, loss.class_weight), {**loss.options, "out_dtype": loss.dtype}, words,

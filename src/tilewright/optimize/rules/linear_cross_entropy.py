@@ -106,7 +106,9 @@ def _head(loss: Loss) -> _Head | str:
             node = cap[0]
         elif source is None:
             break
-        elif g.is_cast(node) or g.calls(node, *g.CONTIGUOUS) or (g.calls(node, *_FLAT) and _keeps_classes(node, source)):
+        elif (
+            g.is_cast(node) or g.calls(node, *g.CONTIGUOUS) or (g.calls(node, *_FLAT) and _keeps_classes(node, source))
+        ):
             node = source
         elif g.calls(node, operator.getitem) and _keeps_all_classes(node.args[1], source):
             if len(g.shape_of(node) or ()) != len(g.shape_of(source) or ()):

@@ -145,7 +145,9 @@ def _epsilons(nodes: Sequence[Node]) -> tuple[float, ...]:
     return (*found, 0.0)
 
 
-def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, out_dtype: torch.dtype | None, **options: Any) -> Tensor:
+def norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, out_dtype: torch.dtype | None, **options: Any
+) -> Tensor:
     """The norm alone, in the dtype that the site has."""
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         bias = bias.to(weight.dtype)

@@ -53,7 +53,11 @@ def _find(view: View) -> Iterator[Candidate | Declined]:
 def _sites(view: View) -> Iterator[_Rotated]:
     taken = set[Node]()
     for node in view.graph.nodes:
-        if g.calls(node, torch.cat, torch.concat, torch.stack) and len(g.shape_of(node) or ()) >= 4 and g.is_float(node):
+        if (
+            g.calls(node, torch.cat, torch.concat, torch.stack)
+            and len(g.shape_of(node) or ()) >= 4
+            and g.is_float(node)
+        ):
             found = _around(node)
             if found is not None and found.out not in taken and found.out.users:
                 taken.add(found.out)
@@ -198,7 +202,9 @@ def _sample(shapes: Any, rows: int, layouts: set[str], generator: torch.Generato
         if x is None:
             found.append(None)
             continue
-        shape = (batch, sizes[name], positions, x.shape[-1]) if rows == 2 else (batch, positions, sizes[name], x.shape[-1])
+        shape = (
+            (batch, sizes[name], positions, x.shape[-1]) if rows == 2 else (batch, positions, sizes[name], x.shape[-1])
+        )
         found.append(torch.randn(shape, generator=generator, dtype=torch.float64))
     lead = [size if isinstance(size, int) and size == 1 else batch for size in cos.shape[:-1]]
     lead[rows - 4 + cos.dim()] = positions
