@@ -148,7 +148,7 @@ class Call:
         return None
 
 
-@torch._dynamo.assume_constant_result
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _say_outer() -> bool:
     log.warning("%s", _OUTER)
     return True

@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PROPERTIES = (
+    "shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_quantized", "is_meta", "itemsize",
+    "nbytes",
+)  # fmt: skip
+# What is answered without computing anything.
 _KNOWN = {
-    torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__,
-    torch.Tensor.ndim.__get__, torch.Tensor.is_cuda.__get__, torch.Tensor.layout.__get__,
-    torch.Tensor.is_sparse.__get__, torch.Tensor.is_quantized.__get__, torch.Tensor.is_meta.__get__,
-    torch.Tensor.itemsize.__get__, torch.Tensor.nbytes.__get__,
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__,
-    torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.get_device,
-    torch.Tensor.__hash__,
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex,
+    Tensor.element_size, Tensor.get_device, Tensor.__hash__,
 }  # fmt: skip
+_REQUIRES_GRAD = getattr(Tensor, "requires_grad").__get__  # noqa: B009
 _LAZY = {  # they give another tensor of the same shape, and are as lazy as their input
-    torch.Tensor.float: torch.float32, torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16,
-    torch.Tensor.double: torch.float64,
+    Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16,
+    Tensor.double: torch.float64,
 }  # fmt: skip
 
 
@@ -32,7 +34,7 @@ class DeferredTensor(Tensor):
 
     Args:
         make: computes it, differentiably, under the grad mode and autocast of when it was deferred.
-        inputs: what `make` takes. An input that is written to before the tensor is read is an error, not a wrong number.
+        inputs: what `make` takes. One that is written to before the tensor is read is an error, not a wrong number.
         shape, dtype: what it will have.
 
     >>> x = torch.ones(2, 3, requires_grad=True)
@@ -43,13 +45,16 @@ class DeferredTensor(Tensor):
 
     _make: Callable[..., Tensor]
     _inputs: list[Tensor]
+    _versions: list[int]  # of the inputs, when the tensor was deferred
+    _wants_gradient: bool
+    _autocast: list[tuple[str, torch.dtype, bool]]
     _made: Tensor | None
 
     @staticmethod
     def of(make: Callable[..., Tensor], inputs: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
         """A tensor of this shape and dtype that `make(*inputs)` computes later."""
         device = inputs[0].device
-        found = Tensor._make_wrapper_subclass(DeferredTensor, tuple(shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
+        found: Any = Tensor._make_wrapper_subclass(DeferredTensor, tuple(shape), dtype=dtype, device=device)
         found._make, found._inputs, found._made = make, list(inputs), None
         found._versions = [each._version for each in inputs]
         found._wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
@@ -65,13 +70,13 @@ class DeferredTensor(Tensor):
     def compute(self) -> Tensor:
         """The tensor itself, computed once."""
         if self._made is None:
-            if [each._version for each in self._inputs] != self._versions:  # type: ignore[attr-defined]
+            if [each._version for each in self._inputs] != self._versions:
                 raise RuntimeError(
                     "The logits were not computed with the loss, and the weights they come from have changed since; "
                     "read them before optimizer.step(), or optimize without the rule linear_cross_entropy."
                 )
-            with torch.set_grad_enabled(self._wants_gradient):  # type: ignore[attr-defined]
-                contexts = [torch.autocast(kind, dtype, on) for kind, dtype, on in self._autocast]  # type: ignore[attr-defined]
+            with torch.set_grad_enabled(self._wants_gradient):
+                contexts = [torch.autocast(kind, dtype, on) for kind, dtype, on in self._autocast]
                 for context in contexts:
                     context.__enter__()
                 try:
@@ -88,17 +93,17 @@ class DeferredTensor(Tensor):
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is torch.Tensor.requires_grad.__get__:
+        if func is _REQUIRES_GRAD:
             return args[0]._wants_gradient
         dtype = _LAZY.get(func)
-        if func is torch.Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
+        if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
             dtype = args[1]
         if dtype is not None and isinstance(args[0], cls) and not args[0].is_computed:
             return args[0]._cast(dtype)
         return func(*_computed(args), **_computed(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*_computed(args), **_computed(kwargs or {}))
 
     def _cast(self, dtype: torch.dtype) -> Any:

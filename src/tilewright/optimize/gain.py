@@ -124,12 +124,12 @@ class _Steps:
     def close(self, keep_gradients: bool) -> None:
         """Leave the model as it was: gradients, buffers, random numbers, and nobody in the place of its call."""
         self.model._compiled_call_impl = None
-        for name, each in self.model.named_parameters():
-            each.grad = self.gradients.get(name)
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = self.gradients.get(name)
         with torch.no_grad():
-            for name, each in self.model.named_buffers():
-                if name in self.buffers and each.shape == self.buffers[name].shape:
-                    each.copy_(self.buffers[name])
+            for name, buffer in self.model.named_buffers():
+                if name in self.buffers and buffer.shape == self.buffers[name].shape:
+                    buffer.copy_(self.buffers[name])
         torch.random.set_rng_state(self.random[0])
         for state in self.random[1]:
             torch.cuda.set_rng_state(state, self.device)
@@ -141,8 +141,7 @@ class _Steps:
         loss = _loss(output)
         if loss.requires_grad:
             loss.backward()
-        for each in self.model.parameters():
-            each.grad = None
+        self.model.zero_grad(set_to_none=True)
 
     def _timed(self) -> float:
         if self.device.type == "cuda":
@@ -182,7 +181,7 @@ def _loss(output: Any) -> torch.Tensor:
         return scalar
     if not tensors:
         raise UserError(
-            f"The model returned {type(output).__name__} without a tensor of floats; give a batch with labels, or let it "
-            "return its loss."
+            f"The model returned {type(output).__name__} without a tensor of floats; give a batch with labels, or let "
+            "it return its loss."
         )
     return tensors[0].float().square().mean()

@@ -107,7 +107,7 @@ class Report:
         if self.site_times:
             lines += ["", "one site, forward and backward:"]
             lines += [
-                f"  {each.rule}, {each.detail}: {each.before * 1e6:,.0f} -> {each.after * 1e6:,.0f} us, {each.count} of them"
+                f"  {each.count:>4} x {each.rule}, {each.detail}: {each.before * 1e6:,.0f} to {each.after * 1e6:,.0f} us"
                 for each in self.site_times
             ]
         lines += [*([""] if self.notes else []), *self.notes]

@@ -130,6 +130,8 @@ def _choose(found: Candidate, state: dict[Node, g.State]) -> tuple[str, Choice |
 def _obstacle(found: Candidate, choice: Choice, state: dict[Node, g.State]) -> str:
     """Why a call cannot take the place of the site whatever it computes; nothing where it can."""
     inputs = [each for each in choice.inputs if each is not None]
+    if len(set(inputs)) < len(inputs):
+        return "it takes one tensor twice"
     for each in inputs:
         tensor = g.tensor_of(each)
         if tensor is None:
@@ -137,6 +139,9 @@ def _obstacle(found: Candidate, choice: Choice, state: dict[Node, g.State]) -> s
         kind = type(tensor)
         if kind not in PLAIN and kind.__name__ != "FakeTensor":
             return f"its weights are {kind.__name__}s"
+    learned = (g.tensor_of(choice.inputs[index]) for index in choice.constants)
+    if any(each is not None and each.requires_grad for each in learned):
+        return "what it takes as constant, a table or a class's weight, has a gradient"
     site = g.region(found.outputs, inputs)
     if site is None:
         return "the site is too large"
@@ -187,13 +192,7 @@ def _deferral(body: GraphModule, found: Candidate, choice: Choice, node: Node, d
         done.outputs = len(values)
     inputs = [each for each in choice.inputs[:3] if each is not None]
     site, tensor = g.region([node], inputs), g.tensor_of(node)
-    if (
-        site is None
-        or site.others
-        or tensor is None
-        or values.count(node) != 1
-        or node.users.keys() - set(site.nodes) == {}
-    ):
+    if site is None or site.others or tensor is None or values.count(node) != 1:
         return None
     lead = g.shape_of(inputs[0])
     if lead is None or list(map(str, lead[:-1])) != list(map(str, tensor.shape[:-1])):

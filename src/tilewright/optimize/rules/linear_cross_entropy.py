@@ -94,7 +94,7 @@ def _head(loss: Loss) -> _Head | str:
     for _ in range(16):
         between.append(node)
         if g.calls(node, F.linear, torch._C._nn.linear):
-            given = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
+            given: dict[str, Any] = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
             hidden, weight, bias = given["input"], given["weight"], given.get("bias")
             if len(g.shape_of(hidden) or ()) not in (2, 3, 4):
                 return "the head's input has too many dimensions"

@@ -56,7 +56,7 @@ class Found:
 
 
 def norms(view: View) -> Iterator[Found | Declined]:
-    """Every norm of a graph that somebody reads; where it is not clear what one takes, each that may be, widest first."""
+    """Every norm of a graph that somebody reads; where what it takes is not clear, each that may be, widest first."""
     for node in view.graph.nodes:
         if g.calls(node, *_NORMS):
             found: Iterator[Found | Declined] = _of_function(node)
@@ -80,7 +80,7 @@ def _is_root(node: Node) -> bool:
 def _of_function(node: Node) -> Iterator[Found | Declined]:
     if not node.users:
         return
-    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    names: tuple[str, ...] = ("input", "normalized_shape", "weight", "bias", "eps")
     if g.calls(node, F.rms_norm, torch.rms_norm):
         names = ("input", "normalized_shape", "weight", "eps")
     given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -123,12 +123,18 @@ def _ends(node: Node) -> list[Node]:
     """The results behind a root that may be the norm's, nearest first."""
     found, step = list[Node](), node
     while len(step.users) == 1 and g.calls(user := next(iter(step.users)), *_FORTH, torch.reciprocal, "reciprocal"):
+        if found and any(each is not step and not _is_one_row(each) for each in user.all_input_nodes):
+            break  # it adds, or multiplies by, more than a vector
         if (g.shape_of(user) or (1,))[-1] != 1:
             found.append(user)
         step = user
         if len(found) > 6:
             break
     return found
+
+
+def _is_one_row(node: Node) -> bool:
+    return all(isinstance(size, int) and size == 1 for size in (g.shape_of(node) or ())[:-1])
 
 
 def _is_vector(node: Node, x: Node) -> bool:
@@ -165,8 +171,8 @@ def out_dtype(out: Node, view: View) -> torch.dtype:
 
 def is_of_width(node: Node) -> bool:
     """Whether the kernels take rows of this width."""
-    shape = g.shape_of(node)
-    return bool(shape) and isinstance(shape[-1], int) and 1 <= shape[-1] <= WIDEST
+    shape = g.shape_of(node) or (0,)
+    return isinstance(shape[-1], int) and 1 <= shape[-1] <= WIDEST
 
 
 def _find(view: View) -> Iterator[Candidate | Declined]:

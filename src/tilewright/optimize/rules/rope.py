@@ -21,7 +21,8 @@ from tilewright.optimize import graph as g
 from tilewright.optimize.rule import Candidate, Choice, Declined, Rule, View
 
 _NEGATED = (operator.neg, torch.neg, "neg")
-_SPLITS = (operator.getitem, "chunk", torch.chunk, "split", torch.split, "unbind", torch.unbind, *g.VIEWS)
+_FLAT = ("flatten", torch.flatten, "view", "reshape", "contiguous", "unsqueeze", "squeeze")
+_SPLITS = (operator.getitem, "chunk", torch.chunk, "split", torch.split, "unbind", torch.unbind, *_FLAT)
 _INNER = (*_SPLITS, *_NEGATED, *g.MULS, *g.ADDS, *g.SUBS, torch.cat, torch.stack, *g.CASTS, torch.flatten)
 _TABLE_STEPS = (
     *g.CASTS, *g.MULS, "unsqueeze", "cos", "sin", torch.cos, torch.sin, operator.getitem, "expand", "view", "reshape",
@@ -88,7 +89,8 @@ def _tables(x: Node, out: Node) -> tuple[Node, Node] | None:
         if node not in depends:
             depends[node] = False
             if depth and g.calls(node, *_INNER):
-                depends[node] = any([reaches(each, depth - 1) for each in node.all_input_nodes])
+                reached = [reaches(each, depth - 1) for each in node.all_input_nodes]  # all of them are visited
+                depends[node] = any(reached)
         return depends[node]
 
     if not reaches(out, 10):
