@@ -101,11 +101,12 @@ CASES: dict[str, tuple[Callable[[_Model, Tensor], Tensor], str]] = {
         lambda m, x: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5) * m.w + m.b, "",
     ),
     "biased variance": (
-        lambda m, x: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5), "norm",
+        lambda m, x: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5),
+        "norm",
     ),
     "eps outside of the root": (lambda m, x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-3) * m.w, ""),
     "norm of the cube": (lambda m, x: x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + 1e-6), ""),
-    "scaled by another tensor's root": (lambda m, x: m.out(x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), ""),
+    "another tensor's root": (lambda m, x: m.out(x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), ""),
     "two minus weight": (lambda m, x: _rms(x) * (2 - m.w), ""),
     "weight before the norm": (lambda m, x: _rms(x * m.w), "norm"),
     "one norm's weight in two": (lambda m, x: _rms(_rms(x) * m.w + m.out(x)) * m.w, "add_norm, norm"),
@@ -152,9 +153,8 @@ def _step(model: _Model, x: Tensor) -> tuple[list[Tensor], Tensor]:
 
 def _error(found: list[Tensor], truth: list[Tensor]) -> list[float]:
     size = max(each.norm().item() for each in truth)
-    return [
-        ((a.double() - b).norm() / max(b.norm().item(), 1e-3 * size)).item() for a, b in zip(found, truth, strict=True)
-    ]
+    pairs = zip(found, truth, strict=True)
+    return [((ours.double() - true).norm() / max(true.norm().item(), 1e-3 * size)).item() for ours, true in pairs]
 
 
 @pytest.mark.parametrize("name", CASES)

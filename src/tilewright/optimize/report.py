@@ -106,10 +106,7 @@ class Report:
             lines += [f"  {_gain(each)}" for each in self.gains]
         if self.site_times:
             lines += ["", "one site, forward and backward:"]
-            lines += [
-                f"  {each.count:>4} x {each.rule}, {each.detail}: {each.before * 1e6:,.0f} to {each.after * 1e6:,.0f} us"
-                for each in self.site_times
-            ]
+            lines += [f"  {_time(each)}" for each in self.site_times]
         lines += [*([""] if self.notes else []), *self.notes]
         lines += [f"The rules could not be applied to a graph: {each}" for each in self.captured.failures]
         return "\n".join(lines)
@@ -150,6 +147,10 @@ def _gain(gain: Gain) -> str:
     memory = "" if gain.bytes is None else f", {gain.bytes / 1e9:+.2f} GB"
     kept = "kept" if gain.kept else "undone: it gives nothing beyond the spread"
     return f"{gain.rule}: {gain.seconds * 1e3:+.2f} ms (spread {gain.spread * 1e3:.2f}){memory}, {kept}"
+
+
+def _time(each: SiteTime) -> str:
+    return f"{each.count} x {each.rule}, {each.detail}: {each.before * 1e6:,.0f} -> {each.after * 1e6:,.0f} us"
 
 
 def _grouped(sites: Sequence[Site]) -> list[tuple[int, str, str, str]]:
