@@ -11,7 +11,7 @@ from tilewright.cli import train
 from tilewright.cli.output import ProgressConsole
 from tilewright.cli.tune import _Progress
 from tilewright.train.configuration import read
-from tilewright.tune.record import Measurement, Record
+from tilewright.tune.store.record import Measurement, Record
 
 MAIN = "from tilewright.cli.main import main; main()"
 PLAN = ("plan", "flops", "7b")

@@ -19,19 +19,22 @@ import tilewright
 from slowness import soon
 from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict, read
-from tilewright.tune import cache, jobs, pace, study
-from tilewright.tune import storage as storages
-from tilewright.tune.answer import Answer, Proof
-from tilewright.tune.choose import CONFIRMATION
-from tilewright.tune.jobs import probe
-from tilewright.tune.process import Ended
-from tilewright.tune.record import Measurement, Record
-from tilewright.tune.report import page
-from tilewright.tune.reread import float32_losses, note_of, reread
+from tilewright.tune import study
+from tilewright.tune.report.answer import Answer, Proof
+from tilewright.tune.report.page import page
+from tilewright.tune.report.reread import float32_losses, note_of, reread
+from tilewright.tune.search import pace
+from tilewright.tune.search.choose import CONFIRMATION
+from tilewright.tune.search.space import key, open_space
 from tilewright.tune.settings import Settings, Shown
-from tilewright.tune.space import key, open_space
-from tilewright.tune.storage import StorageLost
+from tilewright.tune.store import cache
+from tilewright.tune.store import storage as storages
+from tilewright.tune.store.record import Measurement, Record
+from tilewright.tune.store.storage import StorageLost
 from tilewright.tune.study import REFERENCE_EVERY, run
+from tilewright.tune.worker import jobs
+from tilewright.tune.worker.jobs import probe
+from tilewright.tune.worker.process import Ended
 from tune import light_child
 
 RULE = {

@@ -9,14 +9,16 @@ import pytest
 
 from tilewright.train.config import COMPILE
 from tilewright.train.configuration import read
-from tilewright.tune import jobs, pace, study
-from tilewright.tune.choose import confirmed
-from tilewright.tune.predict import predict as predict_anew
-from tilewright.tune.process import Ended
-from tilewright.tune.search import Search
+from tilewright.tune import study
+from tilewright.tune.search import pace
+from tilewright.tune.search.choose import confirmed
+from tilewright.tune.search.predict import predict as predict_anew
+from tilewright.tune.search.search import Search
+from tilewright.tune.search.space import key, open_space
 from tilewright.tune.settings import Settings
-from tilewright.tune.space import key, open_space
 from tilewright.tune.study import run
+from tilewright.tune.worker import jobs
+from tilewright.tune.worker.process import Ended
 
 MACHINE = {
     "machine": {"gpu": {"name": "NVIDIA H200"}, "torch": "2.11", "triton": "3.6"}, "device": "cuda",

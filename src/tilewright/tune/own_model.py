@@ -326,7 +326,7 @@ def check_step(own: Own, config: Train) -> None:
 
     Nothing is compiled or recorded. A step that runs out of memory is no refusal: a smaller micro batch may fit.
     """
-    from tilewright.tune.trial import outcome_of
+    from tilewright.tune.worker.trial import outcome_of
 
     plain = dataclasses.replace(
         config, steps=1, profile=False, compile="none", cuda_graphs=False,

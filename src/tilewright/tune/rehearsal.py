@@ -17,9 +17,9 @@ from tilewright import hardware
 from tilewright.hardware import COPY_SHARE, Accelerator
 from tilewright.plan.decoder import from_gpt
 from tilewright.train.configuration import Configuration
-from tilewright.tune.predict import misfit, predict
-from tilewright.tune.search import Search
-from tilewright.tune.space import Point, Space, open_space
+from tilewright.tune.search.predict import misfit, predict
+from tilewright.tune.search.search import Search
+from tilewright.tune.search.space import Point, Space, open_space
 
 DEFAULT_GPU = "H100-SXM5"
 # Seconds of a launch and of the shortest kernel, as probes of H200 machines measured them: results/h200/tune_*.json.

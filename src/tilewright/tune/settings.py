@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewright.tune.process import TRIAL
-from tilewright.tune.record import Prediction, Record
-from tilewright.tune.space import Point, Space
+from tilewright.tune.search.space import Point, Space
+from tilewright.tune.store.record import Prediction, Record
+from tilewright.tune.worker.process import TRIAL
 
 
 @dataclass(frozen=True)

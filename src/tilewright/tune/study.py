@@ -31,21 +31,21 @@ from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.plan.decoder import from_gpt
 from tilewright.train.signals import Signals
-from tilewright.tune import forkserver
-from tilewright.tune.answer import VERDICTS, Answer, Proof, answered, first_step, write_best
-from tilewright.tune.choose import CONFIRMATION, NOISE, best_of, confirmed, doubted
-from tilewright.tune.drift import corrected, first_reference
-from tilewright.tune.jobs import Jobs
-from tilewright.tune.ledger import Claim, Ledger, StorageLost
-from tilewright.tune.pace import OPTIMIZED, Pace, kind_of
-from tilewright.tune.predict import misfit, predict
-from tilewright.tune.prove import float32
-from tilewright.tune.record import Prediction, Record
-from tilewright.tune.reread import float32_losses, note_of, proved
-from tilewright.tune.search import Search
+from tilewright.tune.proof.prove import float32
+from tilewright.tune.proof.verdict import at_its_own_size
+from tilewright.tune.report.answer import VERDICTS, Answer, Proof, answered, first_step, write_best
+from tilewright.tune.report.reread import float32_losses, note_of, proved
+from tilewright.tune.search.choose import CONFIRMATION, NOISE, best_of, confirmed, doubted
+from tilewright.tune.search.drift import corrected, first_reference
+from tilewright.tune.search.pace import OPTIMIZED, Pace, kind_of
+from tilewright.tune.search.predict import misfit, predict
+from tilewright.tune.search.search import Search
+from tilewright.tune.search.space import Point, Space, key
 from tilewright.tune.settings import Settings, Shown
-from tilewright.tune.space import Point, Space, key
-from tilewright.tune.verdict import at_its_own_size
+from tilewright.tune.store.ledger import Claim, Ledger, StorageLost
+from tilewright.tune.store.record import Prediction, Record
+from tilewright.tune.worker import forkserver
+from tilewright.tune.worker.jobs import Jobs
 
 _SEARCH = 0.5  # of the time, at least, is for searching, whatever comes after it would take
 REFERENCE_EVERY = 5  # the baseline is every fifth of the trials
