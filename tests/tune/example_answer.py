@@ -8,8 +8,9 @@ from typing import Any
 
 from tilewright.measure.profile import CATEGORIES, Gap, Kernel, Piece, Spent, StepProfile
 from tilewright.train.config import Model, Train
-from tilewright.tune.report.answer import Ablation, Answer, Layer, Proof
+from tilewright.tune.report.answer import Ablation, Answer
 from tilewright.tune.search.space import Point, label
+from tilewright.tune.store.proof import Layer, Proof
 from tilewright.tune.store.record import OUTCOMES, Difference, Measurement, Prediction, Record
 
 CANARY = "window.canary=1"

@@ -16,11 +16,10 @@ from tilewright.train.configuration import read
 from tilewright.tune.report.answer import Answer
 from tilewright.tune.report.reread import reread
 from tilewright.tune.search.space import open_space
-from tilewright.tune.settings import Settings
+from tilewright.tune.settings import TRIAL, Settings
 from tilewright.tune.store.storage import in_folder
 from tilewright.tune.study import run
 from tilewright.tune.worker import jobs
-from tilewright.tune.worker.process import TRIAL
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SILENCE = 10.0  # seconds; to import torch, and to begin with a GPU, takes some of them

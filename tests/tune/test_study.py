@@ -20,16 +20,17 @@ from slowness import soon
 from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict, read
 from tilewright.tune import study
-from tilewright.tune.report.answer import Answer, Proof
+from tilewright.tune.report.answer import Answer
 from tilewright.tune.report.page import page
-from tilewright.tune.report.reread import float32_losses, note_of, reread
+from tilewright.tune.report.reread import reread
 from tilewright.tune.search import pace
-from tilewright.tune.search.choose import CONFIRMATION
-from tilewright.tune.search.space import key, open_space
+from tilewright.tune.search.space import open_space
+from tilewright.tune.search.standard import float32_losses
 from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.store import cache
 from tilewright.tune.store import storage as storages
-from tilewright.tune.store.record import Measurement, Record
+from tilewright.tune.store.proof import Proof
+from tilewright.tune.store.record import CONFIRMATION, Measurement, Record, key, note_of
 from tilewright.tune.store.storage import StorageLost
 from tilewright.tune.study import REFERENCE_EVERY, run
 from tilewright.tune.worker import jobs

@@ -14,8 +14,9 @@ from tilewright.tune.search import pace
 from tilewright.tune.search.choose import confirmed
 from tilewright.tune.search.predict import predict as predict_anew
 from tilewright.tune.search.search import Search
-from tilewright.tune.search.space import key, open_space
+from tilewright.tune.search.space import open_space
 from tilewright.tune.settings import Settings
+from tilewright.tune.store.record import key
 from tilewright.tune.study import run
 from tilewright.tune.worker import jobs
 from tilewright.tune.worker.process import Ended

@@ -42,6 +42,7 @@ from tilewright.train.optimizers import PRECISIONS
 from tilewright.train.profile import STEPS, WARM, memory_of_a_step
 from tilewright.train.schedule import learning_rate
 from tilewright.train.world import World
+from tilewright.tune.outcome import outcome_of
 
 
 @dataclass(frozen=True)
@@ -326,8 +327,6 @@ def check_step(own: Own, config: Train) -> None:
 
     Nothing is compiled or recorded. A step that runs out of memory is no refusal: a smaller micro batch may fit.
     """
-    from tilewright.tune.worker.trial import outcome_of
-
     plain = dataclasses.replace(
         config, steps=1, profile=False, compile="none", cuda_graphs=False,
         schedule=dataclasses.replace(config.schedule, name="constant", warmup=0),

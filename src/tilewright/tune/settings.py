@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 from tilewright.tune.search.space import Point, Space
 from tilewright.tune.store.record import Prediction, Record
-from tilewright.tune.worker.process import TRIAL
+
+TRIAL = (sys.executable, "-m", "tilewright.tune.worker.trial")  # the command of a trial's process
 
 
 @dataclass(frozen=True)

@@ -31,19 +31,19 @@ from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.plan.decoder import from_gpt
 from tilewright.train.signals import Signals
-from tilewright.tune.proof.prove import float32
 from tilewright.tune.proof.verdict import at_its_own_size
-from tilewright.tune.report.answer import VERDICTS, Answer, Proof, answered, first_step, write_best
-from tilewright.tune.report.reread import float32_losses, note_of, proved
-from tilewright.tune.search.choose import CONFIRMATION, NOISE, best_of, confirmed, doubted
+from tilewright.tune.report.answer import Answer, answered, write_best
+from tilewright.tune.search.choose import NOISE, best_of, confirmed, doubted, proved
 from tilewright.tune.search.drift import corrected, first_reference
 from tilewright.tune.search.pace import OPTIMIZED, Pace, kind_of
 from tilewright.tune.search.predict import misfit, predict
 from tilewright.tune.search.search import Search
-from tilewright.tune.search.space import Point, Space, key
+from tilewright.tune.search.space import Point, Space
+from tilewright.tune.search.standard import float32, float32_losses
 from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.store.ledger import Claim, Ledger, StorageLost
-from tilewright.tune.store.record import Prediction, Record
+from tilewright.tune.store.proof import VERDICTS, Proof
+from tilewright.tune.store.record import CONFIRMATION, Prediction, Record, first_step, key, note_of
 from tilewright.tune.worker import forkserver
 from tilewright.tune.worker.jobs import Jobs
 

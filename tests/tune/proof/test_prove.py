@@ -24,8 +24,9 @@ from tilewright.train.configuration import fields
 from tilewright.train.engine import Engine
 from tilewright.tune import own_model
 from tilewright.tune.proof import prove
-from tilewright.tune.report.answer import VERDICTS
+from tilewright.tune.search import standard
 from tilewright.tune.search.space import Space, value_of
+from tilewright.tune.store.proof import VERDICTS
 from train.tiny import as_on_a_cpu, tiny
 
 nn_norm = sys.modules["tilewright.nn.dropout_add_norm"]
@@ -183,7 +184,7 @@ def test_a_lever_is_put_back_in_float32_and_in_the_standard_run_unless_it_is_to_
     field = LEVERS[name]
     for value in field.choices or {bool: (True,), int: (3,), float: (3.0,)}[field.kind]:
         best = Space(Train(), {}, "cpu").at({name: value})
-        plain, rounded = (value_of(run, name) for run in (prove.float32(best), prove.standard(best)))
+        plain, rounded = (value_of(run, name) for run in (standard.float32(best), standard.standard(best)))
         if name == "optimizer.name":
             assert plain == value.split("_")[0]
         else:
@@ -194,7 +195,7 @@ def test_a_lever_is_put_back_in_float32_and_in_the_standard_run_unless_it_is_to_
 
 def test_what_is_no_lever_stays():
     best = Train(model=Model(width=64, norm="rms", gpt_block="optimized"), precision="bf16")
-    for run in (prove.float32(best), prove.standard(best)):
+    for run in (standard.float32(best), standard.standard(best)):
         assert dataclasses.replace(run.model, gpt_block="optimized") == best.model
 
 

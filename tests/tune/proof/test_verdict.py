@@ -8,7 +8,7 @@ import torch
 
 from tilewright.measure.numerics import tolerance
 from tilewright.tune.proof.verdict import FACTOR, Distance, Key, Seen, at_its_own_size, judge
-from tilewright.tune.report.answer import Layer, Proof
+from tilewright.tune.store.proof import Layer, Proof
 
 KEY = {kind: Key(kind, "block", "weight") for kind in ("output", "gradient")}
 SIZE, ERROR, REDUCED = 1.0, 2.0**-10, 64

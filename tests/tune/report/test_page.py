@@ -15,10 +15,11 @@ from hypothesis import strategies as some
 from tilewright.measure.markup import clean
 from tilewright.train.configuration import from_dict
 from tilewright.tune.report import anatomy, plots
-from tilewright.tune.report.answer import Ablation, Answer, Layer, Proof
+from tilewright.tune.report.answer import Ablation, Answer
 from tilewright.tune.report.page import facts, page, write_report
 from tilewright.tune.report.plots import changes
 from tilewright.tune.report.reread import read_answer
+from tilewright.tune.store.proof import Layer, Proof
 from tilewright.tune.store.record import OUTCOMES
 from tune.example_answer import CANARY, example
 

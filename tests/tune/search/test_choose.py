@@ -6,8 +6,7 @@ import pytest
 
 from tilewright.tune.search.choose import confirmed, doubted, latest
 from tilewright.tune.search.drift import corrected
-from tilewright.tune.search.space import key
-from tilewright.tune.store.record import Measurement, Record
+from tilewright.tune.store.record import Measurement, Record, key
 
 
 def timed(point, rate, began, purpose="search", worker="a", **more):

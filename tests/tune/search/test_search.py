@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tilewright.train.configuration import read
 from tilewright.tune.search.choose import fastest
 from tilewright.tune.search.search import UNTRIED, Search
-from tilewright.tune.search.space import key, open_space
-from tilewright.tune.store.record import Measurement, Prediction, Record
+from tilewright.tune.search.space import open_space
+from tilewright.tune.store.record import Measurement, Prediction, Record, key
 
 SPACE = open_space(read(None, ["global_batch=8", "threads=1"]), device="cuda", numerics="rounding")
 

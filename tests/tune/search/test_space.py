@@ -14,7 +14,8 @@ from tilewright.plan import gpt
 from tilewright.plan.lever import NUMERICS, Lever
 from tilewright.train.config import PRECISIONS, Train
 from tilewright.train.configuration import fields, read
-from tilewright.tune.search.space import Space, key, label, open_space
+from tilewright.tune.search.space import Space, label, open_space
+from tilewright.tune.store.record import key
 
 LEVERS = {name: field.lever for name, field in fields().items() if field.lever is not None}
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from slowness import soon
+from tilewright.tune.settings import TRIAL
 from tilewright.tune.worker import forkserver
-from tilewright.tune.worker.process import TRIAL, Limits, run_child
+from tilewright.tune.worker.process import Limits, run_child
 from train.tiny import RUN
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")

@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewright.errors import UserError
 from tilewright.train import loop
 from tilewright.train.metrics import Metrics
 from tilewright.train.profile import TAKES
-from tilewright.tune.report.answer import Proof
+from tilewright.tune.store.proof import Proof
 from tilewright.tune.store.record import OUTCOMES, PHASES, Measurement
 from tilewright.tune.worker import trial
-from tilewright.tune.worker.trial import LOSSES, attempt, explain, outcome_of
+from tilewright.tune.worker.trial import LOSSES, attempt
 from train.tiny import RUN, as_on_a_cpu  # noqa: F401
 
 pytestmark = [
@@ -276,6 +275,7 @@ def test_a_proof_is_passed_on(monkeypatch):
 
 def test_with_a_proof_come_the_first_losses_of_float32(monkeypatch):
     from tilewright.tune.proof import prove
+    from tilewright.tune.search import standard
 
     monkeypatch.setattr(prove, "prove", lambda job, say: Proof("bit-identical", "all bits are equal."))
     start = dataclasses.replace(RUN, precision="bf16", model=dataclasses.replace(RUN.model, gpt_block="optimized"))
@@ -290,7 +290,7 @@ def test_with_a_proof_come_the_first_losses_of_float32(monkeypatch):
     result, _ = done(**job, curve=1e-9)  # as time allows, and one at least
     assert result["value"]["curve"] == pytest.approx(plain[:1], rel=1e-6)
 
-    monkeypatch.setattr(prove, "float32", lambda run: 1 / 0)
+    monkeypatch.setattr(standard, "float32", lambda run: 1 / 0)
     result, _ = done(**job, curve=60.0)
     assert result["value"]["verdict"] == "bit-identical" and "division by zero" in result["value"]["no_curve"]
 
@@ -298,18 +298,6 @@ def test_with_a_proof_come_the_first_losses_of_float32(monkeypatch):
 def test_the_learning_rate_rises_as_in_the_run_itself():
     short = dataclasses.replace(RUN, steps=5, schedule=dataclasses.replace(RUN.schedule, warmup=2000))
     assert trial._short_run(short, "folder", False).schedule.warmup == 5
-
-
-def test_an_exception_is_one_sentence():
-    assert outcome_of(MemoryError()) == ("out of memory", "MemoryError")
-    assert outcome_of(ValueError()) == ("error", "ValueError: ValueError")
-    assert outcome_of(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"))[0] == "out of memory"
-    assert outcome_of(RuntimeError("out of resource: shared memory"))[0] == "error"
-    sentence = UserError("The GPU's memory ran out; take less.")
-    sentence.__cause__ = torch.OutOfMemoryError("CUDA out of memory.")
-    assert outcome_of(sentence) == ("out of memory", "CUDA out of memory.")
-    assert explain(RuntimeError("InvalidCxxCompiler: none")).startswith("torch.compile found no C++ compiler")
-    assert len(explain(RuntimeError("long " * 1000))) < 400
 
 
 # As the real process

@@ -40,8 +40,9 @@ from tilewright.train.recompute import planned, policies
 from tilewright.train.world import World
 from tilewright.tune import own_model
 from tilewright.tune.proof.verdict import Key, Seen, distance, judge
-from tilewright.tune.report.answer import Proof
-from tilewright.tune.search.space import value_of, with_values
+from tilewright.tune.search.space import value_of
+from tilewright.tune.search.standard import float32, moves, standard
+from tilewright.tune.store.proof import Proof
 
 TOKENS = 4096  # of a step: enough for the kernels that large batches have, few enough for float32
 _NOISE = 0.02  # of a parameter that begins as a constant, of its size
@@ -86,19 +87,6 @@ def prove(job: Mapping[str, Any], say: Say) -> Proof:
     return judge(reference, plain, found, reduced=reduced, precision=precision, design=_by_design(best))
 
 
-def float32(best: Train) -> Train:
-    """The standard model in float32, with the same rule of learning.
-
-    >>> from tilewright.train.config import Model, Optimizer
-    >>> best = Train(precision="bf16", optimizer=Optimizer(name="adamw_8bit"), model=Model(gpt_block="optimized"))
-    >>> plain = float32(best)
-    >>> plain.precision, plain.optimizer.name, plain.model.gpt_block
-    ('fp32', 'adamw', 'standard')
-    """
-    rule, _ = optimizers.KINDS[best.optimizer.name]
-    return with_values(best, _as_they_come() | {"precision": "fp32", "optimizer.name": rule})
-
-
 def in_small_parts(run: Train, whole: int) -> Train:
     """With a batch of so many sequences, few tokens at a time: what has room for a run has room for float32 then.
 
@@ -110,29 +98,6 @@ def in_small_parts(run: Train, whole: int) -> Train:
     most = max(1, TOKENS // run.model.sequence)
     micro = max(part for part in range(1, min(most, whole) + 1) if whole % part == 0)
     return dataclasses.replace(run, micro_batch=micro, global_batch=whole, accumulation=0)
-
-
-def standard(best: Train) -> Train:
-    """The standard model with the levers that are meant to change numbers as the best run has them.
-
-    >>> from tilewright.train.config import Model
-    >>> plain = standard(Train(precision="bf16", compile="default", model=Model(residual="bf16", loss="fused")))
-    >>> plain.precision, plain.model.residual, plain.compile, plain.model.loss
-    ('bf16', 'bf16', 'none', 'plain')
-    """
-    # Precision stays whatever it is: as it comes it is one thing on a CPU and another on a GPU.
-    plain = {n: v for n, v in _as_they_come().items() if n != "precision" and _moves(best, n) == "same"}
-    return with_values(best, plain)
-
-
-def _as_they_come() -> dict[str, Any]:
-    return {name: each.default for name, each in fields().items() if each.lever is not None}
-
-
-def _moves(run: Train, name: str) -> str:
-    lever = fields()[name].lever
-    assert lever is not None
-    return lever.moves(value_of(run, name))
 
 
 def _shares(run: Train, tokens: int) -> tuple[int, int, int]:
@@ -332,5 +297,5 @@ def _reduced(weights: Mapping[str, Tensor], tokens: int) -> int:
 def _by_design(best: Train) -> str:
     """The levers that are meant to learn in another way than AdamW in float32 does."""
     levers = [name for name, each in fields().items() if each.lever is not None]
-    moved = {name: _moves(best, name) for name in levers if _moves(best, name) in ("state", "rule")}
+    moved = {name: moves(best, name) for name in levers if moves(best, name) in ("state", "rule")}
     return ", ".join(f"{name}={value_of(best, name)} means {NUMERICS[how]}" for name, how in moved.items())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewright.measure.numerics import tolerance, ulp
-from tilewright.tune.report.answer import VERDICTS, Layer, Proof
+from tilewright.tune.store.proof import VERDICTS, Layer, Proof
 
 FACTOR = 2.0  # of the standard run's error: what attention kernels are accepted by
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +17,9 @@ from tilewright.measure.markup import clean
 from tilewright.measure.results import write_text
 from tilewright.train.configuration import write_yaml
 from tilewright.tune.search.choose import confirmed, latest
-from tilewright.tune.search.space import Space, key
-from tilewright.tune.store.record import PHASES, Record
+from tilewright.tune.search.space import Space
+from tilewright.tune.store.proof import VERDICTS, Proof
+from tilewright.tune.store.record import PHASES, Record, first_step, key
 
 
 @dataclass(frozen=True)
@@ -36,60 +34,7 @@ class Ablation:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class Layer:
-    """How far a layer of the best run is from float32, and how far the standard block is in the same precision.
-
-    Errors are root mean squares over that of the float32 values, at most a million.
-    """
-
-    name: str
-    output: Amount
-    output_standard: Amount
-    gradient: Amount
-    gradient_standard: Amount
-
-
-@dataclass(frozen=True)
-class Proof:
-    """The best run beside the standard float32 model: a batch through both layer by layer, and a short training."""
-
-    verdict: str  # of VERDICTS
-    why: str  # one sentence
-    layers: list[Layer] = field(default_factory=list)
-    losses: dict[str, list[float]] = field(default_factory=dict)  # "float32", "standard", "best"; as far as they go
-    curve: list[float] = field(default_factory=list)  # of the standard model in float32, on the batches of trials
-    no_curve: str = ""  # why there is none
-    phases: dict[str, Amount] = field(default_factory=dict)  # where its seconds went, by names of `record.PHASES`
-
-    @classmethod
-    def from_dict(cls, tree: Mapping[str, Any] | None, error: str | None = None) -> Proof:
-        """As a child gave it, who may have found what is no number; without it, why there is none."""
-        if tree is None:
-            return cls("not proven", f"the proof did not run to its end: {error}")
-        if not isinstance(tree, Mapping):
-            raise UserError("proof is no object of JSON.")
-        found: Proof = checked.read(cls, {**tree, **_finite(tree)}, "proof")
-        return found
-
-
-def _finite(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The errors and losses of a proof: an error that is no number counts as the largest, a loss ends its curve."""
-    found: dict[str, Any] = {}
-    with contextlib.suppress(TypeError, AttributeError, KeyError, OverflowError):  # `read` says what is wrong
-        found["layers"] = [
-            {key: min(value, 1e6) if math.isfinite(value) else 1e6 for key, value in layer.items() if key != "name"}
-            | {"name": layer["name"]}
-            for layer in tree["layers"]
-        ]
-        curves = tree["losses"].items()
-        found["losses"] = {name: list(itertools.takewhile(math.isfinite, curve)) for name, curve in curves}
-        found["curve"] = [loss for loss in tree.get("curve", ()) if math.isfinite(loss)]
-    return found
-
-
 UNSTEADY = 0.1  # a baseline that drifts further than this is no measure of others
-VERDICTS = ("bit-identical", "same within rounding", "different by design", "wrong", "not proven")
 
 
 @dataclass(frozen=True)
@@ -398,12 +343,6 @@ def _costs(answer: Answer) -> str:
     else:
         numbers = "its numbers are those it had"
     return f"It takes {memory}, {begin}, and {numbers}."
-
-
-def first_step(records: Sequence[Record], record: Record) -> float:
-    """Seconds of the first step, the first time: later a compiler remembers."""
-    runs = [each.measurement for each in (*records, record) if each.point == record.point and each.measurement]
-    return max((each.first_step_seconds for each in runs), default=0.0)
 
 
 def listed(words: Any) -> str:

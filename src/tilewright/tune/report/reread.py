@@ -7,25 +7,25 @@ the losses of the standard model in `float32`, and of each run that was looked a
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tilewright.errors import UserError
 from tilewright.train.configuration import from_dict
-from tilewright.tune.proof import prove
-from tilewright.tune.report.answer import VERDICTS, Answer, Proof, answered, read_prediction, write_best
-from tilewright.tune.search.choose import best_of, fastest
+from tilewright.tune.report.answer import Answer, answered, read_prediction, write_best
+from tilewright.tune.search.choose import proved
 from tilewright.tune.search.drift import corrected
-from tilewright.tune.search.space import Space, key, with_values
+from tilewright.tune.search.space import Space
+from tilewright.tune.search.standard import float32_losses
 from tilewright.tune.store.ledger import Ledger
-from tilewright.tune.store.record import Record
+from tilewright.tune.store.proof import Proof
+from tilewright.tune.store.record import Record, key, note_of
 from tilewright.tune.store.storage import in_folder
 
 _LARGEST = 64 * 10**6  # bytes of an answer; the largest on record has 0.7 MB
@@ -118,50 +118,3 @@ def space_of(facts: dict[str, Any]) -> Space:
     """The space that a study was begun with."""
     levers = {lever: tuple(values) for lever, values in facts["levers"].items()}
     return Space(from_dict(facts["start"]), levers, facts["ceilings"]["device"])
-
-
-def float32_losses(space: Space, records: Sequence[Record], own_model: str, noted: Any) -> dict[str, Any]:
-    """The losses of the standard model in float32, or why there are none, as an answer has them; nothing: not yet.
-
-    They are those of the baseline, where it is that model, and else what a proof has brought.
-    """
-    if own_model:
-        return {"no_float32": "whether a model of your own draws random numbers is not known"}
-    if space.start.model.dropout > 0:
-        return {"no_float32": "dropout drops something else in every run"}
-    reference = next((each.measurement for each in records if each.purpose == "reference" and each.measurement), None)
-    plain = with_values(prove.float32(space.start), {"micro_batch": space.start.micro_batch})
-    if plain == space.start and reference is not None:
-        return {"float32_losses": reference.losses}
-    return noted if isinstance(noted, dict) else {}
-
-
-def note_of(what: str, run: Record) -> str:
-    """The name of a note of a run: each has its own, whoever else proves another."""
-    return f"{what} {hashlib.sha256(key(run.point).encode()).hexdigest()[:16]}"
-
-
-def proved(
-    space: Space,
-    records: Sequence[Record],
-    proofs: Mapping[str, Proof],
-    cap: float = math.inf,
-    wrong: Collection[str] = (),
-) -> tuple[Record | None, Proof | None]:
-    """The best run and its proof; one that nobody has proved gives way to one that somebody has.
-
-    Args:
-        proofs: by the key of the run's point.
-    """
-    best = best_of(space, records, cap, wrong)
-    if best is None or not proofs:
-        return best, None
-    if (found := proofs.get(key(best.point))) is not None:
-        return best, found
-    if best.point == space.origin:  # which asks nobody to change anything
-        return best, None
-    sound = {name for name, proof in proofs.items() if proof.verdict in VERDICTS[:3]}
-    if (run := fastest((r for r in records if key(r.point) in sound), cap, wrong)) is not None:
-        return run, proofs[key(run.point)]
-    why = "the runs that were faster were wrong, and this one was not looked at." if wrong else "nobody looked at it."
-    return best, Proof("not proven", why)

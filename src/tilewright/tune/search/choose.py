@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from tilewright.tune.search.space import Space, key
-from tilewright.tune.store.record import Record
+from tilewright.tune.search.space import Space
+from tilewright.tune.store.proof import VERDICTS, Proof
+from tilewright.tune.store.record import CONFIRMATION, Record, key
 
 NOISE, MOST_NOISE = 0.005, 0.02  # speeds this near are the same; however wide their spreads, no more than this
 ALIKE = 0.01  # two runs of one point that say the same
-CONFIRMATION = "confirmation"
 SHAKEN = 0.1  # between two runs of the reference the machine changed by this: what ran there has to run again
 UNKNOWN = "A speed with a ? is not known: the machine became faster or slower around it."
 _AGAIN = 3  # times that a run is repeated, at most
@@ -160,3 +160,29 @@ def _as_fast(record: Record, top: Record) -> bool:
     noise = max(NOISE, record.measurement.spread, top.measurement.spread, record.doubt, top.doubt)
     noise = min(MOST_NOISE, noise)
     return at_least(record) >= (1 - noise) * at_least(top)
+
+
+def proved(
+    space: Space,
+    records: Sequence[Record],
+    proofs: Mapping[str, Proof],
+    cap: float = math.inf,
+    wrong: Collection[str] = (),
+) -> tuple[Record | None, Proof | None]:
+    """The best run and its proof; one that nobody has proved gives way to one that somebody has.
+
+    Args:
+        proofs: by the key of the run's point.
+    """
+    best = best_of(space, records, cap, wrong)
+    if best is None or not proofs:
+        return best, None
+    if (found := proofs.get(key(best.point))) is not None:
+        return best, found
+    if best.point == space.origin:  # which asks nobody to change anything
+        return best, None
+    sound = {name for name, proof in proofs.items() if proof.verdict in VERDICTS[:3]}
+    if (run := fastest((r for r in records if key(r.point) in sound), cap, wrong)) is not None:
+        return run, proofs[key(run.point)]
+    why = "the runs that were faster were wrong, and this one was not looked at." if wrong else "nobody looked at it."
+    return best, Proof("not proven", why)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tilewright.tune.search.choose import SHAKEN, fastest, latest
-from tilewright.tune.search.space import Point, Space, key
-from tilewright.tune.store.record import Prediction, Record
+from tilewright.tune.search.space import Point, Space
+from tilewright.tune.store.record import Prediction, Record, key
 
 HOPELESS = 1.1  # a move expected to take this much longer than the best is not worth a trial
 UNTRIED = 1.5  # the same for a move that was never tried: there the plan alone speaks

@@ -7,7 +7,6 @@ command line, stays as it is; what they left to its default is open.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,15 +94,6 @@ def label(changes: Mapping[str, Any]) -> str:
         short = name.split(".")[-1] if name != "optimizer.name" else "optimizer"
         words.append(short if value is True else f"no {short}" if value is False else f"{short} {value}")
     return ", ".join(words) or "baseline"
-
-
-def key(point: Mapping[str, Any]) -> str:
-    """The same text for the same point, whatever its order.
-
-    >>> key({"b": 1, "a": True}) == key({"a": True, "b": 1})
-    True
-    """
-    return json.dumps(point, sort_keys=True, separators=(",", ":"))
 
 
 def open_space(

@@ -32,11 +32,10 @@ from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from tilewright.errors import UserError
-from tilewright.tune.search.choose import CONFIRMATION
-from tilewright.tune.search.space import Point, key
+from tilewright.measure.checked import Point
 from tilewright.tune.store import journal
 from tilewright.tune.store import lease as leases
-from tilewright.tune.store.record import PURPOSES, Record
+from tilewright.tune.store.record import CONFIRMATION, PURPOSES, Record, key
 from tilewright.tune.store.storage import Storage, StorageLost
 
 __all__ = ["Claim", "Ledger", "StorageLost"]

@@ -6,9 +6,11 @@ Plain data that goes through JSON and back: between the processes of a study, in
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -36,7 +38,8 @@ PHASES = (
     "start", "imports", "device", "build", "first step", "profile", "warm up", "measure", "observe", "proof: float32",
     "proof: standard", "proof: best", "losses in float32", "exit",
 )  # fmt: skip
-PURPOSES = ("search", "reference", "ablation", "confirmation")
+CONFIRMATION = "confirmation"
+PURPOSES = ("search", "reference", "ablation", CONFIRMATION)
 
 
 @dataclass(frozen=True)
@@ -162,3 +165,23 @@ class Record:
         """Refuse a trial that claims a speed and has none."""
         if self.outcome in ("done", "stopped early") and self.tokens_per_second is None:
             raise UserError(f"{where} is {self.outcome!r} and has no time of a step.")
+
+
+def key(point: Mapping[str, Any]) -> str:
+    """The same text for the same point, whatever its order.
+
+    >>> key({"b": 1, "a": True}) == key({"a": True, "b": 1})
+    True
+    """
+    return json.dumps(point, sort_keys=True, separators=(",", ":"))
+
+
+def note_of(what: str, run: Record) -> str:
+    """The name of a note of a run: each has its own, whoever else proves another."""
+    return f"{what} {hashlib.sha256(key(run.point).encode()).hexdigest()[:16]}"
+
+
+def first_step(records: Sequence[Record], record: Record) -> float:
+    """Seconds of the first step, the first time: later a compiler remembers."""
+    runs = [each.measurement for each in (*records, record) if each.point == record.point and each.measurement]
+    return max((each.first_step_seconds for each in runs), default=0.0)

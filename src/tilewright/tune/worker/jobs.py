@@ -9,16 +9,16 @@ from typing import Any
 
 from tilewright.errors import UserError
 from tilewright.train.config import Train
-from tilewright.tune.report.answer import Proof
-from tilewright.tune.search.choose import CONFIRMATION, MOST_NOISE, NOISE, SHAKEN
+from tilewright.tune.search.choose import MOST_NOISE, NOISE, SHAKEN
 from tilewright.tune.search.explain import explain
 from tilewright.tune.search.pace import Pace, kind_of
-from tilewright.tune.search.space import Point, key
-from tilewright.tune.settings import Settings, Shown
+from tilewright.tune.search.space import Point
+from tilewright.tune.settings import TRIAL, Settings, Shown
 from tilewright.tune.store import cache
 from tilewright.tune.store.ledger import Claim
-from tilewright.tune.store.record import Measurement, Prediction, Record
-from tilewright.tune.worker.process import TRIAL, Ended, Limits, run_child
+from tilewright.tune.store.proof import Proof
+from tilewright.tune.store.record import CONFIRMATION, Measurement, Prediction, Record, key
+from tilewright.tune.worker.process import Ended, Limits, run_child
 
 HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
 SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes

@@ -36,11 +36,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tilewright.tune.settings import TRIAL
 from tilewright.tune.store.record import OUTCOMES, PHASES, Measurement
 from tilewright.tune.worker import forkserver
 from tilewright.tune.worker.forkserver import TOKEN, Forked, ForkServer
 
-TRIAL = (sys.executable, "-m", "tilewright.tune.worker.trial")
 LONGEST_LINE = 16 << 20
 LONGEST_LOG = 64 << 10
 LONGEST_STRAYS = 4 << 10  # of what is on standard output and is no event
