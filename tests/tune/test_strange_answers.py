@@ -20,8 +20,8 @@ from tilewright.cli.main import app
 from tilewright.errors import UserError
 from tilewright.measure.markup import Verbatim, render, tag
 from tilewright.tune.report import html as report_html
+from tilewright.tune.report import page as report
 from tilewright.tune.report.answer import Answer
-from tilewright.tune.report.page import page as report
 from tilewright.tune.report.reread import read_answer
 from tilewright.tune.store.record import Record
 from tune.example_answer import CANARY, HOSTILE, example

@@ -139,9 +139,9 @@ def tune(
 
 def check_begun(folder: Path, name: str, space: Any, own_model: str, *, resume: bool, of_any_model: bool) -> None:
     """Refuse a study that exists, or that is of another configuration, before the machine is measured for it."""
+    from tilewright.tune.facts import digest_of
     from tilewright.tune.store.ledger import Ledger
     from tilewright.tune.store.storage import in_folder
-    from tilewright.tune.study import digest_of
 
     journal = folder / "trials.jsonl"
     if not journal.is_file() or not (folder / "study.db").is_file():
