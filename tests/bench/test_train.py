@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from tilewright.bench import train
-from tilewright.train.configuration import read
+from tilewright.train.load_config import read
 from tilewright.tune.search.space import open_space
 
 

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from tilewright.cli.config import app
 from tilewright.errors import UserError
-from tilewright.train.configuration import fields, read, schema
+from tilewright.train.load_config import fields, read, schema
 
 
 def run(*arguments):

@@ -10,7 +10,7 @@ import pytest
 from tilewright.cli import train
 from tilewright.cli.output import ProgressConsole
 from tilewright.cli.tune import _Progress
-from tilewright.train.configuration import read
+from tilewright.train.load_config import read
 from tilewright.tune.store.record import Measurement, Record
 
 MAIN = "from tilewright.cli.main import main; main()"

@@ -16,9 +16,9 @@ from tilewright.errors import UserError
 from tilewright.ops.optimizer import op
 from tilewright.runtime import dispatch
 from tilewright.train import optimizers
-from tilewright.train.config import OPTIMIZERS, Optimizer
-from tilewright.train.config import PRECISIONS as CONFIGURED
 from tilewright.train.optimizers import KINDS, PRECISIONS, AdamW, FusedOptimizer, build
+from tilewright.train.schema import OPTIMIZERS, Optimizer
+from tilewright.train.schema import PRECISIONS as CONFIGURED
 
 ALL = [(name, precision) for name in OPTIMIZERS for precision in ("fp32", "bf16_kahan", "bf16_stochastic")]
 

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from tilewright.measure.profile import CATEGORIES, Gap, Kernel, Piece, Spent, StepProfile
-from tilewright.train.config import Model, Train
+from tilewright.train.schema import Model, Train
 from tilewright.tune.report.answer import Ablation, Answer
 from tilewright.tune.search.space import Point, label
 from tilewright.tune.store.proof import Layer, Proof

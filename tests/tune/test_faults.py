@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tilewright.measure.machine import describe
-from tilewright.train.configuration import read
+from tilewright.train.load_config import read
 from tilewright.tune.report.answer import Answer
 from tilewright.tune.report.reread import reread
 from tilewright.tune.search.space import open_space

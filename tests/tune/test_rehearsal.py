@@ -11,7 +11,7 @@ from tilewright import hardware
 from tilewright.cli.main import app
 from tilewright.cli.tune import _notes, _predicted, _Progress, show
 from tilewright.errors import UserError
-from tilewright.train.configuration import read
+from tilewright.train.load_config import read
 from tilewright.tune import api
 from tilewright.tune.rehearsal import find_gpu, recorded_path, rehearsal
 from tilewright.tune.report.answer import Answer

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tilewright.errors import UserError
-from tilewright.train.configuration import read
+from tilewright.train.load_config import read
 from tilewright.tune import api
 from tilewright.tune.search.space import open_space
 from tilewright.tune.store.ledger import Ledger

@@ -18,7 +18,7 @@ import pytest
 import tilewright
 from slowness import soon
 from tilewright.errors import UserError
-from tilewright.train.configuration import from_dict, read
+from tilewright.train.load_config import from_dict, read
 from tilewright.tune import study
 from tilewright.tune.proof import prove_best
 from tilewright.tune.report.answer import Answer

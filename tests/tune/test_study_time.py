@@ -7,8 +7,8 @@ from functools import reduce
 
 import pytest
 
-from tilewright.train.config import COMPILE
-from tilewright.train.configuration import read
+from tilewright.train.load_config import read
+from tilewright.train.schema import COMPILE
 from tilewright.tune import study
 from tilewright.tune.search import pace, reserve
 from tilewright.tune.search.choose import confirmed

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tilewright.cli.output import Grid, Report
 from tilewright.measure.results import write_json
-from tilewright.train.configuration import fields, read, schema, split_arguments
+from tilewright.train.load_config import fields, read, schema, split_arguments
 
 app = typer.Typer(
     rich_markup_mode=None,

@@ -46,7 +46,7 @@ def load_shape(model: str, changes: list[str]) -> Decoder:
     """The shape of a preset, of a Hugging Face config.json, or of the model that a run's YAML describes."""
     if not model.endswith((".yaml", ".yml")):
         return decoder.load(model, changes)
-    from tilewright.train.configuration import read
+    from tilewright.train.load_config import read
 
     return decoder.from_gpt(read(Path(model), changes).train.model)
 
@@ -65,9 +65,9 @@ def load_run(model: str, changes: list[str], split: dict[str, Any], **options: A
     if given:
         option = next(iter(given)).replace("_", "-")
         raise UserError(f"{model} says how it trains; leave --{option} out, and write FIELD=VALUE to change a field.")
-    from tilewright.train.configuration import read
+    from tilewright.train.load_config import read
     from tilewright.train.loop import batch_sizes
-    from tilewright.train.recompute import planned
+    from tilewright.train.memory_plan import planned
 
     run = read(Path(model), changes).train
     sizes = batch_sizes(run, split.get("data", 1))

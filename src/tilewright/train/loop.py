@@ -35,16 +35,16 @@ from tilewright.plan.decoder import from_gpt
 from tilewright.plan.gpt import LEVERS
 from tilewright.plan.memory import train as plan_memory
 from tilewright.train.checkpoint import Checkpoints
-from tilewright.train.checkpoint_files import FACTS, short
-from tilewright.train.config import RECORDING, Train
-from tilewright.train.configuration import write_yaml
+from tilewright.train.checkpoint_format import FACTS, short
 from tilewright.train.data import Batches, first_samples, open_dataset
 from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
 from tilewright.train.guard import Watch
+from tilewright.train.load_config import write_yaml
+from tilewright.train.memory_plan import planned, policies, refuse_misfit
 from tilewright.train.metrics import Journal, Metrics, Rates, memory
 from tilewright.train.profile import TAKES, profile_run
-from tilewright.train.recompute import planned, policies, refuse_misfit
 from tilewright.train.schedule import learning_rate
+from tilewright.train.schema import RECORDING, Train
 from tilewright.train.signals import Signals
 from tilewright.train.world import World
 
@@ -113,7 +113,7 @@ def train(config: Train, shown: Shown | None = None) -> Outcome:
     """Train a model as configured; goes on from the newest checkpoint of the run's folder.
 
     >>> import tempfile
-    >>> from tilewright.train.config import Data, Model
+    >>> from tilewright.train.schema import Data, Model
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     train(Train(out=folder, steps=2, model=Model(width=16, layers=1), data=Data(workers=0))).step
     2

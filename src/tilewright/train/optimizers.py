@@ -17,7 +17,7 @@ from torch import nn
 from tilewright.errors import UserError
 from tilewright.ops.optimizer import op
 from tilewright.runtime import dispatch
-from tilewright.train.config import Optimizer as Config
+from tilewright.train.schema import Optimizer as Config
 
 # The rule of a name, and the dtype it keeps its moments in: int8 for 8-bit codes, None for the parameter's own.
 KINDS: dict[str, tuple[str, torch.dtype | None]] = {

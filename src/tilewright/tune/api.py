@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import UserError
-from tilewright.train.config import Train
-from tilewright.train.configuration import Configuration, fields, read, split_arguments
+from tilewright.train.load_config import Configuration, fields, read, split_arguments
+from tilewright.train.schema import Train
 from tilewright.tune.report.answer import Answer
 
 if TYPE_CHECKING:

@@ -33,14 +33,14 @@ from torch import Tensor, nn
 
 from tilewright.errors import UserError
 from tilewright.measure.profile import profile_steps
-from tilewright.train.checkpoint_files import short
-from tilewright.train.config import RECORDING, Train
+from tilewright.train.checkpoint_format import short
 from tilewright.train.engine import Engine, check_levers, device_of, restored_modes
 from tilewright.train.loop import Pending, Shown, batch_sizes
 from tilewright.train.metrics import Metrics, memory
 from tilewright.train.optimizers import PRECISIONS
 from tilewright.train.profile import STEPS, WARM, memory_of_a_step
 from tilewright.train.schedule import learning_rate
+from tilewright.train.schema import RECORDING, Train
 from tilewright.train.world import World
 from tilewright.tune.outcome import outcome_of
 

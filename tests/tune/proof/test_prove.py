@@ -19,9 +19,9 @@ from tilewright.nn import DropoutAddNorm, Linear
 from tilewright.ops import linear
 from tilewright.plan.gpt import LLAMA
 from tilewright.runtime import dispatch
-from tilewright.train.config import PRECISIONS, Model, Train
-from tilewright.train.configuration import fields
 from tilewright.train.engine import Engine
+from tilewright.train.load_config import fields
+from tilewright.train.schema import PRECISIONS, Model, Train
 from tilewright.tune import own_model
 from tilewright.tune.proof import prove
 from tilewright.tune.search import standard

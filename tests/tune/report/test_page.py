@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from tilewright.measure.markup import clean
-from tilewright.train.configuration import from_dict
+from tilewright.train.load_config import from_dict
 from tilewright.tune.report import anatomy, plots
 from tilewright.tune.report.answer import Ablation, Answer
 from tilewright.tune.report.page import facts, page, write_report

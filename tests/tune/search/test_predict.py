@@ -14,8 +14,8 @@ from tilewright.models import GPT
 from tilewright.ops.optimizer.op import new_state
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train import optimizers
-from tilewright.train.config import OPTIMIZERS, PRECISIONS, Model, Optimizer, Train
-from tilewright.train.configuration import read
+from tilewright.train.load_config import read
+from tilewright.train.schema import OPTIMIZERS, PRECISIONS, Model, Optimizer, Train
 from tilewright.tune.report.answer import Answer
 from tilewright.tune.report.reread import space_of
 from tilewright.tune.search.choose import latest

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.train.configuration import read
+from tilewright.train.load_config import read
 from tilewright.tune.search.choose import fastest
 from tilewright.tune.search.search import UNTRIED, Search
 from tilewright.tune.search.space import open_space

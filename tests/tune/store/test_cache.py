@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tilewright.measure.profile import StepProfile
-from tilewright.train.config import Checkpoint, Data, Log, Model, Optimizer, Train
+from tilewright.train.schema import Checkpoint, Data, Log, Model, Optimizer, Train
 from tilewright.tune.store import cache
 from tilewright.tune.store.record import OUTCOMES, Difference, Measurement, Prediction, Record
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from slowness import soon
-from tilewright.train.config import Train
+from tilewright.train.schema import Train
 from tilewright.tune.store.record import Measurement
 from tilewright.tune.worker import process
 from tilewright.tune.worker.process import LONGEST_LOG, Limits, run_child

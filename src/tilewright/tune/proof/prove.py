@@ -31,12 +31,12 @@ from torch import Tensor, nn
 
 from tilewright.plan.lever import NUMERICS
 from tilewright.train import optimizers
-from tilewright.train.config import Train
-from tilewright.train.configuration import fields, from_dict
 from tilewright.train.data import open_batches
 from tilewright.train.engine import Engine, device_of, precision_of, restored_modes
+from tilewright.train.load_config import fields, from_dict
 from tilewright.train.loop import batch_sizes
-from tilewright.train.recompute import planned, policies
+from tilewright.train.memory_plan import planned, policies
+from tilewright.train.schema import Train
 from tilewright.train.world import World
 from tilewright.tune import own_model
 from tilewright.tune.proof.verdict import Key, Seen, distance, judge
@@ -90,7 +90,7 @@ def prove(job: Mapping[str, Any], say: Say) -> Proof:
 def in_small_parts(run: Train, whole: int) -> Train:
     """With a batch of so many sequences, few tokens at a time: what has room for a run has room for float32 then.
 
-    >>> from tilewright.train.config import Model
+    >>> from tilewright.train.schema import Model
     >>> found = in_small_parts(Train(model=Model(sequence=2048)), 6)
     >>> found.micro_batch, found.global_batch, found.accumulation
     (2, 6, 0)

@@ -15,7 +15,7 @@ from tilewright.measure import checked
 from tilewright.measure.checked import Amount, Count, Like, Scalar
 from tilewright.measure.markup import clean
 from tilewright.measure.results import write_text
-from tilewright.train.configuration import write_yaml
+from tilewright.train.load_config import write_yaml
 from tilewright.tune.search.choose import confirmed, latest
 from tilewright.tune.search.space import Space
 from tilewright.tune.store.proof import VERDICTS, Proof

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import UserError
-from tilewright.train.configuration import from_dict
+from tilewright.train.load_config import from_dict
 from tilewright.tune.report.answer import Answer, answered, read_prediction, write_best
 from tilewright.tune.search.choose import proved
 from tilewright.tune.search.drift import corrected

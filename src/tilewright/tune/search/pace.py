@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from tilewright.train.config import Train
+from tilewright.train.schema import Train
 
 OPTIMIZED = "optimized"  # the kind of a run whose block has kernels to compile; of others it is the compile mode
 # Seconds that a trial takes by its kind, before one has run: on a CPU, and on a GPU.

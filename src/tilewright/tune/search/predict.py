@@ -13,8 +13,8 @@ from typing import Any
 
 from tilewright.plan import memory, step
 from tilewright.plan.decoder import from_gpt
-from tilewright.train.config import RECORDING, Train
-from tilewright.train.recompute import planned, policies
+from tilewright.train.memory_plan import planned, policies
+from tilewright.train.schema import RECORDING, Train
 from tilewright.tune.store.record import Prediction
 
 BEYOND = ("fragmentation", "CUDA context")
@@ -32,7 +32,7 @@ def predict(run: Train, machine: Mapping[str, Any]) -> Prediction:
         run: the run, whose device is the probe's.
         machine: what a probe found.
 
-    >>> from tilewright.train.config import Model
+    >>> from tilewright.train.schema import Model
     >>> machine = {"device": "cpu", "flops": {"fp32": 1e11, "bf16": 2e11}, "copy_bytes_per_second": 1e10,
     ...            "launch_seconds": 5e-6, "kernel_seconds": 2e-6, "host": {"cores": 4}, "memory_bytes": 2**34}
     >>> found = predict(Train(model=Model(width=64)), machine)

@@ -13,8 +13,8 @@ from typing import Any
 
 from tilewright.errors import UserError
 from tilewright.plan.lever import NUMERICS
-from tilewright.train.config import PRECISIONS, Train
-from tilewright.train.configuration import Configuration, fields, read
+from tilewright.train.load_config import Configuration, fields, read
+from tilewright.train.schema import PRECISIONS, Train
 
 Point = dict[str, Any]
 
@@ -115,7 +115,7 @@ def open_space(
         search: levers that are open although they were set; "all" for every one.
         of_any_model: leave out the levers that are built into Tilewright's own model.
 
-    >>> from tilewright.train.configuration import read
+    >>> from tilewright.train.load_config import read
     >>> found = open_space(read(None, ["compile=default", "global_batch=4"]), device="cpu", numerics="same")
     >>> "compile" in found.levers, found.levers["model.loss"], found.levers["micro_batch"]
     (False, ('plain', 'fused', 'linear_fused'), (4, 2, 1))

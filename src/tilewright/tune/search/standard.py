@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tilewright.train import optimizers
-from tilewright.train.config import Train
-from tilewright.train.configuration import fields
+from tilewright.train.load_config import fields
+from tilewright.train.schema import Train
 from tilewright.tune.search.space import Space, value_of, with_values
 from tilewright.tune.store.record import Record
 
@@ -15,7 +15,7 @@ from tilewright.tune.store.record import Record
 def float32(best: Train) -> Train:
     """The standard model in float32, with the same rule of learning.
 
-    >>> from tilewright.train.config import Model, Optimizer
+    >>> from tilewright.train.schema import Model, Optimizer
     >>> best = Train(precision="bf16", optimizer=Optimizer(name="adamw_8bit"), model=Model(gpt_block="optimized"))
     >>> plain = float32(best)
     >>> plain.precision, plain.optimizer.name, plain.model.gpt_block
@@ -28,7 +28,7 @@ def float32(best: Train) -> Train:
 def standard(best: Train) -> Train:
     """The standard model with the levers that are meant to change numbers as the best run has them.
 
-    >>> from tilewright.train.config import Model
+    >>> from tilewright.train.schema import Model
     >>> plain = standard(Train(precision="bf16", compile="default", model=Model(residual="bf16", loss="fused")))
     >>> plain.precision, plain.model.residual, plain.compile, plain.model.loss
     ('bf16', 'bf16', 'none', 'plain')

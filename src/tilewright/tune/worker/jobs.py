@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilewright.errors import UserError
-from tilewright.train.config import Train
+from tilewright.train.schema import Train
 from tilewright.tune.search.choose import MOST_NOISE, NOISE, SHAKEN
 from tilewright.tune.search.explain import explain
 from tilewright.tune.search.pace import Pace, kind_of

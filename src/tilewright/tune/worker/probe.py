@@ -25,9 +25,9 @@ import torch
 from tilewright.measure import clock
 from tilewright.measure.ceilings import measure_ceilings
 from tilewright.measure.machine import describe, host_memory_bytes
-from tilewright.train.config import Train
-from tilewright.train.configuration import from_dict
 from tilewright.train.engine import device_of
+from tilewright.train.load_config import from_dict
+from tilewright.train.schema import Train
 from tilewright.tune.own_model import check_step, load
 
 _LINKS = 200  # of a chain of small ops

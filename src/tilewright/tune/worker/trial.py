@@ -39,8 +39,8 @@ from tilewright.tune.outcome import NotFinite, outcome_of
 from tilewright.tune.store.record import Measurement, spread
 
 if TYPE_CHECKING:  # torch takes seconds to import: a process without a parent is to be gone before
-    from tilewright.train.config import Train
     from tilewright.train.metrics import Metrics
+    from tilewright.train.schema import Train
 
 Job = dict[str, Any]
 Say = Callable[[dict[str, Any]], None]
@@ -204,7 +204,7 @@ def _is_compiled() -> bool:
 def _train(job: Job, say: Say, **told: Callable[..., None]) -> None:
     """The run of a job, which whoever is `told` of its steps ends."""
     say({"event": "alive", "what": "starting"})
-    from tilewright.train.configuration import from_dict
+    from tilewright.train.load_config import from_dict
     from tilewright.train.loop import Shown, train
 
     def begin(facts: dict[str, Any]) -> None:
@@ -356,7 +356,7 @@ def _probe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
 
 def _prove(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     say({"event": "alive", "what": "starting"})
-    from tilewright.train.configuration import from_dict
+    from tilewright.train.load_config import from_dict
     from tilewright.tune.proof.prove import prove
 
     begin_phase(say, "device")
@@ -374,7 +374,7 @@ def _prove(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
 
 def curve(job: Job, say: Say) -> list[float]:
     """The first losses of the standard model in float32, on the batches that trials have, as time allows."""
-    from tilewright.train.configuration import from_dict
+    from tilewright.train.load_config import from_dict
     from tilewright.train.loop import batch_sizes
     from tilewright.tune.proof.prove import in_small_parts
     from tilewright.tune.search.standard import float32

@@ -33,7 +33,7 @@ from tilewright.errors import UserError
 from tilewright.measure.results import write_text
 from tilewright.plan.gpt import PRESETS
 from tilewright.plan.lever import Lever
-from tilewright.train.config import Train, choices_of, lever_of
+from tilewright.train.schema import Train, choices_of, lever_of
 from tilewright.train.yaml_tree import Node, document, read_text, shown, word
 
 COMMAND_LINE = "command line"

@@ -10,7 +10,7 @@ from tilewright.errors import UserError
 from tilewright.measure.machine import host_memory_bytes
 from tilewright.plan.decoder import Decoder, from_gpt
 from tilewright.plan.memory import WORKSPACE_BYTES, Training, kept_activations, largest_micro_batch, levers, train
-from tilewright.train.config import Train
+from tilewright.train.schema import Train
 
 _DOUBT = 0.1  # of the bytes that the plan predicts; what is over by less is tried
 # The fields of a run that are levers of the plan.
@@ -31,7 +31,7 @@ def planned(config: Train, precision: str, micro_batch: int, accumulation: int, 
 def policies(config: Train, training: Training) -> list[str]:
     """A policy a block. Within a budget: as many as fit keep all, then as many as fit run only the cheap part again.
 
-    >>> from tilewright.train.config import Model
+    >>> from tilewright.train.schema import Model
     >>> run = Train(model=Model(layers=4, recompute="budget", recompute_budget=1.0))
     >>> policies(run, planned(run, "bf16", 8, 1, 1))
     ['none', 'none', 'none', 'none']

@@ -12,11 +12,11 @@ from tilewright.plan import memory
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.memory import Training, kept_activations
 from tilewright.plan.memory import train as plan_memory
-from tilewright.train import recompute
-from tilewright.train.config import OPTIMIZERS, PRECISIONS, Model, Optimizer, Train
-from tilewright.train.configuration import read
+from tilewright.train import memory_plan
+from tilewright.train.load_config import read
 from tilewright.train.loop import batch_sizes
-from tilewright.train.recompute import planned, policies
+from tilewright.train.memory_plan import planned, policies
+from tilewright.train.schema import OPTIMIZERS, PRECISIONS, Model, Optimizer, Train
 
 LAYERS = 6
 
@@ -113,16 +113,16 @@ def test_a_run_that_cannot_fit_names_what_would(monkeypatch):
     decoder, cpu = from_gpt(config.model), torch.device("cpu")
     needed = memory.train(decoder, dataclasses.replace(training, device="cpu")).allocated - memory.WORKSPACE_BYTES
     for share, refused in ((0.91, False), (0.89, True)):  # a tenth is the plan's doubt
-        monkeypatch.setattr(recompute, "host_memory_bytes", lambda share=share: int(share * needed))
+        monkeypatch.setattr(memory_plan, "host_memory_bytes", lambda share=share: int(share * needed))
         if not refused:
-            recompute.refuse_misfit(decoder, training, ["none"], cpu)
+            memory_plan.refuse_misfit(decoder, training, ["none"], cpu)
             continue
         with pytest.raises(UserError, match=r"this machine has [\d,.]+ GB: micro_batch=(\d+) fits") as found:
-            recompute.refuse_misfit(decoder, training, ["none"], cpu)
+            memory_plan.refuse_misfit(decoder, training, ["none"], cpu)
         fits = int(str(found.value).partition("micro_batch=")[2].split()[0])
         assert 0 < fits < 64
-    recompute.refuse_misfit(decoder, training, ["none"] * 12 + ["full"] * 12, cpu)  # which may fit: it is tried
-    monkeypatch.setattr(recompute, "host_memory_bytes", lambda: 2**30)
+    memory_plan.refuse_misfit(decoder, training, ["none"] * 12 + ["full"] * 12, cpu)  # which may fit: it is tried
+    monkeypatch.setattr(memory_plan, "host_memory_bytes", lambda: 2**30)
     with pytest.raises(UserError, match=r"no micro_batch fits; .* saves [\d,.]+ GB") as found:
-        recompute.refuse_misfit(decoder, training, ["none"], cpu)
+        memory_plan.refuse_misfit(decoder, training, ["none"], cpu)
     read(None, [str(found.value).partition("fits; ")[2].split()[0]])  # what it advises is a field of a run

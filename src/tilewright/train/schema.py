@@ -2,7 +2,7 @@
 
 A field declared with a `Lever` changes how fast a run is or how much memory it takes, and not what it learns; those are
 what `tilewright tune` searches, with what each value does to the numbers. How a configuration is read from YAML and the
-command line is in `train/configuration.py`.
+command line is in `train/load_config.py`.
 """
 
 from __future__ import annotations

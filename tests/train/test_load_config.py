@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tilewright.errors import UserError
 from tilewright.plan.gpt import PRESETS
-from tilewright.train import configuration
-from tilewright.train.config import Data, Train
-from tilewright.train.configuration import fields, read, schema, sections, split_arguments, write_yaml
+from tilewright.train import load_config
+from tilewright.train.load_config import fields, read, schema, sections, split_arguments, write_yaml
 from tilewright.train.schedule import learning_rate
+from tilewright.train.schema import Data, Train
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_preset_sets_what_nobody_else_does_wherever_it_is_set(folder):
     assert read(path, ["model.preset="]).train.model.width == Train().model.width
     for name, shape in PRESETS.items():
         model = read(None, [f"model.preset={name}"]).train.model
-        assert all(getattr(model, each) == getattr(shape, each) for each in configuration.PRESET_FIELDS)
+        assert all(getattr(model, each) == getattr(shape, each) for each in load_config.PRESET_FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -457,6 +457,6 @@ def test_the_schema_passes_what_read_takes_and_refuses_what_it_refuses(folder):
 
 def test_reading_a_configuration_does_not_load_torch():
     code = (
-        "import sys\nfrom tilewright.train.configuration import read\nread(None, [])\nassert 'torch' not in sys.modules"
+        "import sys\nfrom tilewright.train.load_config import read\nread(None, [])\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
