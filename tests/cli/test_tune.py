@@ -13,7 +13,8 @@ import typer
 from tilewright.cli.main import app
 from tilewright.cli.tune import _notes, _Progress, _table
 from tilewright.errors import UserError
-from tilewright.train.load_config import fields, read
+from tilewright.train.fields import fields
+from tilewright.train.load_config import read
 from tilewright.tune import api
 from tilewright.tune.report.answer import Answer
 from tilewright.tune.report.page import page

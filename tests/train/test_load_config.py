@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tilewright.errors import UserError
 from tilewright.plan.gpt import PRESETS
 from tilewright.train import load_config
-from tilewright.train.load_config import fields, read, schema, sections, split_arguments, write_yaml
+from tilewright.train.fields import fields, json_schema, sections
+from tilewright.train.load_config import read, split_arguments, write_yaml
 from tilewright.train.schedule import learning_rate
 from tilewright.train.schema import Data, Train
 
@@ -421,7 +422,7 @@ def valid(value, rule):
 
 
 def test_the_schema_has_every_field_and_nothing_else():
-    found = schema()
+    found = json_schema()
     assert found["$schema"].endswith("2020-12/schema") and json.loads(json.dumps(found)) == found
     names = set()
     for name, rule in found["properties"].items():
@@ -435,7 +436,9 @@ def test_the_schema_has_every_field_and_nothing_else():
 
 
 def test_the_schema_passes_what_read_takes_and_refuses_what_it_refuses(folder):
-    assert valid(read(None, []).as_dict(), schema()) and valid(read(None, ["model.preset=7b"]).as_dict(), schema())
+    assert valid(read(None, []).as_dict(), json_schema()) and valid(
+        read(None, ["model.preset=7b"]).as_dict(), json_schema()
+    )
     cases = [
         {"steps": "1k"}, {"steps": "2.5M"}, {"steps": "${seed}1"}, {"model": None}, {"data": {"paths": ["a"]}},
         {"steps": "many"}, {"steps": "1k "}, {"steps": 0}, {"steps": 1.5}, {"steps": "1ee3"}, {"steps": None},
@@ -451,7 +454,7 @@ def test_the_schema_passes_what_read_takes_and_refuses_what_it_refuses(folder):
             taken.append(True)
         except UserError as error:
             taken.append("does not divide" in str(error))  # what lies between two fields is not in a schema
-        assert valid(case, schema()) == taken[-1], case
+        assert valid(case, json_schema()) == taken[-1], case
     assert taken[:5] == [True] * 5 and not all(taken)
 
 

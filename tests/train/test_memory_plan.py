@@ -14,7 +14,6 @@ from tilewright.plan.memory import Training, kept_activations
 from tilewright.plan.memory import train as plan_memory
 from tilewright.train import memory_plan
 from tilewright.train.load_config import read
-from tilewright.train.loop import batch_sizes
 from tilewright.train.memory_plan import planned, policies
 from tilewright.train.schema import OPTIMIZERS, PRECISIONS, Model, Optimizer, Train
 
@@ -78,7 +77,7 @@ RECORDED = [case for path in RESULTS for case in json.loads(path.read_text())["c
 def test_the_plan_of_a_run_is_what_an_h200_measured(case):
     """Every lever there is a record of: what is recomputed, the residual stream, the loss, optimizers, precisions."""
     run = read(None, case["overrides"]).train
-    sizes = batch_sizes(run, 1)
+    sizes = run.batch_sizes(1)
     training = planned(run, "bf16" if run.precision == "auto" else run.precision, sizes.micro, sizes.accumulation, 1)
     decoder, chosen = from_gpt(run.model), policies(run, training)
     share = {policy: chosen.count(policy) / len(chosen) for policy in chosen}

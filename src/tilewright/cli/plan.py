@@ -66,11 +66,10 @@ def load_run(model: str, changes: list[str], split: dict[str, Any], **options: A
         option = next(iter(given)).replace("_", "-")
         raise UserError(f"{model} says how it trains; leave --{option} out, and write FIELD=VALUE to change a field.")
     from tilewright.train.load_config import read
-    from tilewright.train.loop import batch_sizes
     from tilewright.train.memory_plan import planned
 
     run = read(Path(model), changes).train
-    sizes = batch_sizes(run, split.get("data", 1))
+    sizes = run.batch_sizes(split.get("data", 1))
     precision = "bf16" if run.precision == "auto" else run.precision  # what auto is on a GPU
     how = planned(run, precision, sizes.micro, sizes.accumulation, 1)
     return decoder.from_gpt(run.model), dataclasses.replace(how, **split)

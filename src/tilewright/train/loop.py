@@ -29,8 +29,6 @@ from tilewright.errors import UserError
 from tilewright.measure.compile_cache import own_compile_cache
 from tilewright.measure.machine import describe
 from tilewright.measure.results import SCHEMA
-from tilewright.plan.batches import Batches as BatchSizes
-from tilewright.plan.batches import solve
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.gpt import LEVERS
 from tilewright.plan.memory import train as plan_memory
@@ -159,7 +157,7 @@ class _Run:
         self.device = device_of(config)
         if self.device.type == "cuda":
             closing.enter_context(torch.cuda.device(self.device))
-        self.sizes = batch_sizes(config, self.world.ranks)
+        self.sizes = config.batch_sizes(self.world.ranks)
         self.records = config.cuda_graphs or config.compile in RECORDING
         check_levers(config, self.device, self.sizes.accumulation)
         self.precision = precision_of(config, self.device)
@@ -477,15 +475,3 @@ def _check_facts(facts: dict[str, Any], folder: Path) -> None:
         sound = False
     if not sound:
         raise UserError(f"{FACTS} of the checkpoint for {folder} is not of a run; choose another checkpoint or out.")
-
-
-def batch_sizes(config: Train, ranks: int) -> BatchSizes:
-    """Micro batch, global batch and accumulation, each given or derived; a micro batch of 8 where none is given."""
-    given = {"micro": config.micro_batch, "global_": config.global_batch, "accumulation": config.accumulation}
-    if not config.micro_batch and not (config.global_batch and config.accumulation):
-        share = config.global_batch // (ranks * (config.accumulation or 1))
-        given["micro"] = min(8, share) if config.global_batch else 8
-        if config.global_batch and given["micro"]:
-            while share % given["micro"]:
-                given["micro"] -= 1
-    return solve(data=ranks, tensor=1, pipeline=1, **{name: value or None for name, value in given.items()})

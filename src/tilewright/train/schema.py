@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.errors import UserError
+from tilewright.plan.batches import Batches, batch_sizes
 from tilewright.plan.gpt import CHOICES as MODEL_CHOICES
 from tilewright.plan.gpt import LEVERS as MODEL_LEVERS
 from tilewright.plan.gpt import GPTConfig
@@ -245,6 +246,12 @@ class Train:
 
     def __post_init__(self) -> None:
         check(self)
+
+    def batch_sizes(self, ranks: int) -> Batches:
+        """Micro batch, global batch and accumulation on so many data ranks, each given or derived."""
+        return batch_sizes(
+            micro_batch=self.micro_batch, global_batch=self.global_batch, accumulation=self.accumulation, ranks=ranks
+        )
 
 
 def lever_of(section: type, name: str) -> Lever | None:

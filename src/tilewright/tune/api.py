@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import UserError
-from tilewright.train.load_config import Configuration, fields, read, split_arguments
+from tilewright.train.fields import fields
+from tilewright.train.load_config import Configuration, read, split_arguments
 from tilewright.train.schema import Train
 from tilewright.tune.report.answer import Answer
 
@@ -262,10 +263,9 @@ def _on_a_gpu(configuration: Configuration, arguments: Sequence[str]) -> dict[st
 
 
 def _describe(run: Train) -> str:
-    from tilewright.train.loop import batch_sizes
 
     shape = run.model.preset or f"{run.model.layers} layers of {run.model.width}"
-    return f"{shape}, {batch_sizes(run, 1).global_} x {run.model.sequence}"
+    return f"{shape}, {run.batch_sizes(1).global_} x {run.model.sequence}"
 
 
 def _with_batch(configuration: Configuration, facts: Mapping[str, Any]) -> Configuration:

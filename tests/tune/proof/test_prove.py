@@ -20,7 +20,7 @@ from tilewright.ops import linear
 from tilewright.plan.gpt import LLAMA
 from tilewright.runtime import dispatch
 from tilewright.train.engine import Engine
-from tilewright.train.load_config import fields
+from tilewright.train.fields import fields
 from tilewright.train.schema import PRECISIONS, Model, Train
 from tilewright.tune import own_model
 from tilewright.tune.proof import prove

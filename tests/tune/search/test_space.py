@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tilewright.errors import UserError
 from tilewright.plan import gpt
 from tilewright.plan.lever import NUMERICS, Lever
-from tilewright.train.load_config import fields, read
+from tilewright.train.fields import fields
+from tilewright.train.load_config import read
 from tilewright.train.schema import PRECISIONS, Train
 from tilewright.tune.search.space import Space, label, open_space
 from tilewright.tune.store.record import key

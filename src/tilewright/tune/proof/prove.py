@@ -33,8 +33,8 @@ from tilewright.plan.lever import NUMERICS
 from tilewright.train import optimizers
 from tilewright.train.data import open_batches
 from tilewright.train.engine import Engine, device_of, precision_of, restored_modes
-from tilewright.train.load_config import fields, from_dict
-from tilewright.train.loop import batch_sizes
+from tilewright.train.fields import fields
+from tilewright.train.load_config import from_dict
 from tilewright.train.memory_plan import planned, policies
 from tilewright.train.schema import Train
 from tilewright.train.world import World
@@ -105,7 +105,7 @@ def _shares(run: Train, tokens: int) -> tuple[int, int, int]:
 
     As in the run itself, but small; two micro batches stand for any number of them.
     """
-    sizes, most = batch_sizes(run, 1), max(1, TOKENS // tokens)
+    sizes, most = run.batch_sizes(1), max(1, TOKENS // tokens)
     parts = min(2, sizes.accumulation)
     micro = min(sizes.micro, max(1, most // parts))
     return micro, parts, min(most, micro * parts)

@@ -39,9 +39,8 @@ def predict(run: Train, machine: Mapping[str, Any]) -> Prediction:
     >>> found.floor < found.seconds, found.memory["process"] > found.memory["weights"]
     (True, True)
     """
-    from tilewright.train.loop import batch_sizes  # which imports torch
 
-    device, sizes = machine["device"], batch_sizes(run, 1)
+    device, sizes = machine["device"], run.batch_sizes(1)
     precision = run.precision if run.precision != "auto" else "bf16" if device == "cuda" else "fp32"
     decoder, training = from_gpt(run.model), planned(run, precision, sizes.micro, sizes.accumulation, 1)
     how = step.How(

@@ -13,7 +13,8 @@ from typing import Any
 
 from tilewright.errors import UserError
 from tilewright.plan.lever import NUMERICS
-from tilewright.train.load_config import Configuration, fields, read
+from tilewright.train.fields import fields
+from tilewright.train.load_config import Configuration, read
 from tilewright.train.schema import PRECISIONS, Train
 
 Point = dict[str, Any]
@@ -41,11 +42,10 @@ class Space:
         import torch
 
         from tilewright.train.engine import check_levers
-        from tilewright.train.loop import batch_sizes
 
         run = self.at(point)
         try:
-            check_levers(run, torch.device(self.device), batch_sizes(run, 1).accumulation)
+            check_levers(run, torch.device(self.device), run.batch_sizes(1).accumulation)
         except UserError as error:
             return str(error)
         return None
@@ -169,9 +169,8 @@ def _opened(configuration: Configuration, search: Collection[str]) -> list[str]:
 
 def _spelt_out(run: Train, device: str) -> Train:
     """A run whose batch and precision say what they are."""
-    from tilewright.train.loop import batch_sizes
 
-    sizes = batch_sizes(run, 1)
+    sizes = run.batch_sizes(1)
     precision = run.precision if run.precision != "auto" else "bf16" if device == "cuda" else "fp32"
     return dataclasses.replace(
         run, precision=precision, global_batch=sizes.global_, micro_batch=sizes.micro, accumulation=0

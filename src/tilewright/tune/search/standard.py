@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tilewright.train import optimizers
-from tilewright.train.load_config import fields
+from tilewright.train.fields import fields
 from tilewright.train.schema import Train
 from tilewright.tune.search.space import Space, value_of, with_values
 from tilewright.tune.store.record import Record

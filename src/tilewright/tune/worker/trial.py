@@ -375,13 +375,12 @@ def _prove(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
 def curve(job: Job, say: Say) -> list[float]:
     """The first losses of the standard model in float32, on the batches that trials have, as time allows."""
     from tilewright.train.load_config import from_dict
-    from tilewright.train.loop import batch_sizes
     from tilewright.tune.proof.prove import in_small_parts
     from tilewright.tune.search.standard import float32
 
     begin_phase(say, "losses in float32")
     run = from_dict(job["start"])
-    run = in_small_parts(float32(run), batch_sizes(run, 1).global_)
+    run = in_small_parts(float32(run), run.batch_sizes(1).global_)
     losses: list[float] = []
     began = time.monotonic()
 
