@@ -44,7 +44,8 @@ SLOW = (
     "tests/tune/worker/test_process", "tests/tune/worker/test_trial",
 )  # fmt: skip
 # These run kernels under the interpreter, of which there are thousands of cases: so many of them are drawn by the seed.
-SAMPLED, ONE_IN = ("tests/ops/", "tests/runtime/", "tests/nn/", "tests/models/", "tests/train/test_optimizers"), 30
+SAMPLED = ("tests/ops/", "tests/runtime/", "tests/nn/", "tests/models/", "tests/optim/", "tests/train/test_optimizers")
+ONE_IN = 30
 ENOUGH = 120.0  # seconds after which no other test begins, so that the last ones end within three minutes
 
 

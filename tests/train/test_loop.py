@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
+from tilewright.optim import AdamW
 from tilewright.runtime import cublaslt
 from tilewright.train import loop
 from tilewright.train.checkpoint import read
 from tilewright.train.engine import Engine
 from tilewright.train.loop import Shown, train
 from tilewright.train.metrics import read as read_metrics
-from tilewright.train.optimizers import AdamW
 from tilewright.train.schema import OPTIMIZERS, SCHEDULES
 from tilewright.train.world import World
 from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tilewright.errors import UserError
 from tilewright.models import GPT
-from tilewright.ops.optimizer.op import new_state
+from tilewright.optim.states import new_state
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train import optimizers
 from tilewright.train.load_config import read

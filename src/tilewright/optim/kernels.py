@@ -1,4 +1,4 @@
-"""The kernel of `optimizer`: one pass over parameters, their gradients and their states.
+"""The kernel of `optim.update`: one pass over parameters, their gradients and their states.
 
 A program takes a tile of four blocks of 256 elements, one block a warp and eight elements a thread: the largest
 magnitude of a block, which scales its 8-bit codes, is found without leaving the warp, and eight draws of 16 bits are
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.ops.optimizer.op import BLOCK, TILE
+from tilewright.optim.states import BLOCK, TILE
 from tilewright.runtime.philox_kernels import ROUNDS
 
 TYPES = {

@@ -6,18 +6,9 @@ import torch
 
 from ops.contract import DEVICE, assert_equal, layouts, on_gpu
 from tilewright.errors import UserError
-from tilewright.ops.optimizer.op import (
-    BLOCK,
-    MOMENTS,
-    adafactor,
-    cost,
-    decode,
-    encode,
-    new_state,
-    random_bits,
-    reference,
-    update,
-)
+from tilewright.optim.reference import reference
+from tilewright.optim.states import BLOCK, MOMENTS, decode, encode, new_state, random_bits
+from tilewright.optim.update import adafactor, cost, update
 from tilewright.runtime import dispatch
 
 RULES = ("adamw", "lion", "sgd")
