@@ -22,7 +22,7 @@ from tilewright.errors import UserError
 from tilewright.train import checkpoint, checkpoint_format
 from tilewright.train.checkpoint import Checkpoints
 from tilewright.train.load_config import read as read_configuration
-from tilewright.train.loop import _check_facts
+from tilewright.train.resume import check_facts
 from tilewright.train.tokens import open_tokens, write_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -58,7 +58,7 @@ class Checkpoint:
             files[self.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
             (self.path / "manifest.json").write_text(checkpoint_format.manifest_text(files))
         files, saved, facts = checkpoint._open(self.path)
-        _check_facts(facts, self.path)
+        check_facts(facts, self.path)
         checkpoint_format.verify(self.path, files, files)
         flat = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in saved.items()}
         checkpoint._fill(self.path, saved, flat, None)

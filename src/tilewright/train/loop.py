@@ -30,10 +30,9 @@ from tilewright.measure.compile_cache import own_compile_cache
 from tilewright.measure.machine import describe
 from tilewright.measure.results import SCHEMA
 from tilewright.plan.decoder import from_gpt
-from tilewright.plan.gpt import LEVERS
 from tilewright.plan.memory import train as plan_memory
 from tilewright.train.checkpoint import Checkpoints
-from tilewright.train.checkpoint_format import FACTS, short
+from tilewright.train.checkpoint_format import short
 from tilewright.train.data import Batches, first_samples, open_dataset
 from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
 from tilewright.train.guard import Watch
@@ -41,6 +40,7 @@ from tilewright.train.load_config import write_yaml
 from tilewright.train.memory_plan import planned, policies, refuse_misfit
 from tilewright.train.metrics import Journal, Metrics, Rates, memory
 from tilewright.train.profile import TAKES, profile_run
+from tilewright.train.resume import check_facts, compare_model, other_data
 from tilewright.train.schedule import learning_rate
 from tilewright.train.schema import RECORDING, Train
 from tilewright.train.signals import Signals
@@ -223,9 +223,9 @@ class _Run:
             facts = self.checkpoints.load(Path(how), tensors)
         if facts is None:
             return 0
-        _check_facts(facts, self.folder)
-        self._compare_model(facts["configuration"]["model"])
-        other = self._other_data(facts["data"])
+        check_facts(facts, self.folder)
+        compare_model(self.config.model, facts["configuration"]["model"])
+        other = other_data(self.data_facts, facts["data"])
         if other and own is not None:
             raise UserError(f"{other}; give what it had, or another out.")
         if other:  # a branch
@@ -234,30 +234,6 @@ class _Run:
         self.watch.in_a_row = facts["skipped_in_a_row"]
         self.samples = facts["samples"]
         return facts["step"]
-
-    def _compare_model(self, saved: dict[str, Any]) -> None:
-        """Refuse to go on with another model than the one that was saved; levers may change."""
-        for name, value in dataclasses.asdict(self.config.model).items():
-            before = saved.get(name, value)
-            if before != value and name not in (*LEVERS, "preset", "dropout"):
-                raise UserError(
-                    f"model.{name} is {value!r} and the checkpoint's model has {before!r:.100}; give that, or another "
-                    "out."
-                )
-
-    def _other_data(self, saved: dict[str, Any]) -> str:
-        """What of its data a checkpoint's run had otherwise; nothing where it had the same."""
-        here = self.data_facts
-        for name in here:
-            if "." in name and saved.get(name) != here[name]:
-                return f"{name} is {here[name]!r} and the checkpoint's run had {saved.get(name)!r:.100}"
-        if all(saved.get(name) == here[name] for name in here):
-            return ""
-        there = saved.get("tokens")
-        counts = (
-            f"{here['tokens']:,} tokens here, {there:,} there" if type(there) is int else "another number of tokens"
-        )
-        return f"This is not the data that the checkpoint's run was trained on ({counts})"
 
     def go(self) -> Outcome:
         config, steps = self.config, self.config.steps
@@ -459,19 +435,3 @@ class _Run:
         speed = steady[len(steady) // 2] if steady else None
         stopped = self.step < self.config.steps
         return Outcome(self.step, self.last_loss, speed, stopped, self.checkpoints.warnings, self.validation_loss)
-
-
-def _check_facts(facts: dict[str, Any], folder: Path) -> None:
-    """Refuse facts that no run has written."""
-    try:
-        recent = facts["recent_losses"]
-        counts = [facts["step"], facts["samples"], facts["skipped_in_a_row"], *(step for step, _ in recent)]
-        sound = (
-            all(type(count) is int and 0 <= count < 2**48 for count in counts)
-            and all(type(loss) is float and math.isfinite(loss) for _, loss in recent)
-            and isinstance(facts["configuration"]["model"], dict) and isinstance(facts["data"], dict)
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise UserError(f"{FACTS} of the checkpoint for {folder} is not of a run; choose another checkpoint or out.")

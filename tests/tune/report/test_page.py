@@ -16,7 +16,8 @@ from tilewright.measure.markup import clean
 from tilewright.train.load_config import from_dict
 from tilewright.tune.report import anatomy, plots
 from tilewright.tune.report.answer import Ablation, Answer
-from tilewright.tune.report.page import facts, page, write_report
+from tilewright.tune.report.head import facts
+from tilewright.tune.report.page import page, write_report
 from tilewright.tune.report.plots import changes
 from tilewright.tune.report.reread import read_answer
 from tilewright.tune.store.proof import Layer, Proof

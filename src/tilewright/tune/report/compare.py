@@ -9,8 +9,9 @@ from tilewright.measure.markup import tag
 from tilewright.tune.report import anatomy, plots
 from tilewright.tune.report import html as piece
 from tilewright.tune.report.answer import Answer
+from tilewright.tune.report.head import facts, ratio, verdict
 from tilewright.tune.report.html import plot, section, table, words
-from tilewright.tune.report.page import bars_section, facts, ratio, verdict
+from tilewright.tune.report.page import bars_section
 from tilewright.tune.report.plots import has_speed, milliseconds, size
 from tilewright.tune.store.record import Record
 

@@ -17,7 +17,6 @@ the token is not found. Of one that was forked all are: what loses its parent is
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import json
@@ -27,18 +26,18 @@ import selectors
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tilewright.tune.settings import TRIAL
 from tilewright.tune.store.record import OUTCOMES, PHASES, Measurement
 from tilewright.tune.worker import forkserver
+from tilewright.tune.worker.family import adopt_orphans, end_family, process_of
 from tilewright.tune.worker.forkserver import TOKEN, Forked, ForkServer
 
 LONGEST_LINE = 16 << 20
@@ -48,9 +47,7 @@ LONGEST_ERROR = 500
 CHUNK = 1 << 16
 TICK = 0.05  # seconds between two looks at a child that says nothing
 GRACE = 3.0  # seconds to exit after the result
-PATIENCE = 3.0  # seconds for a killed process to be gone: a driver may hold on to it
 DRAIN = 1.0  # seconds to read what is left in the pipes; more only where somebody unknown holds them open
-PR_SET_CHILD_SUBREAPER = 36
 _SCRATCH = "tilewright-trial-"
 _NEW = 60.0  # seconds in which a folder that was made is locked
 # In lower case. The allocators of CUDA, of C++, of PyTorch on a CPU, and of Python.
@@ -133,7 +130,7 @@ def _run_child(
     job: dict[str, Any], limits: Limits, hear: Callable[[dict[str, Any]], None], command: Sequence[str]
 ) -> Ended:
     began, said, token = time.monotonic(), json.dumps(job).encode() + b"\n", uuid.uuid4().hex
-    _adopt_orphans()
+    adopt_orphans()
     with forkserver.reserved() if command == TRIAL else contextlib.nullcontext() as server:
         try:
             process, note = _start(command, token, server, limits)
@@ -143,12 +140,12 @@ def _run_child(
             return Ended("error", f"Its process could not be started: {error}", "", None)
         assert process.stdin and process.stdout and process.stderr
         with process.stdin, process.stdout, process.stderr:
-            leader = _process(process.pid)
+            leader = process_of(process.pid)
             try:
                 child = _Child(process, said, hear, began)
                 ended_as = child.follow(limits)
             finally:  # Ctrl-C too: take the trial along
-                left = _end(process, leader.began if leader else 0, f"{TOKEN}={token}".encode())
+                left = end_family(process, leader.began if leader else 0, f"{TOKEN}={token}".encode())
             child.drain()
     child.begin_phase("")
     child.notes += [note] if note else []
@@ -391,75 +388,3 @@ def _last_line(text: str) -> str:
     """The line that says most about an end: the last exception, or whatever came last."""
     lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
     return next((line for line in reversed(lines) if RAISED.match(line)), lines[-1] if lines else "")
-
-
-def _adopt_orphans() -> None:
-    """Become, on Linux, the parent of what a dying trial leaves: what is killed is then reaped in any container."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-class _Process(NamedTuple):
-    pid: int
-    alive: bool  # or dead, and waiting for its parent to ask how it ended
-    parent: int
-    session: int
-    began: int  # ticks since the machine started
-
-
-def _end(process: Forked | subprocess.Popen[bytes], since: int, token: bytes) -> list[int]:
-    """Kill a process and all that it has started since then; what does not go even so."""
-    until, quiet, sessions, alive = time.monotonic() + PATIENCE, 0, {process.pid}, list[int]()
-    server = process.server.process.pid if isinstance(process, Forked) else 0
-    # Twice nothing: in the middle of an exec a process has no environment to know it by.
-    while quiet < 2 and time.monotonic() < until:
-        family = _family(sessions, since, token, server)
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        for one in family:
-            with contextlib.suppress(OSError):
-                os.kill(one.pid, signal.SIGKILL)
-                if one.pid != process.pid:
-                    os.waitpid(one.pid, os.WNOHANG)
-        sessions.update(one.session for one in family)  # the dead have a session still, and no environment
-        alive = [one.pid for one in family if one.alive]
-        there = family if server else alive  # the dead too, which a server asks for how they ended
-        quiet = 0 if there or process.poll() is None else quiet + 1
-        time.sleep(0.005)
-    return alive
-
-
-def _family(sessions: set[int], since: int, token: bytes, server: int) -> list[_Process]:
-    """The processes of a trial, the dead among them; none where there is no /proc.
-
-    Args:
-        server: whose children are all of this trial; 0 for none.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        table = [one for name in os.listdir("/proc") if name.isdigit() and (one := _process(int(name)))]
-        table = [one for one in table if one.began >= since]
-        family = {
-            one.pid: one for one in table
-            if one.session in sessions or (server and one.parent == server) or _has(one.pid, token)
-        }  # fmt: skip
-        while more := {one.pid: one for one in table if one.parent in family and one.pid not in family}:
-            family.update(more)
-        return list(family.values())
-    return []
-
-
-def _process(pid: int) -> _Process | None:
-    try:
-        # After the name, which is in brackets and may hold anything: state, parent, group, session ... (man proc)
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:  # gone
-        return None
-    return _Process(pid, fields[0] not in b"ZX", int(fields[1]), int(fields[3]), int(fields[19]))
-
-
-def _has(pid: int, token: bytes) -> bool:
-    try:
-        return token in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # gone, or somebody else's
-        return False
