@@ -24,8 +24,8 @@ from tilewright.measure.results import write_json
 from tilewright.models import GPT
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train.checkpoint import newest, read
-from tilewright.train.checkpoint_files import read_facts
-from tilewright.train.configuration import from_dict
+from tilewright.train.checkpoint_format import read_facts
+from tilewright.train.load_config import from_dict
 
 _EPSILON = 1e-5  # of the norms in `models.gpt`
 _MOST_POSITIONS = 1 << 28  # times the size of a head: two million with heads of 128
