@@ -28,6 +28,7 @@ class Lever:
         values: where not all of the field's choices; for a number, a function of the run that lists them.
         numerics: of the values that do more than "same", what they do.
         devices: of the values that only one kind of device has, which: "cuda" or "cpu". "" stands for all of them.
+        is_of_others: for models that are not Tilewright's own, whose blocks have levers of their own.
 
     >>> Lever(numerics={"bf16": "rounding"}).moves("bf16"), Lever().moves("flash")
     ('rounding', 'same')
@@ -36,6 +37,7 @@ class Lever:
     values: tuple[Any, ...] | Callable[[Any], tuple[Any, ...]] | None = None
     numerics: Mapping[Any, str] = field(default_factory=dict)
     devices: Mapping[Any, str] = field(default_factory=dict)
+    is_of_others: bool = False
 
     def moves(self, value: Any) -> str:
         """How far a value moves the numbers: a word of NUMERICS."""

@@ -92,6 +92,11 @@ class Engine:
         self.forward: Any = self.model
         if config.compile != "none":
             redirect_defaults()
+        if config.rules != "none":
+            from tilewright.optimize import optimize
+
+            self.report = optimize(self.model, rules=config.rules, compile=config.compile)
+        elif config.compile != "none":
             self.forward = torch.compile(self.model, options=_inductor(config.compile))
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor, list[int]]] = {}
         self._static: Any = None  # the batch that the graphs read

@@ -25,14 +25,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
+from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
+import yaml
 from torch import Tensor, nn
 
 from tilewright.errors import UserError
 from tilewright.measure.profile import profile_steps
+from tilewright.measure.work import Watch
 from tilewright.train.checkpoint_format import short
 from tilewright.train.engine import Engine, check_levers, device_of, restored_modes
 from tilewright.train.loop import Pending, Shown
@@ -129,7 +133,7 @@ class Own:
     batch: Batch
 
     def facts(self) -> dict[str, Any]:
-        """What a search has to know: the global batch, and whether micro batches can be cut from it."""
+        """What a search has to know: the global batch, whether micro batches can be cut from it, how large it is."""
         return {
             "global_batch": self.batch.rows, "splits": self.batch.splits, "unit": self.batch.unit,
             "count": self.batch.count,
@@ -144,12 +148,14 @@ def load(text: str, path: Sequence[str] = (), *, seed: int = 0) -> Own:
     Whatever the factory draws, it draws the same for the same seed: so two trials train the same weights on the same
     batch.
     """
-    factory = _find(text, path)
+    factory, arguments = _find(text, path), check_name(text)[2]
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
-        made = factory()
+        made = factory(**arguments)
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
         raise UserError(f"The factory {text} raised {_one_line(error)}; put that right in its code.") from error
     if not isinstance(made, (tuple, list)) or len(made) != 2 or not isinstance(made[0], nn.Module):
@@ -171,16 +177,45 @@ def load(text: str, path: Sequence[str] = (), *, seed: int = 0) -> Own:
     return Own(module, batch)
 
 
-def check_name(text: str) -> tuple[str, str]:
-    """The module and the name in it that a text means; nothing is imported.
+def check_name(text: str) -> tuple[str, str, dict[str, Any]]:
+    """The module, the name in it and the arguments that a text means; nothing is imported.
 
     >>> check_name("my_project.model:small")
-    ('my_project.model', 'small')
+    ('my_project.model', 'small', {})
+    >>> check_name("my_project.model:build:layers=2,name=a%2Cb")
+    ('my_project.model', 'build', {'layers': 2, 'name': 'a,b'})
     """
-    where, _, name = text.partition(":")
+    where, _, rest = text.partition(":")
+    name, _, given = rest.partition(":")
     if not re.fullmatch(r"\w+(\.\w+)*", where) or not name.isidentifier():
         raise UserError(f"The model is {text!r}; write package.module:factory, such as my_project.model:small.")
-    return where, name
+    return where, name, _arguments(text, given)
+
+
+def with_arguments(text: str, arguments: Sequence[str]) -> str:
+    """A model's text with more arguments, each `name=value`.
+
+    >>> with_arguments("my_project.model:build", ["layers=2", "name=a,b"])
+    'my_project.model:build:layers=2,name=a%2Cb'
+    """
+    for each in arguments:
+        text += (":" if text.count(":") < 2 else ",") + "=".join(quote(part) for part in each.split("=", 1))
+    check_name(text)
+    return text
+
+
+def _arguments(text: str, given: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for each in filter(None, given.split(",")):
+        name, equals, value = each.partition("=")
+        if not name.isidentifier() or not equals or name in found:
+            raise UserError(f"The model is {text!r} and {each!r} is no argument; write name=value, each name once.")
+        try:
+            parsed = yaml.safe_load(unquote(value))
+        except yaml.YAMLError:
+            parsed = unquote(value)
+        found[name] = parsed if isinstance(parsed, (int, float, bool, str, NoneType)) else unquote(value)
+    return found
 
 
 def name_of(factory: Callable[[], Any]) -> tuple[str, list[str]]:
@@ -219,7 +254,7 @@ def refuse_while_importing() -> None:
 
 def _find(text: str, path: Sequence[str]) -> Callable[[], Any]:
     global _importing
-    where, name = check_name(text)
+    where, name, _ = check_name(text)
     sys.path[:0] = [folder for folder in path if folder not in sys.path]
     _importing = True
     try:
@@ -322,21 +357,27 @@ def train(own: Own, config: Train, shown: Shown) -> None:
         run.settle()
 
 
-def check_step(own: Own, config: Train) -> None:
+def check_step(own: Own, config: Train) -> dict[str, float]:
     """Take one training step, so that what every trial would refuse is refused before the first of them.
 
     Nothing is compiled or recorded. A step that runs out of memory is no refusal: a smaller micro batch may fit.
+
+    Returns:
+        What the step asked for: FLOPs of matmuls and of attention, bytes that all else moves, ops, and bytes at the
+        peak; empty where it ran out of memory.
     """
     plain = dataclasses.replace(
-        config, steps=1, profile=False, compile="none", cuda_graphs=False,
+        config, steps=1, profile=False, compile="none", cuda_graphs=False, rules="none",
         schedule=dataclasses.replace(config.schedule, name="constant", warmup=0),
     )  # fmt: skip
     steps: list[Metrics] = []
+    watch = Watch()
     try:
-        train(own, plain, Shown(step=lambda metrics, _: steps.append(metrics)))
+        with watch:
+            train(own, plain, Shown(step=lambda metrics, _: steps.append(metrics)))
     except Exception as error:
         if outcome_of(error)[0] == "out of memory":
-            return
+            return {}
         if isinstance(error, UserError):
             raise
         raise UserError(
@@ -345,6 +386,17 @@ def check_step(own: Own, config: Train) -> None:
     if steps[0].loss is None or steps[0].gradient_norm is None:
         what = "loss" if steps[0].loss is None else "gradient"
         raise UserError(f"The model's {what} is not finite in its first training step; check the batch and the loss.")
+    return {**_counted(watch), "peak": float(steps[0].memory_allocated or 0)}
+
+
+def _counted(watch: Watch) -> dict[str, float]:
+    found = {"matmul": 0.0, "attention": 0.0, "bytes": 0.0, "ops": float(len(watch.asked))}
+    for each in watch.asked:
+        if each.dtype:
+            found["attention" if "attention" in each.op else "matmul"] += each.flops
+        else:
+            found["bytes"] += each.bytes
+    return found
 
 
 class _Run:

@@ -33,6 +33,7 @@ from tilewright.tune.search.candidates import most_promising, predicted_best, un
 from tilewright.tune.search.known import Known
 from tilewright.tune.search.pace import Pace, kind_of
 from tilewright.tune.search.predict import misfit, predict
+from tilewright.tune.search.predict_own import predict_own
 from tilewright.tune.search.reserve import Reserve
 from tilewright.tune.search.search import Search
 from tilewright.tune.search.space import Point
@@ -87,7 +88,8 @@ class _Study:
         )
 
     def _predict(self, point: Point) -> Prediction | None:
-        return predict(self.space.at(point), self.settings.machine) if not self.settings.own_model else None
+        run, machine = self.space.at(point), self.settings.machine
+        return predict_own(run, self.space.start, machine) if self.settings.own_model else predict(run, machine)
 
     def run(self) -> Answer:
         """All of it, and the answer."""

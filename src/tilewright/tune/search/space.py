@@ -136,7 +136,8 @@ def open_space(
         field, own = fields()[name], value_of(start, name)
         lever = field.lever
         assert lever is not None
-        if (of_any_model and name.startswith("model.")) or not lever.runs_on(own, device):
+        is_of_theirs = name.startswith("model.") if of_any_model else lever.is_of_others
+        if is_of_theirs or not lever.runs_on(own, device):
             continue
         listed = lever.values(start) if callable(lever.values) else lever.values
         values = (field.choices or (False, True)) if listed is None else listed

@@ -96,6 +96,8 @@ class Jobs:
         }  # fmt: skip
         ended = self._run(job, limit, min(SILENCE, limit))
         measured = Measurement(**ended.value) if ended.value is not None else None
+        if measured is not None:
+            measured = self._with_mfu(measured)
         if measured is not None and seen is not None:
             measured = dataclasses.replace(measured, profile=seen.profile, memory=seen.memory)
         elif measured is not None and measured.profile is not None:
@@ -171,6 +173,18 @@ class Jobs:
         self, job: dict[str, Any], seconds: float, silence: float, hear: Callable[[dict[str, Any]], None] | None = None
     ) -> Ended:
         return run_child(job, Limits(seconds, silence), hear or self.shown.event, self.settings.command)
+
+    def _with_mfu(self, measured: Measurement) -> Measurement:
+        """With the MFU of a model of the user's, whose FLOPs a probe has counted."""
+        counted = self.settings.machine.get("own_model", {}).get("counted")
+        if not counted:
+            return measured
+        name = self.settings.machine["machine"].get("gpu") if self.space.device == "cuda" else None
+        given = self.space.start.log.peak_tflops or None
+        peak, _ = hardware.peak(name, "bf16", given, "log.peak_tflops")
+        if peak is None:
+            return measured
+        return dataclasses.replace(measured, mfu=(counted["matmul"] + counted["attention"]) / measured.seconds / peak)
 
     def _explained(self, prediction: Prediction | None, measured: Measurement | None) -> list[Any]:
         return explain(prediction, measured, self.space.device) if prediction and measured else []

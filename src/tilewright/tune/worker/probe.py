@@ -43,7 +43,7 @@ def probe(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[st
         own = load(job["own_model"], job["path"], seed=run.seed)
         found["own_model"] = own.facts()
         say({"event": "alive", "what": "its first step"})
-        check_step(own, run)
+        found["own_model"]["counted"] = check_step(own, run)
         del own
         gc.collect()  # its memory is wanted for the matmuls
         if device.type == "cuda":

@@ -1,0 +1,89 @@
+"""A local Hugging Face folder as a model to tune: config.json, with safetensors or without.
+
+Nothing of the folder is run: its code is never trusted, pickles are never read, and the network is never asked.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.errors import UserError
+
+_LARGEST = 1 << 20  # bytes of a config.json
+_SEQUENCE = 2048  # tokens, unless told otherwise or the model takes fewer
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build(
+    folder: str, batch: int = 8, sequence: int = 0, dtype: str = "fp32", attention: str = "sdpa"
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The causal language model of a folder, and a batch of random tokens for it.
+
+    Args:
+        folder: has a config.json; with ``*.safetensors`` beside it the weights are read, without they are random.
+        batch: sequences.
+        sequence: tokens of each; 0 for 2,048 or as many as the model takes.
+        dtype: of the weights: fp32, bf16 or fp16.
+        attention: as transformers calls it: sdpa or eager.
+    """
+    where = Path(folder)
+    config = _read(where)
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError("--hf needs transformers: pip install 'tilewright[hf]'.") from error
+    if dtype not in _DTYPES:
+        raise UserError(f"dtype is {dtype!r}; choose {', '.join(_DTYPES)}.")
+    family = config.get("model_type")
+    if family not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"{where}/config.json is of the family {family!r}, which this transformers has no causal language model for; "
+            "write a factory for it and use --model."
+        )
+    transformers.logging.set_verbosity_error()
+    try:
+        parsed = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=True)
+        options: dict[str, Any] = {"trust_remote_code": False, "attn_implementation": attention}
+        if any(where.glob("*.safetensors")):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                where, config=parsed, use_safetensors=True, local_files_only=True, dtype=_DTYPES[dtype], **options
+            )
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(parsed, **options).to(_DTYPES[dtype])
+    except (KeyError, OSError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"transformers cannot build the model of {where}: {str(error).splitlines()[0][:200]}") from error
+    model.config.use_cache = False
+    most = getattr(parsed, "max_position_embeddings", None) or _SEQUENCE
+    columns = sequence or min(_SEQUENCE, most)
+    if columns > most:
+        raise UserError(f"sequence is {columns}, and the model takes at most {most} tokens.")
+    tokens = torch.randint(0, parsed.vocab_size, (batch, columns))
+    return model.train(), {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder, as plain data."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; give the folder that holds a model's config.json.")
+    if not path.is_file():
+        raise UserError(f"{folder} has no config.json; give the folder that holds a model's.")
+    if path.stat().st_size > _LARGEST:
+        raise UserError(f"{path} has more than {_LARGEST:,} bytes, which is no config.json.")
+    pickles = sorted(each.name for each in folder.iterdir() if each.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has its weights in {pickles[0]}, a pickle, which is not read; save safetensors.")
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is no JSON; save the model again.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object; save the model again.")
+    if config.get("quantization_config"):
+        raise UserError(f"{path} describes quantised weights, which are not trained; give the folder they came from.")
+    return config
