@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tilewright.tune.report.answer import Answer
     from tilewright.tune.store.record import Prediction, Record
 
+HF_FACTORY = "tilewright.optimize.huggingface:build"
 _ROWS = 12  # of the table
 _WIDE = 110  # columns of a terminal that has room for all of its columns
 _REHEARSAL = "its speeds are this CPU's, where fused ops run as plain PyTorch, and say nothing of a GPU."
@@ -40,6 +41,8 @@ def tune(
         None, help=f"Time for all of it: 90s, 20m, 2h. Default: {DEFAULT_BUDGET}, or {REHEARSAL_BUDGET} without a GPU."
     ),
     model: str = typer.Option("", metavar="PACKAGE.MODULE:FACTORY", help="Your own model: returns a module, a batch."),
+    model_arg: list[str] = typer.Option([], metavar="NAME=VALUE", help="An argument of that factory."),
+    hf: str = typer.Option("", metavar="FOLDER", help="A local Hugging Face folder: config.json, safetensors or not."),
     search: list[str] = typer.Option([], metavar="LEVER", help="Try this lever although it is set; `all` for all."),
     numerics: str = typer.Option("rounding", help="How far numbers may move: same, rounding, state or rule."),
     precision_floor: str = typer.Option(None, help="No precision below this: fp32, tf32, bf16 ..."),
@@ -70,12 +73,15 @@ def tune(
         tilewright tune run.yaml --memory 80GB --numerics same
 
         tilewright tune --model my_package.model:build
+
+        tilewright tune --hf path/to/llama --model-arg batch=8 --model-arg sequence=2048
     """
     from tilewright.tune.api import tune as run
     from tilewright.tune.report.page import write_report
     from tilewright.tune.settings import Shown
     from tilewright.tune.store.storage import StorageLost
 
+    model = _model(model, model_arg, hf)
     if budget is not None:
         seconds(budget)  # a mistake in a word shows before torch is loaded
     if memory is not None:
@@ -107,6 +113,24 @@ def tune(
         raise typer.Exit(130)
     if answer.best is None:
         raise UserError(f"No run was measured to its end; {folder / 'report.html'} has what each of them said.")
+
+
+def _model(model: str, arguments: list[str], folder: str) -> str:
+    """A user's model in one text: the factory and its arguments; of a Hugging Face folder, our factory for those."""
+    if model and folder:
+        raise UserError("--model and --hf both name a model; leave one of them out.")
+    for each in arguments:
+        if "=" not in each:
+            raise UserError(f"--model-arg is {each!r}; write NAME=VALUE.")
+    if folder:
+        model, arguments = HF_FACTORY, [f"folder={Path(folder).resolve()}", *arguments]
+    if arguments and not model:
+        raise UserError("--model-arg is for the factory of --model or --hf; name one.")
+    if not arguments:
+        return model
+    from tilewright.tune.own_model import with_arguments
+
+    return with_arguments(model, arguments)
 
 
 def show(answer: Answer, folder: Path, page: Path | None = None) -> None:
@@ -193,6 +217,13 @@ def _files(answer: Answer, folder: Path, page: Path) -> list[str]:
     if answer.recommended and (folder / "best.yaml").is_file():
         train = f"Train: tilewright train {folder / 'best.yaml'}"
         files.append(f"Levers for your own training: {folder / 'best.yaml'}" if answer.own_model else train)
+    if answer.own_model and answer.recommended and answer.best is not None:
+        from tilewright.tune.report.code import lines
+
+        device = answer.ceilings.get("device", "cuda")
+        files += ["In your own script:", *(f"    {line}" for line in lines(answer.best.point, device))]
+        if (folder / "best.py").is_file():
+            files.append(f"Run it as it was measured: python {folder / 'best.py'}")
     return files
 
 

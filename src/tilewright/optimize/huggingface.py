@@ -56,7 +56,9 @@ def build(
         else:
             model = transformers.AutoModelForCausalLM.from_config(parsed, **options).to(_DTYPES[dtype])
     except (KeyError, OSError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"transformers cannot build the model of {where}: {str(error).splitlines()[0][:200]}") from error
+        raise UserError(
+            f"transformers cannot build the model of {where}: {str(error).splitlines()[0][:200]}"
+        ) from error
     model.config.use_cache = False
     most = getattr(parsed, "max_position_embeddings", None) or _SEQUENCE
     columns = sequence or min(_SEQUENCE, most)

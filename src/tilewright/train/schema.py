@@ -223,7 +223,7 @@ class Train:
     )  # fmt: skip
     rules: str = one_of(
         "none", ("none", "all"), "all: what tilewright.optimize finds in the model runs by fused kernels.",
-        lever=Lever(numerics={"all": "rounding"}, is_of_others=True),
+        lever=Lever(is_of_others=True),
     )  # fmt: skip
     cuda_graphs: bool = told(
         False, "Record forward and backward once, replay them each step.", lever=Lever(devices={True: "cuda"})

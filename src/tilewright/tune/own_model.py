@@ -389,6 +389,20 @@ def check_step(own: Own, config: Train) -> dict[str, float]:
     return {**_counted(watch), "peak": float(steps[0].memory_allocated or 0)}
 
 
+def draws(own: Own, device: torch.device) -> bool:
+    """Whether a forward of the module in training mode draws random numbers: it changes what is drawn next."""
+    own.module.to(device).train()
+    batch = own.batch.split(1)[0] if own.batch.splits else own.batch
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        before = _random_state(device)
+        batch.to(device, next(own.module.parameters()).dtype).through(own.module)
+        return any(not torch.equal(one, other) for one, other in zip(before, _random_state(device), strict=True))
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
 def _counted(watch: Watch) -> dict[str, float]:
     found = {"matmul": 0.0, "attention": 0.0, "bytes": 0.0, "ops": float(len(watch.asked))}
     for each in watch.asked:
@@ -397,6 +411,20 @@ def _counted(watch: Watch) -> dict[str, float]:
         else:
             found["bytes"] += each.bytes
     return found
+
+
+def run(text: str, levers: Mapping[str, Any], *, steps: int) -> None:
+    """Train the model that a text names under some levers, by their dotted names, and print a line a step."""
+    from tilewright.tune.search.space import with_values
+
+    config = dataclasses.replace(with_values(Train(), levers), steps=steps)
+
+    def show(metrics: Metrics, _: int) -> None:
+        speed = f"{metrics.tokens_per_second:,.0f} a second" if metrics.tokens_per_second else ""
+        print(f"step {metrics.step}: loss {metrics.loss}, {metrics.seconds * 1e3:.1f} ms, {speed}", flush=True)
+
+    own = load(text, [str(Path.cwd())], seed=config.seed)
+    train(own, config, Shown(step=show))
 
 
 class _Run:

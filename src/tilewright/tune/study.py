@@ -76,7 +76,8 @@ class _Study:
         self.settings, self.shown, self.pace, self.ledger, self.facts = settings, shown, pace, ledger, facts
         self.space, machine, cap = settings.space, settings.machine, settings.memory_cap
         self.signals = Signals(at_once=True)
-        self.known = Known(self.space, ledger, cap or math.inf, settings.own_model)
+        draws = machine.get("own_model", {}).get("draws")
+        self.known = Known(self.space, ledger, cap or math.inf, settings.own_model, draws)
         self.search = Search(self.space, self._predict, lambda found: misfit(found, machine, cap), cap or math.inf)
         self.untried = partial(untried, self.known, self.search)
         self.without_main_lever = partial(without_main_lever, self.known, self.search)
@@ -91,6 +92,12 @@ class _Study:
         run, machine = self.space.at(point), self.settings.machine
         return predict_own(run, self.space.start, machine) if self.settings.own_model else predict(run, machine)
 
+    def _least(self) -> float:
+        """Seconds that the baseline, one other trial and the proof will take, by what is usual."""
+        points = [self.space.origin, *predicted_best(self.search)]
+        trials = sum(self.reserve.expected(point) for point in points) * 2 / len(points)
+        return trials + self.pace.proof()
+
     def run(self) -> Answer:
         """All of it, and the answer."""
         interrupted = False
@@ -98,6 +105,11 @@ class _Study:
         self.known.read_wrong()
         finished = len(self.known.read())
         self.shown.begin({**self.facts, "name": self.settings.name, "finished": finished, "budget": self.pace.left})
+        if self.pace.left < (least := self._least()):
+            self.shown.say(
+                f"The budget is short: the baseline, one other run and its proof take about {least:.0f} s here; give "
+                f"--budget {math.ceil(least / 30) * 30}s."
+            )
         try:
             with self.signals:
                 self._work()

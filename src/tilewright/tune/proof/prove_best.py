@@ -103,7 +103,8 @@ class BestProver:
         """The proof, or that a run is wrong at its own batch; where something is drawn by chance, nobody can tell."""
         records = self._known.records
         reference = next((r for r in records if r.purpose == "reference" and r.outcome == "done"), None)
-        drawn = self._settings.own_model or self._settings.space.start.model.dropout > 0
+        own = self._settings.machine.get("own_model", {}).get("draws", True)
+        drawn = own if self._settings.own_model else self._settings.space.start.model.dropout > 0
         if drawn or reference is None or not reference.measurement:
             return proof
         for run in records:  # a second one of the same run may have had fewer steps

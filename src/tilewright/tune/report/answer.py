@@ -16,6 +16,7 @@ from tilewright.measure.checked import Amount, Count, Like, Scalar
 from tilewright.measure.markup import clean
 from tilewright.measure.results import write_text
 from tilewright.train.load_config import write_yaml
+from tilewright.tune.report.code import script
 from tilewright.tune.search.choose import confirmed, latest
 from tilewright.tune.search.space import Space
 from tilewright.tune.store.proof import VERDICTS, Proof
@@ -221,15 +222,26 @@ def answered(space: Space, records: Sequence[Record], best: Record | None, **fac
     return dataclasses.replace(answer, sentences=sentences(answer))
 
 
-def write_best(answer: Answer, space: Space, folder: Path) -> None:
-    """Write best.yaml: a whole run for `tilewright train`; of somebody's own model, the levers alone."""
-    path = folder / "best.yaml"
+def write_best(answer: Answer, space: Space, folder: Path, *, code: bool = False) -> None:
+    """Write best.yaml: a whole run for `tilewright train`; of somebody's own model, the levers alone.
+
+    Args:
+        answer, space: of the study.
+        folder: where to.
+        code: also write best.py, which calls the factory of the model. Never of a study that was received: whose
+            factory that is, its sender says.
+    """
+    path, program = folder / "best.yaml", folder / "best.py"
     if not answer.recommended or answer.best is None:
         path.unlink(missing_ok=True)  # of an earlier answer
+        if code:
+            program.unlink(missing_ok=True)
     elif not answer.own_model:
         write_yaml(space.at(answer.best.point), path)
     else:
         write_text(path, yaml.safe_dump(own_levers(answer), sort_keys=False))
+        if code:
+            write_text(program, script(answer.own_model, answer.best.point, space.device))
 
 
 def own_levers(answer: Answer) -> dict[str, Any]:

@@ -35,5 +35,5 @@ def conclude(
         **known.float32(), **facts,
     )  # fmt: skip
     write_json(settings.folder / "answer.json", {"schema": SCHEMA, "command": "tune", **answer.as_dict()})
-    write_best(answer, known.space, settings.folder)
+    write_best(answer, known.space, settings.folder, code=True)
     return answer

@@ -17,6 +17,7 @@ from tilewright.measure.results import write_text
 from tilewright.tune.report import anatomy, plots
 from tilewright.tune.report import html as piece
 from tilewright.tune.report.answer import Answer
+from tilewright.tune.report.code import lines
 from tilewright.tune.report.head import badge, head, ratio, verdict
 from tilewright.tune.report.html import Form, Section, number, plot, section, sentence, table, words
 from tilewright.tune.report.plots import changes, has_speed, milliseconds, size
@@ -357,4 +358,6 @@ def _best(answer: Answer) -> Section:
     note = [f"{whose}, as ", tag("code", "tilewright train"), " takes it."]
     if answer.own_model:
         note = [f"{whose}: its levers, to set in your own training of ", tag("code", answer.own_model), "."]
+        pasted = "\n".join(lines(answer.best.point, answer.ceilings.get("device", "cuda"))) if answer.best else ""
+        note.append(tag("pre", pasted) if pasted else "")
     return section("Configuration", note, tag("button", "Copy", type="button", id="copy"), tag("pre", text, id="yaml"))

@@ -46,7 +46,7 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
         answer = read_answer(given)
         if len(answer.records) == len(records):
             return answer
-    space = space_of(facts)
+    space, draws = space_of(facts), _draws(facts)
     facts = {**facts, "on_gpu": prediction_in(facts)}
     cap, wrong = facts["ceilings"].get("memory_cap") or math.inf, notes.get("wrong", ())
     records = [record for record in records if record.point.keys() == facts["levers"].keys()]
@@ -56,11 +56,17 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
     seen = notes.get(note_of("work", best)) if best is not None else None
     answer = answered(
         space, records, best, name=name, proof=proof, work=seen or [],
-        **facts, **float32_losses(space, records, facts["own_model"], notes.get("float32")),
+        **facts, **float32_losses(space, records, facts["own_model"], notes.get("float32"), draws),
     )  # fmt: skip
     with contextlib.suppress(UserError, OSError):  # a study that one may only read keeps the best.yaml it has
         write_best(answer, space, folder)
     return answer
+
+
+def _draws(facts: Mapping[str, Any]) -> bool | None:
+    own = facts["ceilings"].get("own_model")
+    found = own.get("draws") if isinstance(own, Mapping) else None
+    return found if isinstance(found, bool) else None
 
 
 def _read_folder(folder: Path, name: str) -> tuple[dict[str, Any], list[Record]]:

@@ -24,10 +24,13 @@ class Known:
         ledger: where the trials of all workers are.
         cap: bytes that a run may take.
         own_model: the name of a user's own model, or nothing.
+        draws: whether that draws random numbers.
     """
 
-    def __init__(self, space: Space, ledger: Ledger, cap: float = math.inf, own_model: str = "") -> None:
-        self.space, self.ledger, self.cap, self._own_model = space, ledger, cap, own_model
+    def __init__(
+        self, space: Space, ledger: Ledger, cap: float = math.inf, own_model: str = "", draws: bool | None = None
+    ) -> None:
+        self.space, self.ledger, self.cap, self._own_model, self._draws = space, ledger, cap, own_model, draws
         self.records: list[Record] = []  # as they were last read
         self.proofs: dict[str, Proof] = {}  # by the key of the run's point
         self.work: dict[str, list[dict[str, Any]]] = {}  # likewise: of a step, as `measure.work` has it
@@ -63,4 +66,4 @@ class Known:
         """The losses of the standard model in float32, or why there are none; empty: not known yet."""
         with contextlib.suppress(StorageLost):
             self._noted = self.ledger.noted("float32") or self._noted
-        return float32_losses(self.space, self.records, self._own_model, self._noted)
+        return float32_losses(self.space, self.records, self._own_model, self._noted, self._draws)

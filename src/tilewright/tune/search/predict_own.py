@@ -14,7 +14,12 @@ from typing import Any
 from tilewright.train.schema import RECORDING, Train
 from tilewright.tune.store.record import Prediction
 
-_FUSED = {(False, False): 1.0, (False, True): 0.55, (True, False): 0.5, (True, True): 0.4}  # of the bytes: compile, rules
+_FUSED = {
+    (False, False): 1.0,
+    (False, True): 0.55,
+    (True, False): 0.5,
+    (True, True): 0.4,
+}  # of the bytes: compile, rules
 _LAUNCHED = {(False, False): 1.0, (False, True): 0.7, (True, False): 0.25, (True, True): 0.2}  # of the launches
 _MATMULS = 0.85  # of the ceiling, what the matmuls of a model reach
 _HOST = 2.0  # launches of a bare op that an op of a model takes the host

@@ -25,7 +25,12 @@ _WORTH = 0.99  # two moves at once must promise at least this
 # bits cost more; what a CPU makes of bfloat16 nobody knows beforehand. Half of a micro batch costs a little.
 _COMPILED = dict.fromkeys(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"), 0.8)
 _USUAL: dict[str, dict[str, dict[Any, float]]] = {
-    "cuda": {"compile": _COMPILED, "rules": {"all": 0.8}, "cuda_graphs": {True: 0.95}, "precision": {"fp32": 4.0, "tf32": 2.0}},
+    "cuda": {
+        "compile": _COMPILED,
+        "rules": {"all": 0.8},
+        "cuda_graphs": {True: 0.95},
+        "precision": {"fp32": 4.0, "tf32": 2.0},
+    },
     "cpu": {"compile": _COMPILED},
 }
 _HALVED = 1.02

@@ -49,13 +49,19 @@ def moves(run: Train, name: str) -> str:
     return lever.moves(value_of(run, name))
 
 
-def float32_losses(space: Space, records: Sequence[Record], own_model: str, noted: Any) -> dict[str, Any]:
+def float32_losses(
+    space: Space, records: Sequence[Record], own_model: str, noted: Any, draws: bool | None = None
+) -> dict[str, Any]:
     """The losses of the standard model in float32, or why there are none, as an answer has them; nothing: not yet.
 
-    They are those of the baseline, where it is that model, and else what a proof has brought.
+    They are those of the baseline, where it is that model, and else what a proof has brought. Whether a user's own model
+    `draws` random numbers, its first step has shown.
     """
-    if own_model:
+    if own_model and draws is None:
         return {"no_float32": "whether a model of your own draws random numbers is not known"}
+    if own_model and (draws or space.start != float32(space.start)):
+        why = "your model draws other random numbers in every run" if draws else "the baseline is not in float32"
+        return {"no_float32": why}
     if space.start.model.dropout > 0:
         return {"no_float32": "dropout drops something else in every run"}
     reference = next((each.measurement for each in records if each.purpose == "reference" and each.measurement), None)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.train.schema import Train
 from tilewright.tune.search.choose import MOST_NOISE, NOISE, SHAKEN
@@ -179,9 +180,9 @@ class Jobs:
         counted = self.settings.machine.get("own_model", {}).get("counted")
         if not counted:
             return measured
-        name = self.settings.machine["machine"].get("gpu") if self.space.device == "cuda" else None
+        gpu = self.settings.machine["machine"].get("gpu") if self.space.device == "cuda" else None
         given = self.space.start.log.peak_tflops or None
-        peak, _ = hardware.peak(name, "bf16", given, "log.peak_tflops")
+        peak, _ = hardware.peak(gpu["name"] if gpu else None, "bf16", given, "log.peak_tflops")
         if peak is None:
             return measured
         return dataclasses.replace(measured, mfu=(counted["matmul"] + counted["attention"]) / measured.seconds / peak)

@@ -28,7 +28,7 @@ from tilewright.measure.machine import describe, host_memory_bytes
 from tilewright.train.engine import device_of
 from tilewright.train.load_config import from_dict
 from tilewright.train.schema import Train
-from tilewright.tune.own_model import check_step, load
+from tilewright.tune.own_model import check_step, draws, load
 
 _LINKS = 200  # of a chain of small ops
 
@@ -44,6 +44,7 @@ def probe(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[st
         found["own_model"] = own.facts()
         say({"event": "alive", "what": "its first step"})
         found["own_model"]["counted"] = check_step(own, run)
+        found["own_model"]["draws"] = draws(own, device)
         del own
         gc.collect()  # its memory is wanted for the matmuls
         if device.type == "cuda":
