@@ -217,8 +217,9 @@ def sites(name: str) -> dict[str, int]:
     from tilewright.optimize.rewrite import count
 
     build, loss_of = MODELS[name]
-    with optimized(build().train()) as report:
-        loss_of(report.module)
+    model = build().train()
+    with optimized(model) as report:
+        loss_of(model)
         return count(report.sites)
 
 

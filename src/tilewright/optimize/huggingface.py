@@ -42,8 +42,8 @@ def build(
     family = config.get("model_type")
     if family not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
-            f"{where}/config.json is of the family {family!r}, which this transformers has no causal language model for; "
-            "write a factory for it and use --model."
+            f"{where}/config.json is of the family {family!r}, which this transformers has no causal language model "
+            "for; write a factory for it and use --model."
         )
     transformers.logging.set_verbosity_error()
     try:
@@ -56,9 +56,8 @@ def build(
         else:
             model = transformers.AutoModelForCausalLM.from_config(parsed, **options).to(_DTYPES[dtype])
     except (KeyError, OSError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"transformers cannot build the model of {where}: {str(error).splitlines()[0][:200]}"
-        ) from error
+        why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(f"transformers cannot build the model of {where}: {why}") from error
     model.config.use_cache = False
     most = getattr(parsed, "max_position_embeddings", None) or _SEQUENCE
     columns = sequence or min(_SEQUENCE, most)

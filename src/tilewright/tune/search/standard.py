@@ -54,8 +54,8 @@ def float32_losses(
 ) -> dict[str, Any]:
     """The losses of the standard model in float32, or why there are none, as an answer has them; nothing: not yet.
 
-    They are those of the baseline, where it is that model, and else what a proof has brought. Whether a user's own model
-    `draws` random numbers, its first step has shown.
+    They are those of the baseline, where it is that model, and else what a proof has brought. Whether a user's own
+    model `draws` random numbers, its first step has shown.
     """
     if own_model and draws is None:
         return {"no_float32": "whether a model of your own draws random numbers is not known"}

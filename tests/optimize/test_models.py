@@ -1,0 +1,141 @@
+"""Models that people have, with their sites replaced: loss and gradients, eager and compiled, and back to the bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from optimize import zoo  # tests/ is on the path
+
+from tilewright.optimize import api, optimized
+from tilewright.optimize.backend import Backend
+from tilewright.optimize.rewrite import count
+from tilewright.optimize.rules import ALL
+from tilewright.runtime import dispatch
+
+RECORD = json.loads(zoo.RECORD.read_text())
+TRACED = ("Llama", "GPT-2", "nanoGPT", "unplanned")  # of which a compiler sees the registered ops
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    pytest.importorskip("transformers")
+    torch._dynamo.reset()
+
+
+def _errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
+    assert found.keys() == truth.keys()
+    size = max(each.norm().item() for each in truth.values())
+    return {
+        name: ((each - truth[name]).norm() / max(truth[name].norm().item(), 1e-4 * size)).item()
+        for name, each in found.items()
+    }
+
+
+def _check(name: str, compile: str = "none") -> None:
+    build, loss_of = zoo.MODELS[name]
+    model = build().train()
+    keys, kind = list(model.state_dict()), type(model)
+    true_loss, truth = zoo.oracle(model, loss_of)
+    own_loss, own = zoo.step(model, loss_of)
+    with optimized(model, compile=compile) as report:
+        loss, found = zoo.step(model, loss_of)
+        assert list(model.state_dict()) == keys and type(model) is kind
+    assert not report.captured.failures
+    assert (loss - true_loss).abs() <= 2 * (own_loss - true_loss).abs() + 1e-6 * true_loss.abs()
+    plain = _errors(own, truth)
+    for parameter, error in _errors(found, truth).items():
+        assert error <= 2 * plain[parameter] + 2e-6, f"{parameter}: {error:.1e}, the model itself {plain[parameter]:.1e}"
+    assert count(report.sites) == RECORD[name], f"python tests/optimize/zoo.py writes the table anew\n{report}"
+    again_loss, again = zoo.step(model, loss_of)
+    assert torch.equal(again_loss, own_loss) and all(torch.equal(again[each], own[each]) for each in own)
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_a_model_is_no_further_from_float64_and_undo_gives_the_same_bits(name: str) -> None:
+    """By the kernels themselves, under Triton's interpreter where there is no GPU."""
+    _check(name)
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_compiler_sees_the_registered_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced by AOTAutograd as for Inductor, and run op by op."""
+    monkeypatch.setattr(api, "MODES", (*api.MODES, "aot_eager"))
+    _check(name, "aot_eager")
+
+
+@pytest.mark.parametrize("name", ["Llama", "nanoGPT"])
+def test_inductor_compiles_what_the_rules_leave(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    _check(name, "default")
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_what_an_architecture_has_is_found(name: str) -> None:
+    """Every residual norm and the final one, every MLP, rotary embeddings, and head and loss."""
+    found = RECORD[name]
+    assert found["linear_cross_entropy"] == 1
+    layers = zoo.LAYERS
+    norms = {"Gemma2": 4 * layers + 1, "Gemma3": 6 * layers + 1, "Qwen3": 4 * layers + 1, "unplanned": 2}
+    assert found.get("add_norm", 0) + found.get("norm", 0) >= norms.get(name, 2 * layers + 1)
+    assert found["add_norm"] >= (1 if name in ("unplanned",) else 2)
+    if name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi-3", "ModernBERT"):
+        assert found["glu"] == layers and found["rope"] == layers
+    if name in ("GPT-2", "GPT-NeoX", "BERT", "ViT", "nanoGPT", "Whisper"):
+        assert found["gelu"] >= layers
+
+
+def test_every_rule_that_can_run_here_has_a_site_in_some_model() -> None:
+    """Embeddings need a large table, attention and linear a GPU's shapes."""
+    used = {rule for counts in RECORD.values() for rule in counts}
+    assert used >= set(ALL) - {"embedding", "attention", "linear", "cross_entropy"}
+
+
+def test_gemma3_in_bfloat16_has_the_dtypes_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    build, _ = zoo.MODELS["Gemma3"]
+    model = build().bfloat16().eval()
+    ids = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        plain = model(input_ids=ids, use_cache=False).logits
+        with optimized(model):
+            found = model(input_ids=ids, use_cache=False).logits
+    assert found.dtype == plain.dtype == torch.bfloat16
+    assert (found.float() - plain.float()).norm() <= 0.02 * plain.float().norm()
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+def test_under_autocast_the_loss_is_as_near_to_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    build, loss_of = zoo.MODELS[name]
+    model = build().train()
+    _, truth = zoo.oracle(model, loss_of)
+
+    def step() -> dict[str, torch.Tensor]:
+        def cast(model: torch.nn.Module) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return loss_of(model)
+
+        return zoo.step(model, cast)[1]
+
+    plain = _errors(step(), truth)
+    with optimized(model) as report:
+        found = _errors(step(), truth)
+    assert len(report.changed) >= 5
+    for parameter, error in found.items():
+        assert error <= 1.5 * plain[parameter] + 0.01, f"{parameter}: {error:.3f}, the model itself {plain[parameter]:.3f}"
+
+
+def test_a_graph_that_no_rule_can_read_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise IndexError("a bug in a rule")
+
+    monkeypatch.setattr("tilewright.optimize.backend.rewrite", broken)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    x = torch.randn(2, 4)
+    expected = model(x)
+    with optimized(model) as report:
+        assert torch.equal(model(x), expected)
+    assert report.captured.failures == ["IndexError: a bug in a rule"] and "a bug in a rule" in str(report)
+    assert isinstance(Backend([], "none").captured.sites, list)
