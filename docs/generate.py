@@ -39,6 +39,13 @@ def machine(result: dict[str, Any]) -> str:
     )
 
 
+def sites(result: dict[str, Any]) -> str:
+    """How many sites each rule changes in each tiny model of the tests."""
+    rules = list(dict.fromkeys(rule for counts in result.values() for rule in counts))
+    rows = [[name, *(str(counts.get(rule, "")) for rule in rules)] for name, counts in result.items()]
+    return markdown(["model", *(f"`{rule}`" for rule in rules)], rows)
+
+
 def _share(cell: dict[str, Any]) -> str:
     return f"{cell['median'] * 1e6:.0f} µs, {cell['limit_share']:.0%}" if "median" in cell else "failed"
 
@@ -381,6 +388,7 @@ TABLES: dict[str, Callable[..., str]] = {
         memory,
         rope,
         shapes,
+        sites,
         train,
         tune,
         tuned,

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from optimize import zoo  # tests/ is on the path
 
+from optimize import zoo  # tests/ is on the path
 from tilewright.optimize import api, optimized
 from tilewright.optimize.backend import Backend
 from tilewright.optimize.rewrite import count
@@ -46,7 +46,9 @@ def _check(name: str, compile: str = "none") -> None:
     assert (loss - true_loss).abs() <= 2 * (own_loss - true_loss).abs() + 1e-6 * true_loss.abs()
     plain = _errors(own, truth)
     for parameter, error in _errors(found, truth).items():
-        assert error <= 2 * plain[parameter] + 2e-6, f"{parameter}: {error:.1e}, the model itself {plain[parameter]:.1e}"
+        assert error <= 2 * plain[parameter] + 2e-6, (
+            f"{parameter}: {error:.1e}, the model itself {plain[parameter]:.1e}"
+        )
     assert count(report.sites) == RECORD[name], f"python tests/optimize/zoo.py writes the table anew\n{report}"
     again_loss, again = zoo.step(model, loss_of)
     assert torch.equal(again_loss, own_loss) and all(torch.equal(again[each], own[each]) for each in own)
@@ -124,7 +126,9 @@ def test_under_autocast_the_loss_is_as_near_to_float64(name: str, monkeypatch: p
         found = _errors(step(), truth)
     assert len(report.changed) >= 5
     for parameter, error in found.items():
-        assert error <= 1.5 * plain[parameter] + 0.01, f"{parameter}: {error:.3f}, the model itself {plain[parameter]:.3f}"
+        assert error <= 1.5 * plain[parameter] + 0.01, (
+            f"{parameter}: {error:.3f}, the model itself {plain[parameter]:.3f}"
+        )
 
 
 def test_a_graph_that_no_rule_can_read_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
