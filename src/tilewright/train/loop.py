@@ -32,9 +32,9 @@ from tilewright.measure.results import SCHEMA
 from tilewright.plan.batches import Batches as BatchSizes
 from tilewright.plan.batches import solve
 from tilewright.plan.decoder import from_gpt
-from tilewright.plan.gpt import LEVERS
+from tilewright.plan.gpt import ADDED, LEVERS
 from tilewright.plan.memory import train as plan_memory
-from tilewright.train.checkpoint import Checkpoints
+from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
 from tilewright.train.checkpoint_files import FACTS, short
 from tilewright.train.config import RECORDING, Train
 from tilewright.train.configuration import write_yaml
@@ -226,6 +226,10 @@ class _Run:
         if facts is None:
             return 0
         _check_facts(facts, self.folder)
+        if facts.get(WEIGHTS_ALONE) is True:
+            self._compare_model(facts["configuration"]["model"], begins=True)
+            self.checkpoints.warnings.append("It begins with weights that were imported.")
+            return 0
         self._compare_model(facts["configuration"]["model"])
         other = self._other_data(facts["data"])
         if other and own is not None:
@@ -237,10 +241,16 @@ class _Run:
         self.samples = facts["samples"]
         return facts["step"]
 
-    def _compare_model(self, saved: dict[str, Any]) -> None:
-        """Refuse to go on with another model than the one that was saved; levers may change."""
+    def _compare_model(self, saved: dict[str, Any], begins: bool = False) -> None:
+        """Refuse to go on with another model than the one that was saved; levers may change.
+
+        One that `begins` may take shorter sequences where its positions are rotary: no weight depends on them.
+        """
         for name, value in dataclasses.asdict(self.config.model).items():
-            before = saved.get(name, value)
+            before = {**ADDED, **saved}.get(name, value)
+            shorter = name == "sequence" and type(before) is int and value <= before
+            if begins and shorter and self.config.model.position == "rope":
+                continue
             if before != value and name not in (*LEVERS, "preset", "dropout"):
                 raise UserError(
                     f"model.{name} is {value!r} and the checkpoint's model has {before!r:.100}; give that, or another "
