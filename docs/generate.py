@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tilewright.tune.answer import Answer
-from tilewright.tune.choose import confirmed, latest
+from tilewright.tune.report.answer import Answer
+from tilewright.tune.search.choose import confirmed, latest
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(

@@ -39,11 +39,13 @@ SLOW = (
     "tests/ops/test_compile_kernels", "tests/runtime/test_hopper", "tests/train/test_checkpoint",
     "tests/train/test_data",
     "tests/train/test_loop", "tests/train/test_profile", "tests/train/test_resume", "tests/train/test_world",
-    "tests/tune/test_faults", "tests/tune/test_forkserver", "tests/tune/test_ledger", "tests/tune/test_process",
-    "tests/tune/test_prove", "tests/tune/test_report", "tests/tune/test_study", "tests/tune/test_trial",
+    "tests/tune/proof/test_prove", "tests/tune/report/test_page", "tests/tune/store/test_ledger",
+    "tests/tune/test_faults", "tests/tune/test_study", "tests/tune/worker/test_forkserver",
+    "tests/tune/worker/test_process", "tests/tune/worker/test_trial",
 )  # fmt: skip
 # These run kernels under the interpreter, of which there are thousands of cases: so many of them are drawn by the seed.
-SAMPLED, ONE_IN = ("tests/ops/", "tests/runtime/", "tests/nn/", "tests/models/", "tests/train/test_optimizers"), 30
+SAMPLED = ("tests/ops/", "tests/runtime/", "tests/nn/", "tests/models/", "tests/optim/", "tests/train/test_optimizers")
+ONE_IN = 30
 ENOUGH = 120.0  # seconds after which no other test begins, so that the last ones end within three minutes
 
 

@@ -21,12 +21,12 @@ import torch
 from tilewright.errors import UserError
 from tilewright.models import GPT
 from tilewright.plan.gpt import LLAMA, GPTConfig
-from tilewright.train import checkpoint, checkpoint_files
+from tilewright.train import checkpoint, checkpoint_format
 from tilewright.train.checkpoint import Checkpoints
-from tilewright.train.configuration import read as read_configuration
 from tilewright.train.export import export_huggingface
 from tilewright.train.import_ import import_huggingface
-from tilewright.train.loop import _check_facts
+from tilewright.train.load_config import read as read_configuration
+from tilewright.train.resume import check_facts
 from tilewright.train.tokens import open_tokens, write_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -60,10 +60,10 @@ class Checkpoint:
         if self.name != "manifest.json":
             files = json.loads(self.manifest)["files"]
             files[self.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            (self.path / "manifest.json").write_text(checkpoint_files.manifest_text(files))
+            (self.path / "manifest.json").write_text(checkpoint_format.manifest_text(files))
         files, saved, facts = checkpoint._open(self.path)
-        _check_facts(facts, self.path)
-        checkpoint_files.verify(self.path, files, files)
+        check_facts(facts, self.path)
+        checkpoint_format.verify(self.path, files, files)
         flat = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in saved.items()}
         checkpoint._fill(self.path, saved, flat, None)
         # Each byte of the file once: nothing uninitialised, nothing twice.

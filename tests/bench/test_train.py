@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 
 from tilewright.bench import train
-from tilewright.train.configuration import read
-from tilewright.tune.space import open_space
+from tilewright.train.load_config import read
+from tilewright.tune.search.space import open_space
 
 
 def test_a_signal_ends_the_benchmark_and_not_one_case_of_it(monkeypatch):

@@ -5,7 +5,8 @@ from typer.testing import CliRunner
 
 from tilewright.cli.config import app
 from tilewright.errors import UserError
-from tilewright.train.configuration import fields, read, schema
+from tilewright.train.fields import fields, json_schema
+from tilewright.train.load_config import read
 
 
 def run(*arguments):
@@ -49,10 +50,10 @@ def test_a_mistake_is_a_sentence(tmp_path):
 
 
 def test_the_schema_is_printed_or_written(tmp_path):
-    assert json.loads(run("schema").stdout) == schema()
+    assert json.loads(run("schema").stdout) == json_schema()
     file = tmp_path / "schema.json"
     assert run("schema", "--out", str(file)).exit_code == 0
-    assert json.loads(file.read_text()) == schema()
+    assert json.loads(file.read_text()) == json_schema()
 
 
 @pytest.mark.parametrize("command", ["show", "schema"])

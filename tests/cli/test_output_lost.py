@@ -10,8 +10,8 @@ import pytest
 from tilewright.cli import train
 from tilewright.cli.output import ProgressConsole
 from tilewright.cli.tune import _Progress
-from tilewright.train.configuration import read
-from tilewright.tune.record import Measurement, Record
+from tilewright.train.load_config import read
+from tilewright.tune.store.record import Measurement, Record
 
 MAIN = "from tilewright.cli.main import main; main()"
 PLAN = ("plan", "flops", "7b")

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from tilewright.cli.main import app
 from tilewright.errors import UserError
-from tilewright.tune.ledger import Ledger
-from tilewright.tune.storage import in_folder
+from tilewright.tune.store.ledger import Ledger
+from tilewright.tune.store.storage import in_folder
 from tune.example_answer import example
 
 RECORDED = Path(__file__).parents[2] / "results/h200"
@@ -129,7 +129,7 @@ def test_damaged_facts_are_a_sentence(begun, tmp_path, change, sentence):
 
 
 def test_mutated_facts_are_a_page_or_a_sentence(begun):
-    from tilewright.tune.reread import check_facts
+    from tilewright.tune.report.reread import check_facts
     from tune.test_strange_answers import mutated, places
 
     chance, every = random.Random(os.environ["TILEWRIGHT_SEED"]), list(places(begun[1]))

@@ -13,14 +13,16 @@ import typer
 from tilewright.cli.main import app
 from tilewright.cli.tune import _notes, _Progress, _table
 from tilewright.errors import UserError
-from tilewright.train.configuration import fields, read
-from tilewright.tune import api, jobs
-from tilewright.tune.answer import Answer
-from tilewright.tune.choose import at_least
-from tilewright.tune.ledger import Ledger
-from tilewright.tune.record import Measurement, Record
-from tilewright.tune.report import page
-from tilewright.tune.storage import StorageLost, in_folder
+from tilewright.train.fields import fields
+from tilewright.train.load_config import read
+from tilewright.tune import api
+from tilewright.tune.report.answer import Answer
+from tilewright.tune.report.page import page
+from tilewright.tune.search.choose import at_least
+from tilewright.tune.store.ledger import Ledger
+from tilewright.tune.store.record import Measurement, Record
+from tilewright.tune.store.storage import StorageLost, in_folder
+from tilewright.tune.worker import jobs
 from tune.example_answer import example
 
 TINY = ("model.width=32", "model.layers=1", "model.sequence=32", "global_batch=2", "micro_batch=2")

@@ -15,7 +15,7 @@ from tilewright.errors import UserError
 from tilewright.measure import compile_cache
 from tilewright.measure.compile_cache import VARIABLES, own_compile_cache
 from tilewright.train import loop
-from tilewright.tune import trial
+from tilewright.tune.worker import trial
 
 SEED = int(os.environ["TILEWRIGHT_SEED"])
 

@@ -8,7 +8,7 @@ from tilewright import ops
 from tilewright.measure import work
 from tilewright.measure.work import Asked, Observation, read_work
 from tilewright.models import GPT
-from tilewright.ops.optimizer import op as optimizer
+from tilewright.optim import states, update
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.flops import matmuls
 from tilewright.plan.gpt import GPTConfig
@@ -94,10 +94,10 @@ def test_an_op_that_nobody_knows_does_not_stop_the_step():
 
 def test_a_kernel_that_works_in_place_reads_and_writes():
     weight = torch.ones(5000, device=DEVICE)
-    state = optimizer.new_state(weight, "adamw")
+    state = states.new_state(weight, "adamw")
 
     def step():
-        optimizer.update([weight], [weight], [state], rule="adamw", lr=0.1)
+        update.update([weight], [weight], [state], rule="adamw", lr=0.1)
 
     step()  # which makes the table of addresses
     (found,) = observed(step)

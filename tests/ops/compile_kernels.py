@@ -20,8 +20,8 @@ from tilewright.ops.attention import kernels as attention_kernels
 from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
 from tilewright.ops.dropout_add_norm import launch as launches
 from tilewright.ops.embedding import kernels as embedding_kernels
-from tilewright.ops.optimizer import op as optimizer_op
 from tilewright.ops.rope import kernels as rope_kernels
+from tilewright.optim import update as optimizer_update
 from tilewright.runtime import dispatch
 
 H200 = torch.device("cuda", 0)
@@ -150,7 +150,7 @@ def optimizer(rule: str):
     for name, given in (("forward", "*fp32"), ("alone", None)):
         tensors = (single, single, single, square, None, None, None, single)
         numbers = (None, *[None if given is None else single] * 2)
-        launch = optimizer_op._launch(H200, tensors, numbers, rule, False, True)
+        launch = optimizer_update._launch(H200, tensors, numbers, rule, False, True)
         yield name, resources(launch, ["*i64", "*i32", None, given, given] + ["fp32"] * 9)
 
 

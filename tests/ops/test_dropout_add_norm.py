@@ -253,6 +253,40 @@ def test_the_order_of_a_sum_over_a_row_depends_on_norm_width_and_its_dtype_alone
         assert len(orders) == 1, (width, orders)
 
 
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_out_dtype_decides_the_output_alone_also_inside_autocast(norm, autocast, out_dtype):
+    """Output and gradients are those of float64, rounded once to their dtypes: nothing passes through another dtype."""
+    options = {"norm": norm, "without": ("bias",) if norm == "rms" else ()}
+    tensors, keywords = arguments((6, 96), torch.bfloat16, options, torch.float32, torch.float32)
+    leaves = list(tensors.values())
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        outputs = call(dropout_add_norm, tensors, keywords, prenorm=True, out_dtype=out_dtype)
+    assert [t.dtype for t in outputs] == [out_dtype, torch.float32]
+    upstream = [torch.randn_like(t) for t in outputs]
+    truth_leaves = doubles(leaves)
+    truth = call(reference, dict(zip(NAMES, truth_leaves, strict=True)), keywords)
+    assert_near_truth(outputs, truth, reduced=96)
+    actual = gradients(outputs, leaves, upstream)
+    assert [t.dtype for t in actual] == [t.dtype for t in leaves if t is not None]
+    assert_near_truth(actual, gradients(truth, truth_leaves, upstream), reduced=96, compute=out_dtype)
+
+
+def test_out_dtype_is_that_of_the_plain_pytorch_path_too(monkeypatch):
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dropout_add_norm(x, out_dtype=torch.float32).dtype == torch.float32
+
+
+def test_out_dtype_compiles_into_one_graph():
+    def function(x, residual):
+        return dropout_add_norm(x, residual, prenorm=True, out_dtype=torch.float32)
+
+    assert_compiles(function, [randn(4, 40, dtype=torch.bfloat16), randn(4, 40, dtype=torch.bfloat16)])
+
+
 def test_postnorm_returns_what_prenorm_does_and_so_do_its_gradients():
     tensors, _ = arguments((8, 96), torch.float32, {})
     leaves = list(tensors.values())
@@ -375,6 +409,7 @@ def test_opcheck(rms, p):
     )
     torch.library.opcheck(_registered, args)
     torch.library.opcheck(_registered, (x, *[None] * 7, seed, p, 1e-5, rms, False, x.dtype, x.dtype))
+    torch.library.opcheck(_registered, (x, *[None] * 7, seed, p, 1e-5, rms, False, x.dtype, torch.bfloat16))
 
 
 def test_compiles_into_one_graph_with_the_same_result():
@@ -549,6 +584,10 @@ BAD = [
     (dict(norm="batch"), ValueError, "norm is 'batch'; choose 'layer' or 'rms'"),
     (dict(zero_centered=True), ValueError, "zero_centered needs norm='rms' and a weight"),
     (dict(residual_dtype=torch.int8), TypeError, "residual_dtype is torch.int8; choose"),
+    (dict(out_dtype=torch.int8), TypeError, "out_dtype is torch.int8; choose a floating-point dtype"),
+    (dict(out_dtype=torch.float64), TypeError, "out_dtype is torch.float64; choose .* float64 for x of float64 alone"),
+    (dict(x=torch.ones(2, 4).double(), out_dtype=torch.float32), TypeError, "out_dtype is torch.float32; choose"),
+    (dict(out_dtype="float32"), TypeError, "out_dtype is float32; choose"),
     (dict(residual=torch.ones(2, 4), residual_dtype=torch.bfloat16), TypeError, "but residual is torch.float32"),
 ]
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.errors import UserError
-from tilewright.plan.batches import solve
+from tilewright.plan.batches import batch_sizes, solve
 
 small = st.sampled_from([1, 2, 3, 4, 8])
 
@@ -49,3 +49,25 @@ def test_every_missing_factor_of_the_gpus():
     for tensor, pipeline in itertools.product((1, 2, 4), repeat=2):
         assert solve(gpus=8 * tensor * pipeline, data=8, tensor=tensor).pipeline == pipeline
         assert solve(gpus=8 * tensor * pipeline, data=8, pipeline=pipeline).tensor == tensor
+
+
+@pytest.mark.parametrize(
+    ("run", "ranks", "micro", "whole", "accumulation"),
+    [
+        ({"micro_batch": 0}, 1, 8, 8, 1),
+        ({"micro_batch": 0, "global_batch": 6}, 1, 6, 6, 1),
+        ({"micro_batch": 0, "global_batch": 20}, 1, 5, 20, 4),
+        ({"micro_batch": 0, "global_batch": 22}, 1, 2, 22, 11),
+        ({"micro_batch": 0, "global_batch": 64, "accumulation": 2}, 2, 16, 64, 2),
+        ({"micro_batch": 3, "accumulation": 2}, 2, 3, 12, 2),
+    ],
+)
+def test_batch_sizes_follow_from_those_given(run, ranks, micro, whole, accumulation):
+    sizes = batch_sizes(**run, ranks=ranks)
+    assert (sizes.micro, sizes.global_, sizes.accumulation) == (micro, whole, accumulation)
+
+
+def test_batch_sizes_that_cannot_be_are_refused():
+    for run, ranks in (({"micro_batch": 3, "global_batch": 8}, 1), ({"micro_batch": 0, "global_batch": 3}, 2)):
+        with pytest.raises(UserError):
+            batch_sizes(**run, ranks=ranks)

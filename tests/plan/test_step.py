@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilewright.models.standard import StandardDropoutAddNorm
-from tilewright.ops.optimizer import op as optimizer
+from tilewright.optim import states, update
 from tilewright.plan import memory
 from tilewright.plan.decoder import from_gpt, load
 from tilewright.plan.gpt import LLAMA, preset
@@ -240,12 +240,12 @@ class _Launched(TorchDispatchMode):
 
 
 def test_adafactor_launches_as_many_ops_a_tensor_as_a_step_is_charged(monkeypatch):
-    monkeypatch.setattr(optimizer, "update", lambda *tensors, **numbers: None)  # a kernel, where there is a GPU
+    monkeypatch.setattr(update, "update", lambda *tensors, **numbers: None)  # a kernel, where there is a GPU
     counts = []
     for shape in ((8, 16), (16,)):
         parameter, given = torch.zeros(shape), {"grad_scale": torch.ones(1), "found_inf": torch.zeros(1)}
-        state = optimizer.new_state(parameter, "adafactor")
+        state = states.new_state(parameter, "adafactor")
         with _Launched() as launched:
-            optimizer.adafactor(parameter, torch.ones(shape), state, lr=1e-3, **given)
+            update.adafactor(parameter, torch.ones(shape), state, lr=1e-3, **given)
         counts.append(launched.count + TENSOR["cuda"])
     assert sum(counts) / 2 == pytest.approx(ADAFACTOR, rel=0.1), counts

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.errors import UserError
-from tilewright.train import checkpoint_files
+from tilewright.train import checkpoint_format
 from tilewright.train.checkpoint import Checkpoints, load, newest, read
-from tilewright.train.checkpoint_files import (
+from tilewright.train.checkpoint_format import (
     Chunk,
     DamagedCheckpoint,
     _is_grid,
@@ -357,7 +357,7 @@ def test_what_the_machine_cannot_hold_is_refused_before_any_of_it_is_read(run):
 @pytest.mark.parametrize("name", ["tensors.json", "facts.json", "manifest.json"])
 def test_a_list_that_would_fill_the_memory_is_not_read(run, name, monkeypatch):
     path = newest(run.folder)
-    monkeypatch.setattr(checkpoint_files, "_LARGEST_JSON", 4096)
+    monkeypatch.setattr(checkpoint_format, "_LARGEST_JSON", 4096)
     forge(path, "facts.json", b"{}")
     content = b'{"schema": 2' + b" " * 5000 + b"}"
     if name == "manifest.json":

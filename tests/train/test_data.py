@@ -15,8 +15,8 @@ from slowness import soon
 from tilewright.errors import UserError
 from tilewright.measure.corpus import corpus
 from tilewright.train import data as data_module
-from tilewright.train.config import Data
 from tilewright.train.data import Batches, first_samples, open_batches, permute, window_of
+from tilewright.train.schema import Data
 from tilewright.train.tokens import write_tokens
 
 CPU = torch.device("cpu")
@@ -297,7 +297,7 @@ def test_a_worker_that_hangs_is_waited_for_so_long_and_then_ended(monkeypatch):
 SCRIPT = """
 import os, signal, sys, time, torch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits it ignored
-from tilewright.train.config import Data
+from tilewright.train.schema import Data
 from tilewright.train.data import open_batches
 batches = open_batches(Data(workers=2), sequence=8, vocabulary=256, micro_batch=2, accumulation=1,
                        device=torch.device("cpu"))

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from tilewright.errors import UserError
-from tilewright.train.config import Guard
 from tilewright.train.guard import WINDOW, Watch
+from tilewright.train.schema import Guard
 
 
 def watch(folder, losses=(), **rules):

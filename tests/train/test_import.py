@@ -12,9 +12,9 @@ from tilewright.errors import UserError
 from tilewright.models import GPT
 from tilewright.plan.gpt import LEVERS, LLAMA, GPTConfig
 from tilewright.train.checkpoint import Checkpoints
-from tilewright.train.configuration import read as read_configuration
 from tilewright.train.export import export_huggingface, load_model
 from tilewright.train.import_ import import_huggingface, import_run
+from tilewright.train.load_config import read as read_configuration
 from train.tiny import as_on_a_cpu, trained  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

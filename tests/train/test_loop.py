@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
+from tilewright.optim import AdamW
 from tilewright.runtime import cublaslt
 from tilewright.train import loop
 from tilewright.train.checkpoint import read
-from tilewright.train.config import OPTIMIZERS, SCHEDULES
 from tilewright.train.engine import Engine
-from tilewright.train.loop import Shown, batch_sizes, train
+from tilewright.train.loop import Shown, train
 from tilewright.train.metrics import read as read_metrics
-from tilewright.train.optimizers import AdamW
+from tilewright.train.schema import OPTIMIZERS, SCHEDULES
 from tilewright.train.world import World
 from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401
 
@@ -315,28 +315,6 @@ def test_waiting_for_data_is_said_once(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "STALL", -1.0)
     trained(tiny(tmp_path, steps=25), say=said.append)
     assert len(said) == 1 and "waiting for data; raise data.workers" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("given", "ranks", "micro", "whole", "accumulation"),
-    [
-        ({"micro_batch": 0}, 1, 8, 8, 1),
-        ({"micro_batch": 0, "global_batch": 6}, 1, 6, 6, 1),
-        ({"micro_batch": 0, "global_batch": 20}, 1, 5, 20, 4),
-        ({"micro_batch": 0, "global_batch": 22}, 1, 2, 22, 11),
-        ({"micro_batch": 0, "global_batch": 64, "accumulation": 2}, 2, 16, 64, 2),
-        ({"micro_batch": 3, "accumulation": 2}, 2, 3, 12, 2),
-    ],
-)
-def test_batch_sizes_follow_from_those_given(given, ranks, micro, whole, accumulation):
-    sizes = batch_sizes(tiny("x", **given), ranks)
-    assert (sizes.micro, sizes.global_, sizes.accumulation) == (micro, whole, accumulation)
-
-
-def test_batch_sizes_that_cannot_be_are_refused():
-    for given, ranks in (({"micro_batch": 3, "global_batch": 8}, 1), ({"micro_batch": 0, "global_batch": 3}, 2)):
-        with pytest.raises(UserError):
-            batch_sizes(tiny("x", **given), ranks)
 
 
 @pytest.mark.parametrize(

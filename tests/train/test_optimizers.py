@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.contract import DEVICE, assert_equal
 from tilewright.errors import UserError
-from tilewright.ops.optimizer import op
+from tilewright.optim import AdamW, FusedOptimizer, update
+from tilewright.optim import optimizers as stepping
 from tilewright.runtime import dispatch
-from tilewright.train import optimizers
-from tilewright.train.config import OPTIMIZERS, Optimizer
-from tilewright.train.config import PRECISIONS as CONFIGURED
-from tilewright.train.optimizers import KINDS, PRECISIONS, AdamW, FusedOptimizer, build
+from tilewright.train.optimizers import KINDS, PRECISIONS, build
+from tilewright.train.schema import OPTIMIZERS, Optimizer
+from tilewright.train.schema import PRECISIONS as CONFIGURED
 
 ALL = [(name, precision) for name in OPTIMIZERS for precision in ("fp32", "bf16_kahan", "bf16_stochastic")]
 
@@ -93,7 +93,8 @@ def test_one_launch_for_all_tensors_is_torchs_adamw(skipped, monkeypatch):
     ours, theirs = (made("adamw", "fp32", learning_rate=0.01) for _ in range(2))
     monkeypatch.setattr(AdamW, "_device", DEVICE)
     launches = []
-    monkeypatch.setattr(op, "update", lambda *a, _update=op.update, **o: (launches.append(len(a[0])), _update(*a, **o)))
+    step = update.update
+    monkeypatch.setattr(update, "update", lambda *a, **o: (launches.append(len(a[0])), step(*a, **o)))
     run(*ours, range(3))
     given = {name: torch.tensor(x, device=DEVICE) for name, x in (("grad_scale", 3.0), ("found_inf", skipped))}
     for name, value in given.items():
@@ -185,7 +186,7 @@ def test_counting_steps_does_not_wait_for_the_device():
     for skipped in (0.0, 1.0, 0.0):
         found_inf = torch.tensor(skipped, device=DEVICE)
         with Watch():
-            optimizers._count(steps, found_inf)
+            stepping._count(steps, found_inf)
     assert [step.item() for step in steps] == [2.0] * 3
 
 
@@ -208,7 +209,7 @@ def test_ours_on_float32_is_torchs(name):
     other = model()
     matrices, vectors = ([p for p in other.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
-    ours = FusedOptimizer(groups, rule=name, lr=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8)
+    ours = FusedOptimizer(groups, rule=name, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
     for optimizer, of in ((theirs, network), (ours, other)):
         run(of, optimizer, range(5))
         optimizer.grad_scale, optimizer.found_inf = (torch.tensor(x, device=DEVICE) for x in (3.0, 0.0))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tilewright.errors import UserError
-from tilewright.train import checkpoint, checkpoint_files
+from tilewright.train import checkpoint, checkpoint_format
 from tilewright.train.loop import Shown, train
 from tilewright.train.metrics import read as read_metrics
 from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401
@@ -374,10 +374,10 @@ def test_forged_facts_are_a_sentence(tmp_path, forged):
     folder = tmp_path / "checkpoints" / "step-00000001"
     facts = json.loads((folder / "facts.json").read_text()) | forged
     text = json.dumps(facts).encode()
-    files = checkpoint_files.read_manifest(folder)
+    files = checkpoint_format.read_manifest(folder)
     (folder / "facts.json").write_bytes(text)
     files["facts.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-    (folder / "manifest.json").write_text(checkpoint_files.manifest_text(files))
+    (folder / "manifest.json").write_text(checkpoint_format.manifest_text(files))
     with pytest.raises(UserError, match="facts.json .* of a run") as found:
         trained(tiny(tmp_path, steps=2, data=text_of(tmp_path, "a", 1)))
     assert "\n" not in str(found.value)

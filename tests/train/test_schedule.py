@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.train.config import SCHEDULES, Schedule
 from tilewright.train.schedule import learning_rate
+from tilewright.train.schema import SCHEDULES, Schedule
 
 
 def rates(steps, **fields):

@@ -10,8 +10,8 @@ import torch
 
 from tilewright.errors import UserError
 from tilewright.train import text
-from tilewright.train.config import Data
 from tilewright.train.data import open_batches
+from tilewright.train.schema import Data
 from tilewright.train.text import byte_parts, cached, pack, text_files
 from tilewright.train.tokens import Stream, verify
 

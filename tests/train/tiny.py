@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from tilewright.runtime import dispatch
-from tilewright.train.config import Data, Model, Optimizer, Schedule, Train
 from tilewright.train.loop import Shown, train
+from tilewright.train.schema import Data, Model, Optimizer, Schedule, Train
 
 MODEL = Model(width=32, layers=2, heads=2, sequence=32)
 RUN = Train(

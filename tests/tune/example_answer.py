@@ -7,10 +7,11 @@ import random
 from typing import Any
 
 from tilewright.measure.profile import CATEGORIES, Gap, Kernel, Piece, Spent, StepProfile
-from tilewright.train.config import Model, Train
-from tilewright.tune.answer import Ablation, Answer, Layer, Proof
-from tilewright.tune.record import OUTCOMES, Difference, Measurement, Prediction, Record
-from tilewright.tune.space import Point, label
+from tilewright.train.schema import Model, Train
+from tilewright.tune.report.answer import Ablation, Answer
+from tilewright.tune.search.space import Point, label
+from tilewright.tune.store.proof import Layer, Proof
+from tilewright.tune.store.record import OUTCOMES, Difference, Measurement, Prediction, Record
 
 CANARY = "window.canary=1"
 HOSTILE = f"</script><script>{CANARY}</script><img src=x onerror='{CANARY}'>\"'&amp;<!--\u202e\x00\x1b[31m\ud800"

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from tilewright.errors import UserError
-from tilewright.tune.ledger import Ledger
-from tilewright.tune.record import Measurement, Record
+from tilewright.tune.store.ledger import Ledger
+from tilewright.tune.store.record import Measurement, Record
 
 HEAD = {"schema": 1, "tilewright": "0", "space": "00"}
 

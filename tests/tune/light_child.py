@@ -1,4 +1,4 @@
-"""A trial that costs 20 ms: it speaks the protocol of `tilewright.tune.trial` without torch, and misbehaves as told.
+"""A trial that costs 20 ms: it speaks the protocol of `tune.worker.trial` without torch, and misbehaves as told.
 
 Start it by COMMAND, or `command({...})`, with `run_child(job, limits, command=...)`. How it behaves is in the job:
 

@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from tilewright.measure.machine import describe
-from tilewright.train.configuration import read
-from tilewright.tune import jobs
-from tilewright.tune.answer import Answer
-from tilewright.tune.process import TRIAL
-from tilewright.tune.reread import reread
-from tilewright.tune.settings import Settings
-from tilewright.tune.space import open_space
-from tilewright.tune.storage import in_folder
+from tilewright.train.load_config import read
+from tilewright.tune.report.answer import Answer
+from tilewright.tune.report.reread import reread
+from tilewright.tune.search.space import open_space
+from tilewright.tune.settings import TRIAL, Settings
+from tilewright.tune.store.storage import in_folder
 from tilewright.tune.study import run
+from tilewright.tune.worker import jobs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SILENCE = 10.0  # seconds; to import torch, and to begin with a GPU, takes some of them

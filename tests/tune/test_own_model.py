@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 import tilewright
 from tilewright.errors import UserError
-from tilewright.train.config import OPTIMIZERS, Optimizer, Schedule, Train
 from tilewright.train.loop import Shown
-from tilewright.tune import forkserver, study
+from tilewright.train.schema import OPTIMIZERS, Optimizer, Schedule, Train
+from tilewright.tune import study
 from tilewright.tune.own_model import Batch, check_name, check_step, load, loss_of, name_of, train
+from tilewright.tune.worker import forkserver
 from tune import factories
 
 TESTS = str(Path(__file__).parents[1])

@@ -11,12 +11,13 @@ from tilewright import hardware
 from tilewright.cli.main import app
 from tilewright.cli.tune import _notes, _predicted, _Progress, show
 from tilewright.errors import UserError
-from tilewright.train.configuration import read
-from tilewright.tune import api, forkserver, jobs
-from tilewright.tune.answer import Answer
+from tilewright.train.load_config import read
+from tilewright.tune import api
 from tilewright.tune.rehearsal import find_gpu, recorded_path, rehearsal
-from tilewright.tune.report import page
-from tilewright.tune.reread import prediction_in
+from tilewright.tune.report.answer import Answer
+from tilewright.tune.report.page import page
+from tilewright.tune.report.reread import prediction_in
+from tilewright.tune.worker import forkserver, jobs
 from tune.example_answer import example
 
 RESULTS = Path(__file__).parents[2] / "results/h200"

@@ -19,10 +19,11 @@ from tilewright.cli import tune as tune_cli
 from tilewright.cli.main import app
 from tilewright.errors import UserError
 from tilewright.measure.markup import Verbatim, render, tag
-from tilewright.tune import report, report_html
-from tilewright.tune.answer import Answer
-from tilewright.tune.record import Record
-from tilewright.tune.reread import read_answer
+from tilewright.tune.report import html as report_html
+from tilewright.tune.report import page as report
+from tilewright.tune.report.answer import Answer
+from tilewright.tune.report.reread import read_answer
+from tilewright.tune.store.record import Record
 from tune.example_answer import CANARY, HOSTILE, example
 
 RECORDED = sorted((Path(__file__).parents[2] / "results/h200").glob("tune_*.json"))

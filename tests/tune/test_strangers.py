@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 
 from tilewright.errors import UserError
-from tilewright.train.configuration import read
-from tilewright.tune import api, forkserver, jobs
-from tilewright.tune.ledger import Ledger
-from tilewright.tune.space import open_space
-from tilewright.tune.storage import in_folder
+from tilewright.train.load_config import read
+from tilewright.tune import api
+from tilewright.tune.search.space import open_space
+from tilewright.tune.store.ledger import Ledger
+from tilewright.tune.store.storage import in_folder
+from tilewright.tune.worker import forkserver, jobs
 
 HEAD = {"schema": 1, "tilewright": "0", "space": "00"}
 

@@ -18,20 +18,26 @@ import pytest
 import tilewright
 from slowness import soon
 from tilewright.errors import UserError
-from tilewright.train.configuration import from_dict, read
-from tilewright.tune import cache, jobs, pace, study
-from tilewright.tune import storage as storages
-from tilewright.tune.answer import Answer, Proof
-from tilewright.tune.choose import CONFIRMATION
-from tilewright.tune.jobs import probe
-from tilewright.tune.process import Ended
-from tilewright.tune.record import Measurement, Record
-from tilewright.tune.report import page
-from tilewright.tune.reread import float32_losses, note_of, reread
+from tilewright.train.load_config import from_dict, read
+from tilewright.tune import study
+from tilewright.tune.proof import prove_best
+from tilewright.tune.report.answer import Answer
+from tilewright.tune.report.page import page
+from tilewright.tune.report.reread import reread
+from tilewright.tune.search import pace
+from tilewright.tune.search.space import open_space
+from tilewright.tune.search.standard import float32_losses
 from tilewright.tune.settings import Settings, Shown
-from tilewright.tune.space import key, open_space
-from tilewright.tune.storage import StorageLost
-from tilewright.tune.study import REFERENCE_EVERY, run
+from tilewright.tune.store import cache
+from tilewright.tune.store import storage as storages
+from tilewright.tune.store.proof import Proof
+from tilewright.tune.store.record import CONFIRMATION, Measurement, Record, key, note_of
+from tilewright.tune.store.storage import StorageLost
+from tilewright.tune.study import run
+from tilewright.tune.worker import jobs, runner
+from tilewright.tune.worker.jobs import probe
+from tilewright.tune.worker.process import Ended
+from tilewright.tune.worker.runner import REFERENCE_EVERY
 from tune import light_child
 
 RULE = {
@@ -125,7 +131,7 @@ def test_no_point_runs_twice_and_the_reference_runs_again_and_again(tmp_path):
     assert len(searched) == len(set(searched)) > 5
     assert [r.point for r in answer.records if r.purpose == "confirmation"] == [answer.best.point]
     references = [record for record in answer.records if record.purpose == "reference"]
-    assert len(references) >= len(answer.records) // (study.REFERENCE_EVERY + 2)
+    assert len(references) >= len(answer.records) // (runner.REFERENCE_EVERY + 2)
 
 
 def test_a_run_over_the_memory_cap_is_not_chosen(tmp_path):
@@ -503,13 +509,13 @@ def growing_slow(monkeypatch, slowness):
 
     monkeypatch.setattr(jobs, "run_child", child)
     clock = types.SimpleNamespace(time=lambda: 1000.0 + len(trials), monotonic=time.monotonic, sleep=time.sleep)
-    monkeypatch.setattr(study, "time", clock)
+    monkeypatch.setattr(runner, "time", clock)
     return trials
 
 
 def test_a_machine_that_grows_slow_stops_no_trial_early_for_it(tmp_path, monkeypatch):
     growing_slow(monkeypatch, lambda number: 1 + 0.1 * number)
-    monkeypatch.setattr(study, "REFERENCE_EVERY", 3)
+    monkeypatch.setattr(runner, "REFERENCE_EVERY", 3)
     answer = run(settings(tmp_path / "study"))
     assert answer.changes == BEST and answer.drift > 0.4
     assert answer.ratio == pytest.approx(1 / (0.7 * 0.9 * 0.85), rel=0.05)
@@ -591,11 +597,11 @@ def test_a_run_that_fails_the_second_time_is_not_the_answer(tmp_path, monkeypatc
 def test_a_faster_run_that_was_found_after_the_proof_is_not_taken_for_proved(tmp_path, monkeypatch, again):
     def work(self):
         self.ledger.propose([(self.space.parse("model.loss=fused"), "search")])
-        while (claim := self._take()) is not None:
-            self._run(claim)
-        self._prove()
+        while (claim := self.runner.take()) is not None:
+            self.runner.run(claim)
+        self.prover.prove()
         self.ledger.propose([(self.space.parse("model.gpt_block=optimized"), "search")])
-        self._run(self._take())
+        self.runner.run(self.runner.take())
         if again == "crashed":
             real = jobs.run_child
             monkeypatch.setattr(
@@ -604,7 +610,7 @@ def test_a_faster_run_that_was_found_after_the_proof_is_not_taken_for_proved(tmp
                 lambda *job, **options: dataclasses.replace(real(*job, **options), outcome=again, value=None),
             )
             self.ledger.propose([(self.space.parse("model.loss=fused"), "confirmation")])
-            self._run(self._take())
+            self.runner.run(self.runner.take())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(study._Study, "_work", work)
@@ -627,9 +633,9 @@ def test_where_the_run_as_given_is_the_fastest_after_all_nothing_is_asked_and_no
     def work(self):
         for purpose in ("search", CONFIRMATION):
             self.ledger.propose([(self.space.parse("model.loss=fused"), purpose)])
-            while (claim := self._take()) is not None:
-                self._run(claim)
-            self._prove() if purpose == "search" else None
+            while (claim := self.runner.take()) is not None:
+                self.runner.run(claim)
+            self.prover.prove() if purpose == "search" else None
 
     changing(monkeypatch, luck)
     monkeypatch.setattr(study._Study, "_work", work)
@@ -651,12 +657,12 @@ def test_where_all_that_is_faster_is_wrong_the_run_as_given_is_not_held_to_be_so
 
     def work(self):
         self.ledger.propose([(self.space.parse("model.loss=fused"), "search")])
-        while (claim := self._take()) is not None:
-            self._run(claim)
-        self._prove()
+        while (claim := self.runner.take()) is not None:
+            self.runner.run(claim)
+        self.prover.prove()
 
     changing(monkeypatch, off)
-    monkeypatch.setattr(study, "_PROOFS", 1)  # no time for another
+    monkeypatch.setattr(prove_best, "_PROOFS", 1)  # no time for another
     monkeypatch.setattr(study._Study, "_work", work)
     answer = run(given)
     assert not answer.changes and answer.recommended and answer.sentences[0].startswith("Change nothing: of all")

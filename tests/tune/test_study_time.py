@@ -7,16 +7,19 @@ from functools import reduce
 
 import pytest
 
-from tilewright.train.config import COMPILE
-from tilewright.train.configuration import read
-from tilewright.tune import jobs, pace, study
-from tilewright.tune.choose import confirmed
-from tilewright.tune.predict import predict as predict_anew
-from tilewright.tune.process import Ended
-from tilewright.tune.search import Search
+from tilewright.train.load_config import read
+from tilewright.train.schema import COMPILE
+from tilewright.tune import study
+from tilewright.tune.search import pace, reserve
+from tilewright.tune.search.choose import confirmed
+from tilewright.tune.search.predict import predict as predict_anew
+from tilewright.tune.search.search import Search
+from tilewright.tune.search.space import open_space
 from tilewright.tune.settings import Settings
-from tilewright.tune.space import key, open_space
+from tilewright.tune.store.record import key
 from tilewright.tune.study import run
+from tilewright.tune.worker import jobs, runner
+from tilewright.tune.worker.process import Ended
 
 MACHINE = {
     "machine": {"gpu": {"name": "NVIDIA H200"}, "torch": "2.11", "triton": "3.6"}, "device": "cuda",
@@ -122,8 +125,9 @@ def tuned(folder, monkeypatch, world, budget, first=(), jump=lambda: 0.0, **more
         time=lambda: 1e9 + world.now + jump(), monotonic=lambda: world.now, sleep=lambda seconds: None
     )  # fmt: skip
     monkeypatch.setattr(jobs, "run_child", world.child)
-    monkeypatch.setattr(study, "predict", predict)
-    for module in (study, jobs, pace):
+    for module in (study, reserve):
+        monkeypatch.setattr(module, "predict", predict)
+    for module in (runner, jobs, pace):
         monkeypatch.setattr(module, "time", clock)
     place = folder, "s", f"sqlite:///{folder}.db"
     return run(Settings(world.space, MACHINE, *place, budget, fresh=True, first=first, **more))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tilewright.bench.protocol import Ask, head, sentence
-from tilewright.train.configuration import read
+from tilewright.train.load_config import read
 from tilewright.train.loop import Shown, train
 
 Cases = dict[str, tuple[str, ...]]  # label, overrides

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from tilewright.cli.output import Grid, Report
 from tilewright.measure.results import write_json
-from tilewright.train.configuration import fields, read, schema, split_arguments
+from tilewright.train.fields import fields, json_schema
+from tilewright.train.load_config import read, split_arguments
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -62,9 +63,9 @@ def schema_(
         tilewright config schema --out tilewright.schema.json
     """
     if out is None:
-        print(json.dumps(schema(), indent=1))
+        print(json.dumps(json_schema(), indent=1))
     else:
-        write_json(out, schema())
+        write_json(out, json_schema())
         print(f"Written to {out}.")
 
 

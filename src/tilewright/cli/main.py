@@ -110,7 +110,7 @@ def field_hint(name: str) -> str:
     >>> field_hint("steps"), field_hint("lr"), field_hint("nonsense")
     ('write steps=VALUE', 'write optimizer.learning_rate=VALUE', '')
     """
-    from tilewright.train.configuration import find_field
+    from tilewright.train.fields import find_field
 
     found = find_field(name)
     return f"write {found}=VALUE" if found else ""

@@ -46,7 +46,7 @@ def load_shape(model: str, changes: list[str]) -> Decoder:
     """The shape of a preset, of a Hugging Face config.json, or of the model that a run's YAML describes."""
     if not model.endswith((".yaml", ".yml")):
         return decoder.load(model, changes)
-    from tilewright.train.configuration import read
+    from tilewright.train.load_config import read
 
     return decoder.from_gpt(read(Path(model), changes).train.model)
 
@@ -65,12 +65,11 @@ def load_run(model: str, changes: list[str], split: dict[str, Any], **options: A
     if given:
         option = next(iter(given)).replace("_", "-")
         raise UserError(f"{model} says how it trains; leave --{option} out, and write FIELD=VALUE to change a field.")
-    from tilewright.train.configuration import read
-    from tilewright.train.loop import batch_sizes
-    from tilewright.train.recompute import planned
+    from tilewright.train.load_config import read
+    from tilewright.train.memory_plan import planned
 
     run = read(Path(model), changes).train
-    sizes = batch_sizes(run, split.get("data", 1))
+    sizes = run.batch_sizes(split.get("data", 1))
     precision = "bf16" if run.precision == "auto" else run.precision  # what auto is on a GPU
     how = planned(run, precision, sizes.micro, sizes.accumulation, 1)
     return decoder.from_gpt(run.model), dataclasses.replace(how, **split)

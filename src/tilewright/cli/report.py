@@ -12,7 +12,7 @@ from tilewright.errors import UserError
 from tilewright.measure.results import write_text
 
 if TYPE_CHECKING:  # which loads optuna
-    from tilewright.tune.answer import Answer
+    from tilewright.tune.report.answer import Answer
 
 
 def report(
@@ -44,7 +44,7 @@ def report(
         trees = [{"schema": SCHEMA, "command": "tune", **answer.as_dict()} for answer in answers]
     if len(found) == 1:
         from tilewright.cli.tune import show
-        from tilewright.tune.report import page as page_of
+        from tilewright.tune.report.page import page as page_of
 
         answer, folder = found[0]
         written = _write(page_of(answer), page, folder, "report.html", f"{Path(studies[0]).stem}.html")
@@ -53,7 +53,7 @@ def report(
         else:
             show(answer, folder or Path(), written)
         return
-    from tilewright.tune.report_compare import comparison
+    from tilewright.tune.report.compare import comparison
 
     names = "-beside-".join(Path(study).stem for study in studies)
     written = _write(comparison(*answers), page, None, "", f"{names}.html")
@@ -65,7 +65,7 @@ def report(
 
 def _read(study: str, storage: str | None, out: Path) -> tuple[Answer, Path | None]:
     """A study's answer, and its folder where it has one."""
-    from tilewright.tune.reread import read_answer, reread
+    from tilewright.tune.report.reread import read_answer, reread
 
     if storage is None and Path(study).is_file():
         return read_answer(Path(study)), None
@@ -96,7 +96,7 @@ def _write(text: str, asked: Path | None, folder: Path | None, name: str, elsewh
 
 def _show_both(answers: list[Answer], written: Path) -> None:
     from tilewright.cli.output import Grid, console, tables
-    from tilewright.tune.report_compare import lever_rows, rows
+    from tilewright.tune.report.compare import lever_rows, rows
 
     screen, (first, second) = console(soft_wrap=True), answers
     both, levers = rows(first, second), lever_rows(first, second)

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tilewright.cli.output import ProgressConsole, gigabytes
-from tilewright.train.configuration import Configuration, read, split_arguments
+from tilewright.train.load_config import Configuration, read, split_arguments
 
 if TYPE_CHECKING:  # which loads torch
     from tilewright.train.loop import Outcome

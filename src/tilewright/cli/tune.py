@@ -19,12 +19,12 @@ from tilewright.cli.output import ProgressConsole, gigabytes
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
 from tilewright.tune.api import DEFAULT_BUDGET, REHEARSAL_BUDGET, amount, seconds
-from tilewright.tune.choose import UNKNOWN, at_least, is_known, latest
-from tilewright.tune.space import label
+from tilewright.tune.search.choose import UNKNOWN, at_least, is_known, latest
+from tilewright.tune.search.space import label
 
 if TYPE_CHECKING:
-    from tilewright.tune.answer import Answer
-    from tilewright.tune.record import Prediction, Record
+    from tilewright.tune.report.answer import Answer
+    from tilewright.tune.store.record import Prediction, Record
 
 _ROWS = 12  # of the table
 _WIDE = 110  # columns of a terminal that has room for all of its columns
@@ -72,9 +72,9 @@ def tune(
         tilewright tune --model my_package.model:build
     """
     from tilewright.tune.api import tune as run
-    from tilewright.tune.report import write_report
+    from tilewright.tune.report.page import write_report
     from tilewright.tune.settings import Shown
-    from tilewright.tune.storage import StorageLost
+    from tilewright.tune.store.storage import StorageLost
 
     if budget is not None:
         seconds(budget)  # a mistake in a word shows before torch is loaded

@@ -54,7 +54,7 @@ Point = dict[str, Scalar]
 def read(kind: Any, tree: Any, where: str = "") -> Any:
     """A dataclass from a tree of JSON; fields that it does not know are left out.
 
-    >>> from tilewright.tune.record import Difference
+    >>> from tilewright.tune.store.record import Difference
     >>> tree = {"part": "idle", "predicted": 1, "measured": 2.0, "unit": "s", "why": "gaps", "new": 0}
     >>> read(Difference, tree).more
     1.0

@@ -89,6 +89,24 @@ def solve(
     return Batches(micro, global_, steps, data, tensor, pipeline)
 
 
+def batch_sizes(*, micro_batch: int = 0, global_batch: int = 0, accumulation: int = 0, ranks: int = 1) -> Batches:
+    """Micro batch, global batch and accumulation of a run on data ranks alone, each given or, where it is 0, derived.
+
+    The micro batch is at most 8 where none is given.
+
+    >>> batch_sizes(global_batch=20).micro, batch_sizes(micro_batch=2, accumulation=3, ranks=4).global_
+    (5, 24)
+    """
+    given = {"micro": micro_batch, "global_": global_batch, "accumulation": accumulation}
+    if not micro_batch and not (global_batch and accumulation):
+        share = global_batch // (ranks * (accumulation or 1))
+        given["micro"] = min(8, share) if global_batch else 8
+        if global_batch and given["micro"]:
+            while share % given["micro"]:
+                given["micro"] -= 1
+    return solve(data=ranks, tensor=1, pipeline=1, **{name: value or None for name, value in given.items()})
+
+
 def _divide(whole: int, part: int, why: str) -> int:
     if whole % part:
         raise UserError(f"{why}; choose numbers that divide.")

@@ -1,6 +1,6 @@
 """What a lever is: a field of a run that changes how it runs, and not the model that is trained.
 
-A lever is declared once, beside its field (`plan/gpt.py`, `train/config.py`), and `tilewright tune` finds it there. So
+A lever is declared once, beside its field (`plan/gpt.py`, `train/schema.py`), and `tilewright tune` finds it there. So
 a new attention backend is a new word among a field's choices, and a new kind of lever is a new field: the search needs
 no change for either.
 """

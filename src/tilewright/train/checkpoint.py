@@ -2,7 +2,7 @@
 
 A checkpoint is written in a hidden folder and renamed once it is whole and on the disk, so every `step-...` folder is
 a whole one, and older ones are deleted only after that. What the disk breaks later shows when it is loaded: every file
-is compared with the manifest first (`checkpoint_files` has the layout, in which nothing is a pickle).
+is compared with the manifest first (`checkpoint_format` has the layout, in which nothing is a pickle).
 
 Asynchronous, `save` returns as soon as the tensors are copied to the host; a thread hashes and writes the copies. What
 goes wrong there is raised by the next `save`, `wait` or `close`.
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 from tilewright.errors import UserError
 from tilewright.measure.machine import host_memory_bytes
-from tilewright.train.checkpoint_files import (
+from tilewright.train.checkpoint_format import (
     FACTS,
     MANIFEST,
     TENSORS,

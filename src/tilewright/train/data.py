@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tilewright.errors import UserError
 from tilewright.train import text
-from tilewright.train.config import Data
+from tilewright.train.schema import Data
 from tilewright.train.tokens import SUFFIX, Part, Stream, find_files, open_tokens
 
 PATIENCE = 300.0  # seconds without any data before workers count as stuck; below the time-outs of torch.distributed

@@ -21,7 +21,7 @@ from tilewright.measure.compile_cache import redirect_defaults
 from tilewright.models import GPT
 from tilewright.plan.gpt import GPTConfig
 from tilewright.train import optimizers
-from tilewright.train.config import RECORDING, Train
+from tilewright.train.schema import RECORDING, Train
 from tilewright.train.world import World
 
 

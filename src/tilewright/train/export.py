@@ -21,9 +21,9 @@ from tilewright.measure.results import write_json
 from tilewright.models import GPT
 from tilewright.plan.gpt import ADDED, GPTConfig
 from tilewright.train.checkpoint import newest, read
-from tilewright.train.checkpoint_files import read_facts
-from tilewright.train.configuration import from_dict
+from tilewright.train.checkpoint_format import read_facts
 from tilewright.train.huggingface import parts, to_json
+from tilewright.train.load_config import from_dict
 
 MOST_POSITIONS = 1 << 28  # times the size of a head: two million with heads of 128
 

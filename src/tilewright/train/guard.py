@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewright.errors import UserError
 from tilewright.measure.results import write_bytes
-from tilewright.train.config import Guard as Rules
+from tilewright.train.schema import Guard as Rules
 
 WINDOW = 50  # losses that say what is usual
 _FEWEST = 20  # of them before anything can be unusual

@@ -28,10 +28,10 @@ from tilewright.models import GPT
 from tilewright.plan.gpt import LEVERS, GPTConfig
 from tilewright.plan.huggingface import read_json, shorten
 from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
-from tilewright.train.checkpoint_files import short
-from tilewright.train.configuration import from_dict
+from tilewright.train.checkpoint_format import short
 from tilewright.train.export import MOST_POSITIONS, refuse_taken, write_whole
 from tilewright.train.huggingface import Part, from_json, parts, prefix_of
+from tilewright.train.load_config import from_dict
 
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")

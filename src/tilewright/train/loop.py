@@ -29,22 +29,20 @@ from tilewright.errors import UserError
 from tilewright.measure.compile_cache import own_compile_cache
 from tilewright.measure.machine import describe
 from tilewright.measure.results import SCHEMA
-from tilewright.plan.batches import Batches as BatchSizes
-from tilewright.plan.batches import solve
 from tilewright.plan.decoder import from_gpt
-from tilewright.plan.gpt import ADDED, LEVERS
 from tilewright.plan.memory import train as plan_memory
 from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
-from tilewright.train.checkpoint_files import FACTS, short
-from tilewright.train.config import RECORDING, Train
-from tilewright.train.configuration import write_yaml
+from tilewright.train.checkpoint_format import short
 from tilewright.train.data import Batches, first_samples, open_dataset
 from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
 from tilewright.train.guard import Watch
+from tilewright.train.load_config import write_yaml
+from tilewright.train.memory_plan import planned, policies, refuse_misfit
 from tilewright.train.metrics import Journal, Metrics, Rates, memory
 from tilewright.train.profile import TAKES, profile_run
-from tilewright.train.recompute import planned, policies, refuse_misfit
+from tilewright.train.resume import check_facts, compare_model, other_data
 from tilewright.train.schedule import learning_rate
+from tilewright.train.schema import RECORDING, Train
 from tilewright.train.signals import Signals
 from tilewright.train.world import World
 
@@ -113,7 +111,7 @@ def train(config: Train, shown: Shown | None = None) -> Outcome:
     """Train a model as configured; goes on from the newest checkpoint of the run's folder.
 
     >>> import tempfile
-    >>> from tilewright.train.config import Data, Model
+    >>> from tilewright.train.schema import Data, Model
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     train(Train(out=folder, steps=2, model=Model(width=16, layers=1), data=Data(workers=0))).step
     2
@@ -159,7 +157,7 @@ class _Run:
         self.device = device_of(config)
         if self.device.type == "cuda":
             closing.enter_context(torch.cuda.device(self.device))
-        self.sizes = batch_sizes(config, self.world.ranks)
+        self.sizes = config.batch_sizes(self.world.ranks)
         self.records = config.cuda_graphs or config.compile in RECORDING
         check_levers(config, self.device, self.sizes.accumulation)
         self.precision = precision_of(config, self.device)
@@ -225,13 +223,13 @@ class _Run:
             facts = self.checkpoints.load(Path(how), tensors)
         if facts is None:
             return 0
-        _check_facts(facts, self.folder)
-        if facts.get(WEIGHTS_ALONE) is True:
-            self._compare_model(facts["configuration"]["model"], begins=True)
+        check_facts(facts, self.folder)
+        begins = facts.get(WEIGHTS_ALONE) is True
+        compare_model(self.config.model, facts["configuration"]["model"], begins)
+        if begins:
             self.checkpoints.warnings.append("It begins with weights that were imported.")
             return 0
-        self._compare_model(facts["configuration"]["model"])
-        other = self._other_data(facts["data"])
+        other = other_data(self.data_facts, facts["data"])
         if other and own is not None:
             raise UserError(f"{other}; give what it had, or another out.")
         if other:  # a branch
@@ -240,36 +238,6 @@ class _Run:
         self.watch.in_a_row = facts["skipped_in_a_row"]
         self.samples = facts["samples"]
         return facts["step"]
-
-    def _compare_model(self, saved: dict[str, Any], begins: bool = False) -> None:
-        """Refuse to go on with another model than the one that was saved; levers may change.
-
-        One that `begins` may take shorter sequences where its positions are rotary: no weight depends on them.
-        """
-        for name, value in dataclasses.asdict(self.config.model).items():
-            before = {**ADDED, **saved}.get(name, value)
-            shorter = name == "sequence" and type(before) is int and value <= before
-            if begins and shorter and self.config.model.position == "rope":
-                continue
-            if before != value and name not in (*LEVERS, "preset", "dropout"):
-                raise UserError(
-                    f"model.{name} is {value!r} and the checkpoint's model has {before!r:.100}; give that, or another "
-                    "out."
-                )
-
-    def _other_data(self, saved: dict[str, Any]) -> str:
-        """What of its data a checkpoint's run had otherwise; nothing where it had the same."""
-        here = self.data_facts
-        for name in here:
-            if "." in name and saved.get(name) != here[name]:
-                return f"{name} is {here[name]!r} and the checkpoint's run had {saved.get(name)!r:.100}"
-        if all(saved.get(name) == here[name] for name in here):
-            return ""
-        there = saved.get("tokens")
-        counts = (
-            f"{here['tokens']:,} tokens here, {there:,} there" if type(there) is int else "another number of tokens"
-        )
-        return f"This is not the data that the checkpoint's run was trained on ({counts})"
 
     def go(self) -> Outcome:
         config, steps = self.config, self.config.steps
@@ -471,31 +439,3 @@ class _Run:
         speed = steady[len(steady) // 2] if steady else None
         stopped = self.step < self.config.steps
         return Outcome(self.step, self.last_loss, speed, stopped, self.checkpoints.warnings, self.validation_loss)
-
-
-def _check_facts(facts: dict[str, Any], folder: Path) -> None:
-    """Refuse facts that no run has written."""
-    try:
-        recent = facts["recent_losses"]
-        counts = [facts["step"], facts["samples"], facts["skipped_in_a_row"], *(step for step, _ in recent)]
-        sound = (
-            all(type(count) is int and 0 <= count < 2**48 for count in counts)
-            and all(type(loss) is float and math.isfinite(loss) for _, loss in recent)
-            and isinstance(facts["configuration"]["model"], dict) and isinstance(facts["data"], dict)
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise UserError(f"{FACTS} of the checkpoint for {folder} is not of a run; choose another checkpoint or out.")
-
-
-def batch_sizes(config: Train, ranks: int) -> BatchSizes:
-    """Micro batch, global batch and accumulation, each given or derived; a micro batch of 8 where none is given."""
-    given = {"micro": config.micro_batch, "global_": config.global_batch, "accumulation": config.accumulation}
-    if not config.micro_batch and not (config.global_batch and config.accumulation):
-        share = config.global_batch // (ranks * (config.accumulation or 1))
-        given["micro"] = min(8, share) if config.global_batch else 8
-        if config.global_batch and given["micro"]:
-            while share % given["micro"]:
-                given["micro"] -= 1
-    return solve(data=ranks, tensor=1, pipeline=1, **{name: value or None for name, value in given.items()})

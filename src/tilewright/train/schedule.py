@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tilewright.train.config import Schedule
+from tilewright.train.schema import Schedule
 
 
 def learning_rate(step: int, steps: int, highest: float, schedule: Schedule) -> float:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import UserError
-from tilewright.train.config import Train
-from tilewright.train.configuration import Configuration, fields, read, split_arguments
-from tilewright.tune.answer import Answer
+from tilewright.train.fields import fields
+from tilewright.train.load_config import Configuration, read, split_arguments
+from tilewright.train.schema import Train
+from tilewright.tune.report.answer import Answer
 
 if TYPE_CHECKING:
-    from tilewright.tune.space import Space
+    from tilewright.tune.search.space import Space
 
 DEFAULT_BUDGET, REHEARSAL_BUDGET = "4m", "2m"  # on a GPU, and without one
 # What `tune` takes on a GPU where nothing is given: what `train` takes keeps no GPU busy.
@@ -71,16 +72,16 @@ def tune(
         answer = tilewright.tune("model.preset=1b", "global_batch=16", budget="8m")
         print(answer.sentences)
     """
-    from tilewright.tune import forkserver
-    from tilewright.tune.jobs import probe
-    from tilewright.tune.ledger import Ledger
     from tilewright.tune.own_model import check_name, name_of, refuse_while_importing
     from tilewright.tune.rehearsal import find_gpu, nearest_recorded, rehearsal
-    from tilewright.tune.reread import prediction_in
+    from tilewright.tune.report.reread import prediction_in
+    from tilewright.tune.search.space import open_space
     from tilewright.tune.settings import Settings, Shown
-    from tilewright.tune.space import open_space
-    from tilewright.tune.storage import checked, in_folder, reach
+    from tilewright.tune.store.ledger import Ledger
+    from tilewright.tune.store.storage import checked, in_folder, reach
     from tilewright.tune.study import run
+    from tilewright.tune.worker import forkserver
+    from tilewright.tune.worker.jobs import probe
 
     began = time.monotonic()
     refuse_while_importing()
@@ -139,9 +140,9 @@ def tune(
 
 def check_begun(folder: Path, name: str, space: Any, own_model: str, *, resume: bool, of_any_model: bool) -> None:
     """Refuse a study that exists, or that is of another configuration, before the machine is measured for it."""
-    from tilewright.tune.ledger import Ledger
-    from tilewright.tune.storage import in_folder
-    from tilewright.tune.study import digest_of
+    from tilewright.tune.facts import digest_of
+    from tilewright.tune.store.ledger import Ledger
+    from tilewright.tune.store.storage import in_folder
 
     journal = folder / "trials.jsonl"
     if not journal.is_file() or not (folder / "study.db").is_file():
@@ -210,7 +211,7 @@ def _as_begun(name: str, facts: Mapping[str, Any], model: str) -> tuple[Space, f
     A study may come from a stranger, and a model is code: so nothing that a study names is imported. The user names the
     model again, and it must be the study's.
     """
-    from tilewright.tune.reread import space_of
+    from tilewright.tune.report.reread import space_of
 
     begun = facts.get("own_model", "")
     shown = "".join(filter(str.isprintable, str(begun)))[:100]
@@ -262,10 +263,9 @@ def _on_a_gpu(configuration: Configuration, arguments: Sequence[str]) -> dict[st
 
 
 def _describe(run: Train) -> str:
-    from tilewright.train.loop import batch_sizes
 
     shape = run.model.preset or f"{run.model.layers} layers of {run.model.width}"
-    return f"{shape}, {batch_sizes(run, 1).global_} x {run.model.sequence}"
+    return f"{shape}, {run.batch_sizes(1).global_} x {run.model.sequence}"
 
 
 def _with_batch(configuration: Configuration, facts: Mapping[str, Any]) -> Configuration:

@@ -33,15 +33,16 @@ from torch import Tensor, nn
 
 from tilewright.errors import UserError
 from tilewright.measure.profile import profile_steps
-from tilewright.train.checkpoint_files import short
-from tilewright.train.config import RECORDING, Train
+from tilewright.train.checkpoint_format import short
 from tilewright.train.engine import Engine, check_levers, device_of, restored_modes
-from tilewright.train.loop import Pending, Shown, batch_sizes
+from tilewright.train.loop import Pending, Shown
 from tilewright.train.metrics import Metrics, memory
 from tilewright.train.optimizers import PRECISIONS
 from tilewright.train.profile import STEPS, WARM, memory_of_a_step
 from tilewright.train.schedule import learning_rate
+from tilewright.train.schema import RECORDING, Train
 from tilewright.train.world import World
+from tilewright.tune.outcome import outcome_of
 
 
 @dataclass(frozen=True)
@@ -326,8 +327,6 @@ def check_step(own: Own, config: Train) -> None:
 
     Nothing is compiled or recorded. A step that runs out of memory is no refusal: a smaller micro batch may fit.
     """
-    from tilewright.tune.trial import outcome_of
-
     plain = dataclasses.replace(
         config, steps=1, profile=False, compile="none", cuda_graphs=False,
         schedule=dataclasses.replace(config.schedule, name="constant", warmup=0),
@@ -354,7 +353,7 @@ class _Run:
         rows = own.batch.rows
         micro = config.micro_batch or rows
         self.config = dataclasses.replace(config, global_batch=rows, micro_batch=micro, accumulation=0)
-        self.accumulation = batch_sizes(self.config, 1).accumulation
+        self.accumulation = self.config.batch_sizes(1).accumulation
         check_levers(self.config, device, self.accumulation)
         self.engine = OwnEngine(self.config, device, World(), [], own.module.to(device))
         self.batch = own.batch.to(device, PRECISIONS[self.engine.precision][0])

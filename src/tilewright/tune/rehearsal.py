@@ -16,10 +16,10 @@ import tilewright
 from tilewright import hardware
 from tilewright.hardware import COPY_SHARE, Accelerator
 from tilewright.plan.decoder import from_gpt
-from tilewright.train.configuration import Configuration
-from tilewright.tune.predict import misfit, predict
-from tilewright.tune.search import Search
-from tilewright.tune.space import Point, Space, open_space
+from tilewright.train.load_config import Configuration
+from tilewright.tune.search.predict import misfit, predict
+from tilewright.tune.search.search import Search
+from tilewright.tune.search.space import Point, Space, open_space
 
 DEFAULT_GPU = "H100-SXM5"
 # Seconds of a launch and of the shortest kernel, as probes of H200 machines measured them: results/h200/tune_*.json.
@@ -42,7 +42,7 @@ def rehearsal(configurations: Mapping[str, Configuration], gpu: Accelerator, **l
         gpu: the accelerator.
         limits: as `open_space` takes them.
 
-    >>> from tilewright.train.configuration import read
+    >>> from tilewright.train.load_config import read
     >>> run = read(None, ["model.preset=125m", "global_batch=32"])
     >>> found = rehearsal({"125m": run}, find_gpu(None))
     >>> [row["run"] for row in found["rows"]][:2], found["rows"][-1]["ratio"] > 1.3

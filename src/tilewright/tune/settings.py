@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewright.tune.process import TRIAL
-from tilewright.tune.record import Prediction, Record
-from tilewright.tune.space import Point, Space
+from tilewright.tune.search.space import Point, Space
+from tilewright.tune.store.record import Prediction, Record
+
+TRIAL = (sys.executable, "-m", "tilewright.tune.worker.trial")  # the command of a trial's process
 
 
 @dataclass(frozen=True)

@@ -328,6 +328,7 @@ def dropout_add_norm(
     zero_centered: bool = False,
     prenorm: bool = False,
     residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
     return_mask: bool = False,
 ) -> Any:
     """Dropout, residual add and LayerNorm or RMSNorm, fused.
@@ -352,11 +353,11 @@ def dropout_add_norm(
         zero_centered: the weight is stored as its distance from one (RMSNorm).
         prenorm: also return ``residual_out``.
         residual_dtype: dtype of ``residual_out`` where no residual is given; default: that of x.
+        out_dtype: dtype of ``out``, also inside ``torch.autocast``; default: autocast's inside of it, else that of x.
         return_mask: also return the boolean mask of what dropout kept, and that of `second` behind it.
 
     Returns:
-        ``out``, in autocast's dtype inside ``torch.autocast``, else in that of x; or a tuple ``(out, residual_out,
-        mask, second_mask)`` of the parts asked for, in this order.
+        ``out``, or a tuple ``(out, residual_out, mask, second_mask)`` of the parts asked for, in this order.
 
     >>> import torch
     >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
@@ -365,17 +366,19 @@ def dropout_add_norm(
     (torch.Size([2, 3, 8]), True)
     """
     if second is rowscale is layerscale is None is residual_dtype and not (zero_centered or return_mask):
-        outputs = _by_torch(x, residual, weight, bias, x_bias, p, eps, norm)
+        outputs = _by_torch(x, residual, weight, bias, x_bias, p, eps, norm, out_dtype)
         if outputs is not None:
             paths.note(_NAME, paths.PYTORCH, paths.why_host_bound(HOST_BOUND))
             return outputs if prenorm else outputs[0]
     _check(x, residual, weight, bias, second, rowscale, layerscale, x_bias, p, eps, norm, zero_centered, residual_dtype)
+    _check_dtype("out_dtype", out_dtype, x)
     p = quantised(p)
     if residual_dtype is None:
         residual_dtype = (x if residual is None else residual).dtype
-    kind = x.device.type
-    autocast = x.dtype != torch.float64 and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
-    out_dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+    if out_dtype is None:
+        kind = x.device.type
+        autocast = x.dtype != torch.float64 and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+        out_dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
     path = paths.choose(_NAME, x, second, residual, rowscale, layerscale, weight, bias, x_bias)
     traced = path == paths.REGISTERED
     masks: list[torch.Tensor] = []
@@ -402,7 +405,7 @@ def dropout_add_norm(
 
 
 def _by_torch(
-    x: Any, residual: Any, weight: Any, bias: Any, x_bias: Any, p: float, eps: float, norm: str
+    x: Any, residual: Any, weight: Any, bias: Any, x_bias: Any, p: float, eps: float, norm: str, out_dtype: Any
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The same by PyTorch's own ops, where they do it sooner: a small, plain call with the host in the way; else None.
 
@@ -422,6 +425,7 @@ def _by_torch(
             or not (x_bias is None or (x_bias.shape == shape[-1:] and x_bias.dtype is dtype))
             or not (p == 0.0 and eps >= 0.0)
             or (bias is not None and (weight is None or norm != "layer"))
+            or not (out_dtype is None or out_dtype is dtype)
             or torch.is_autocast_enabled()
             or dispatch.kernels_are_forced()
             or (torch._C._len_torch_dispatch_stack() and dispatch.has_mode())
@@ -465,11 +469,13 @@ def _check(
         raise TypeError(f"{_NAME}: a bias needs a weight of the same dtype, {bias.dtype}.")
     if zero_centered and (norm != "rms" or weight is None):
         raise ValueError(f"{_NAME}: zero_centered needs norm='rms' and a weight.")
-    if residual_dtype is None:
-        return
-    if residual_dtype not in dispatch.FLOATS or (residual_dtype == torch.float64) != (x.dtype == torch.float64):
-        raise TypeError(
-            f"{_NAME}: residual_dtype is {residual_dtype}; choose a floating-point dtype, float64 only for x."
-        )
-    if residual is not None and residual_dtype != residual.dtype:
+    _check_dtype("residual_dtype", residual_dtype, x)
+    if residual is not None and residual_dtype not in (None, residual.dtype):
         raise TypeError(f"{_NAME}: residual_dtype is {residual_dtype}, but residual is {residual.dtype}; leave it out.")
+
+
+def _check_dtype(name: str, dtype: Any, x: torch.Tensor) -> None:
+    """Refuse a dtype of an output that the kernel does not write; None passes."""
+    if dtype is None or (dtype in dispatch.FLOATS and (dtype == torch.float64) == (x.dtype == torch.float64)):
+        return
+    raise TypeError(f"{_NAME}: {name} is {dtype}; choose a floating-point dtype, float64 for x of float64 alone.")

@@ -1,1 +1,0 @@
-"""One launch for a whole optimizer step."""

@@ -1,0 +1,183 @@
+"""`tilewright.optimize(model)`: the fused kernels in a model somebody else wrote, in place, and back.
+
+Nothing of the model changes but who answers its call: parameters, buffers, classes, `forward`, hooks and state_dict
+keys stay. The call is captured by `torch.compile`'s front end, Dynamo, whatever module a residual add and the norm
+behind it are in; `optimize.rules` say what is replaced, and `optimize.probe` proves each replacement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.errors import UserError
+from tilewright.optimize.backend import MODES, Backend, Captured
+from tilewright.optimize.report import Report
+from tilewright.optimize.rule import Rule
+from tilewright.optimize.rules import chosen
+from tilewright.runtime.log import log
+
+_CACHED = ("past_key_values", "cache_params", "past_key_value")  # of a model that generates: as it was
+_OUTER = (
+    "torch.compile was put around a model that tilewright.optimize had changed: it captures the model as it was, and "
+    "none of the rules apply. Compile with backend='tilewright', or call optimize(model, compile='default') alone."
+)
+
+
+def optimize(
+    model: nn.Module,
+    batch: Any = None,
+    rules: Sequence[str] | str | None = None,
+    *,
+    compile: str = "none",
+    dynamic: bool | None = None,
+) -> Report:
+    """Make a model faster in place, by the fused kernels that fit it.
+
+    Args:
+        model: any module. Its parameters, class, `forward`, hooks and state_dict keys stay as they are.
+        batch: what it is called with in training: a tensor, a tuple, or a dictionary of arguments. With one, every
+            rule's gain is measured, and what does not gain is undone. Without, sites are found at the first call.
+        rules: the names of those to use, such as ``["add_norm", "glu"]``; all of them if left out.
+        compile: ``"none"`` runs everything else op by op, as it was; a mode of ``torch.compile`` hands it to Inductor.
+        dynamic: as in ``torch.compile``.
+
+    Returns:
+        A `Report`: the sites that were changed and those that were not, with reasons; `report.undo()` takes all back.
+
+    >>> from tilewright.optimize import optimize
+    >>> model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16))
+    >>> report = optimize(model)
+    >>> _ = model(torch.randn(2, 8))
+    >>> [(site.rule, site.where) for site in report.changed], report.undo()
+    ([('norm', '1')], None)
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"optimize takes a torch.nn.Module, not {type(model).__name__}.")
+    if compile not in MODES:
+        raise UserError(f"compile is {compile!r}; choose {', '.join(MODES)}.")
+    found = chosen(rules)
+    _check(model)
+    if batch is None:
+        return _install(model, found, compile, dynamic)
+    from tilewright.optimize.gain import keep_what_gains
+
+    return keep_what_gains(model, batch, found, compile, lambda kept: _install(model, kept, compile, dynamic))
+
+
+@contextlib.contextmanager
+def optimized(
+    model: nn.Module, batch: Any = None, rules: Sequence[str] | str | None = None, **options: Any
+) -> Iterator[Report]:
+    """A model is optimized inside of the context, and as it was behind it.
+
+    >>> model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16))
+    >>> with optimized(model) as report:
+    ...     _ = model(torch.randn(2, 8))
+    >>> len(report.changed), model._compiled_call_impl
+    (1, None)
+    """
+    report = optimize(model, batch, rules, **options)
+    try:
+        yield report
+    finally:
+        report.undo()
+
+
+def _check(model: nn.Module) -> None:
+    """Refuse a model whose call cannot be replaced rightly."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise UserError(
+            "The model is the result of torch.compile; optimize the module that was compiled, with compile='default'."
+        )
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise UserError(f"The model is wrapped in {type(model).__name__}; optimize model.module, then wrap it.")
+    if isinstance(model, (torch.jit.ScriptModule, torch.fx.GraphModule)):
+        raise UserError(f"The model is a {type(model).__name__}; optimize the module it was made from.")
+    own = model._compiled_call_impl
+    if isinstance(own, Call):
+        raise UserError("The model is optimized already; call report.undo() of that first.")
+    if own is not None:
+        raise UserError(
+            "The model was compiled by model.compile(); optimize(model, compile='default') compiles it with the rules."
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise UserError(f"{name} is on the device meta and has no memory; load the weights first, then optimize.")
+    homes = {str(each.device) for each in model.parameters()}
+    if len(homes) > 1:
+        raise UserError(f"The model's weights are on {', '.join(sorted(homes))}; put all of it on one device.")
+
+
+class Call:
+    """What answers the call of an optimized model: the rewritten graph, or the model itself where that must be."""
+
+    def __init__(self, model: nn.Module, backend: Backend, dynamic: bool | None) -> None:
+        self.model = weakref.ref(model)
+        self.backend = backend
+        own = model._call_impl
+
+        # A function of its own: what Dynamo captures is kept by code object, and all modules share `_call_impl`'s.
+        def call(*arguments: Any, **options: Any) -> Any:
+            return own(*arguments, **options)
+
+        call = types.FunctionType(
+            call.__code__.replace(co_name=f"call_{id(self):x}"), call.__globals__, "call", None, call.__closure__
+        )
+        self.original = own
+        self.fast = torch.compile(call, backend=backend, dynamic=dynamic)
+        self.ignored = _silent_loggers()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            _say_outer()
+            return self.original(*arguments, **options)
+        if any(options.get(name) is not None for name in _CACHED) or torch._C._are_functorch_transforms_active():
+            return self.original(*arguments, **options)
+        with torch._dynamo.config.patch(**self.ignored):
+            return self.fast(*arguments, **options)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _say_outer() -> bool:
+    log.warning("%s", _OUTER)
+    return True
+
+
+def _silent_loggers() -> dict[str, Any]:
+    """Dynamo's setting that keeps a log message in a model from cutting its graph in two: loss from head, say."""
+    names = ("ignore_logging_functions", "ignore_logger_methods")
+    name = next((each for each in names if hasattr(torch._dynamo.config, each)), None)
+    if name is None:
+        return {}
+    methods = {getattr(logging.Logger, each, None) for each in ("warning_once", "warning", "info", "debug")} - {None}
+    return {name: {*getattr(torch._dynamo.config, name), *methods}}
+
+
+def _install(model: nn.Module, rules: Sequence[Rule], mode: str, dynamic: bool | None) -> Report:
+    captured = Captured()
+    call = Call(model, Backend(rules, mode, captured), dynamic)
+    model._compiled_call_impl = call  # type: ignore[assignment]
+
+    def undo() -> None:
+        if model._compiled_call_impl is call:
+            model._compiled_call_impl = None
+
+    return Report(type(model).__name__, [rule.name for rule in rules], mode, captured, undo)
+
+
+def call_with(model: Callable[..., Any], batch: Any) -> Any:
+    """Call a model with a batch: a tensor, a sequence of arguments, or a mapping of them."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

@@ -1,0 +1,225 @@
+"""Put the calls that rules know in the place of sites: find, prove, replace, and keep a record of each.
+
+Nothing of the old graph is changed but who reads what: a node that nobody reads any more is dropped at the end, and one
+that somebody still reads stays. So a hook, an adapter or an auxiliary loss that reads an inner result keeps it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx
+from torch.fx import GraphModule, Node
+
+from tilewright.optimize import graph as g
+from tilewright.optimize.probe import refusal
+from tilewright.optimize.rule import Candidate, Choice, Declined, Rule, View
+from tilewright.runtime.dispatch import PLAIN
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a model: what a rule made of it, or why not."""
+
+    rule: str
+    where: str  # the module, such as model.layers.0.mlp
+    detail: str  # what it is, such as "rms, eps 1e-06, residual"
+    declined: str = ""  # why it stays as it was
+
+    @property
+    def is_changed(self) -> bool:
+        return not self.declined
+
+
+@dataclass(frozen=True)
+class Deferral:
+    """An output of the graph that is made from others when somebody reads it."""
+
+    index: int  # of the output
+    make: GraphModule
+    inputs: tuple[int, ...]  # of the outputs that `make` takes
+    dtype: torch.dtype
+    last: int  # size of its last dimension
+
+
+@dataclass
+class Rewritten:
+    """A graph after the rules."""
+
+    module: GraphModule
+    sites: list[Site] = field(default_factory=list)
+    deferrals: list[Deferral] = field(default_factory=list)
+    outputs: int = 0  # how many of its outputs the caller knows
+
+
+def rewrite(module: GraphModule, rules: Iterable[Rule], device: str, start: g.State | None = None) -> Rewritten:
+    """Replace every site of every rule that proves right, in a graph and in the bodies inside of it."""
+    start = start or g.current_state(device)
+    done = Rewritten(module)
+    rules = list(rules)
+    for body in g.bodies(module):
+        is_root = body is module
+        for rule in rules:
+            _apply(rule, body, start, device, done, is_root)
+            body.graph.eliminate_dead_code(_is_impure)
+        body.graph.lint()
+        body.recompile()
+    return done
+
+
+def _is_impure(node: Node) -> bool:
+    """Whether a node must stay although nobody reads it: it writes, or changes the state of what follows."""
+    if node.op in ("placeholder", "output") or (g.tensor_of(node) is None and not _is_tuple(node)):
+        return True
+    return g.writes_in_place(node) or node.is_impure() or _draws(node)
+
+
+def _is_tuple(node: Node) -> bool:
+    value = g.value_of(node)
+    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(each, torch.Tensor) for each in value)
+
+
+def _draws(node: Node) -> bool:
+    """Whether leaving a node out would change the random numbers of those behind it."""
+    return g.calls(node, torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, "bernoulli")
+
+
+def _apply(rule: Rule, body: GraphModule, start: g.State, device: str, done: Rewritten, is_root: bool) -> None:
+    state = g.states(body.graph, start, device)
+    view = View(body.graph, state, start.gradients)
+    replaced = set[Node]()
+    for found in rule.find(view):
+        where = g.module_of(found.anchor)
+        if isinstance(found, Declined):
+            done.sites.append(Site(rule.name, where, "", found.why))
+            continue
+        if replaced & set(found.outputs):
+            continue
+        if found.deferred and not is_root:
+            done.sites.append(Site(rule.name, where, "", "its logits are wanted outside of a checkpointed region"))
+            continue
+        why, chosen = _choose(found, state)
+        if chosen is None and found.is_guess:
+            continue
+        if chosen is None:
+            done.sites.append(Site(rule.name, where, found.choices[0].detail if found.choices else "", why))
+            continue
+        deferrals = [_deferral(body, found, chosen, node, done) for node in found.deferred]
+        if None in deferrals:
+            done.sites.append(Site(rule.name, where, chosen.detail, "its logits are no plain output of the model"))
+            continue
+        _replace(body, found, chosen, state)
+        replaced |= set(found.outputs)
+        done.sites.append(Site(rule.name, where, chosen.detail))
+
+
+def _choose(found: Candidate, state: dict[Node, g.State]) -> tuple[str, Choice | None]:
+    """The first choice that may run here and proves right; or why none does."""
+    first = ""
+    for choice in found.choices:
+        why = _obstacle(found, choice, state) or refusal(found, choice)
+        if not why:
+            return "", choice
+        first = first or why
+    return first or "no formula of the rule's fits", None
+
+
+def _obstacle(found: Candidate, choice: Choice, state: dict[Node, g.State]) -> str:
+    """Why a call cannot take the place of the site whatever it computes; nothing where it can."""
+    inputs = [each for each in choice.inputs if each is not None]
+    if len(set(inputs)) < len(inputs):
+        return "it takes one tensor twice"
+    for each in inputs:
+        tensor = g.tensor_of(each)
+        if tensor is None:
+            return f"{each.name} is no tensor"
+        kind = type(tensor)
+        if kind not in PLAIN and kind.__name__ != "FakeTensor":
+            return f"its weights are {kind.__name__}s"
+    learned = (g.tensor_of(choice.inputs[index]) for index in choice.constants)
+    if any(each is not None and each.requires_grad for each in learned):
+        return "what it takes as constant, a table or a class's weight, has a gradient"
+    site = g.region(found.outputs, inputs)
+    if site is None:
+        return "the site is too large"
+    order = {node: number for number, node in enumerate(found.anchor.graph.nodes)}
+    first_output = min(found.outputs, key=order.__getitem__)
+    late = next((each for each in inputs if order[each] >= order[first_output]), None)
+    if late is not None:
+        return f"{late.name} is computed behind its first result"
+    if any(state[node] != state[first_output] for node in found.outputs):
+        return "a part of it runs under another autocast or grad mode"
+    span = [node for node in order if order[site.nodes[0]] <= order[node] <= max(order[o] for o in found.outputs)]
+    if any(g.writes_in_place(node) for node in span):
+        return "a tensor is written to in place beside it"
+    inner = set(site.nodes) - set(found.outputs)
+    for node in inner:
+        leaks = [u for u in node.users if u not in site.nodes and not (node in found.deferred and u.op == "output")]
+        if leaks and not g.is_cast(node):
+            return f"an inner result, {node.name}, is read elsewhere"
+    return ""
+
+
+def _replace(body: GraphModule, found: Candidate, choice: Choice, state: dict[Node, g.State]) -> None:
+    order = {node: number for number, node in enumerate(body.graph.nodes)}
+    first = min(found.outputs, key=order.__getitem__)
+    with body.graph.inserting_before(first):
+        call = body.graph.call_function(choice.target, tuple(choice.inputs), dict(choice.options))
+        call.meta = {key: value for key, value in found.anchor.meta.items() if key != "example_value"}
+        results = [call]
+        if len(found.outputs) > 1:
+            results = [body.graph.call_function(operator.getitem, (call, i)) for i in range(len(found.outputs))]
+            call.meta["example_value"] = tuple(g.value_of(output) for output in found.outputs)
+    state[call] = state[first]
+    for output, result in zip(found.outputs, results, strict=True):
+        result.meta = {**output.meta, "tilewright": True}
+        dtype = choice.options.get("out_dtype") if output is found.outputs[0] else None
+        tensor = g.tensor_of(output)
+        if dtype is not None and tensor is not None and tensor.dtype != dtype:
+            result.meta["example_value"] = tensor.to(dtype)
+        state[result] = state[first]
+        output.replace_all_uses_with(result)
+
+
+def _deferral(body: GraphModule, found: Candidate, choice: Choice, node: Node, done: Rewritten) -> Deferral | None:
+    """Take a node out of the graph's outputs, and what it is made from into them."""
+    output = next(reversed(body.graph.nodes))
+    values = list(output.args[0])  # type: ignore[arg-type]
+    if not done.outputs:
+        done.outputs = len(values)
+    inputs = [each for each in choice.inputs[:3] if each is not None]
+    site, tensor = g.region([node], inputs), g.tensor_of(node)
+    if site is None or site.others or tensor is None or values.count(node) != 1:
+        return None
+    lead = g.shape_of(inputs[0])
+    if lead is None or list(map(str, lead[:-1])) != list(map(str, tensor.shape[:-1])):
+        return None
+    small, made = torch.fx.Graph(), dict[Node, Node]()
+    for number, each in enumerate(inputs):
+        made[each] = small.placeholder(f"input_{number}")
+    for each in site.nodes:
+        made[each] = small.node_copy(each, made.__getitem__)
+    small.output(made[node])
+    index, places = values.index(node), []
+    for each in inputs:
+        if each not in values:
+            values.append(each)
+        places.append(values.index(each))
+    values[index] = None
+    output.args = (tuple(values),)
+    made_module = GraphModule(torch.nn.Module(), small)
+    deferral = Deferral(index, made_module, tuple(places), tensor.dtype, int(tensor.shape[-1]))
+    done.deferrals.append(deferral)
+    return deferral
+
+
+def count(sites: Sequence[Site]) -> dict[str, int]:
+    """How many sites each rule has changed."""
+    found: dict[str, int] = {}
+    for site in sites:
+        if site.is_changed:
+            found[site.rule] = found.get(site.rule, 0) + 1
+    return found

@@ -1,0 +1,46 @@
+"""The rules, one file each. The order is the one they run in: a rule sees what those before it have left.
+
+A new rule is a file here with a `RULE`, and an entry in `ALL`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilewright.errors import UserError
+from tilewright.optimize.rule import Rule
+from tilewright.optimize.rules import (
+    add_norm,
+    attention,
+    cross_entropy,
+    embedding,
+    gelu,
+    glu,
+    linear,
+    linear_cross_entropy,
+    norm,
+    rope,
+)  # fmt: skip
+
+ALL: dict[str, Rule] = {
+    each.RULE.name: each.RULE
+    for each in (
+        linear_cross_entropy, cross_entropy, add_norm, norm, glu, gelu, rope, embedding, attention, linear,
+    )
+}  # fmt: skip
+
+
+def chosen(rules: Sequence[str] | str | None) -> list[Rule]:
+    """The rules of these names, in the order they run in; all of them for None.
+
+    >>> [rule.name for rule in chosen("norm,glu")]
+    ['norm', 'glu']
+    """
+    if rules is None or rules == "all":
+        return list(ALL.values())
+    names = [each.strip() for each in rules.split(",") if each.strip()] if isinstance(rules, str) else list(rules)
+    names = [] if names == ["none"] else names
+    for name in names:
+        if name not in ALL:
+            raise UserError(f"There is no rule {name!r}; choose from {', '.join(ALL)}.")
+    return [rule for name, rule in ALL.items() if name in names]

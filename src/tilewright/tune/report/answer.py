@@ -1,0 +1,363 @@
+"""What a study says in the end: the best run, what each lever gave, the proof, and three plain sentences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+
+from tilewright.errors import UserError
+from tilewright.measure import checked
+from tilewright.measure.checked import Amount, Count, Like, Scalar
+from tilewright.measure.markup import clean
+from tilewright.measure.results import write_text
+from tilewright.train.load_config import write_yaml
+from tilewright.tune.search.choose import confirmed, latest
+from tilewright.tune.search.space import Space
+from tilewright.tune.store.proof import VERDICTS, Proof
+from tilewright.tune.store.record import PHASES, Record, first_step, key
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """The best run with one lever put back: what that lever is worth beside the others."""
+
+    lever: str
+    value: Scalar  # in the best run
+    before: Scalar  # in the baseline
+    tokens_per_second: Amount | None  # without it; None where that did not run
+    bytes: Count | None
+    error: str | None = None
+
+
+UNSTEADY = 0.1  # a baseline that drifts further than this is no measure of others
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the probe measured, as far as it is computed with; an answer keeps it as a dictionary."""
+
+    device: str = ""
+    memory_bytes: Amount | None = None
+    memory_cap: Amount | None = None
+    copy_bytes_per_second: Amount | None = None
+    flops: dict[str, Amount | None] | None = None
+    host: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is known of the machine, as far as a report looks into it."""
+
+    gpu: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything that a table, a page or a program wants to know of a study."""
+
+    name: str
+    machine: Annotated[
+        dict[str, Any], Like("tilewright.tune.report.answer:Machine")
+    ]  # measure.machine.describe(), of the trials' own machine
+    ceilings: Annotated[dict[str, Any], Like("tilewright.tune.report.answer:Ceilings")]
+    start: dict[str, Any]  # the configuration of the baseline, every field
+    levers: dict[str, list[Scalar]]  # what each open lever could be, the baseline's first
+    records: list[Record]  # of all trials, in the order they began
+    reference: Record | None  # the baseline, the first time it ran
+    best: Record | None
+    ablations: list[Ablation] = field(default_factory=list)
+    proof: Proof | None = None
+    work: list[Annotated[dict[str, Any], Like("tilewright.measure.work:Work")]] = field(default_factory=list)
+    discarded: dict[str, Count] = field(default_factory=dict)  # why the plan left points out, and how many
+    budget: Amount = 0.0  # seconds
+    elapsed: Amount = 0.0
+    interrupted: bool = False
+    own_model: str = ""  # package.module:factory, where it is not Tilewright's
+    on_gpu: dict[str, Any] = field(default_factory=dict)  # predicted for a GPU that is not here, by `tune.rehearsal`
+    float32_losses: list[float] = field(default_factory=list)  # of the standard model in float32, the first few steps
+    no_float32: str = ""  # why there are none
+    sentences: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> Answer:
+        """The inverse of `as_dict`, checked: what does not fit is a sentence that names the field."""
+        if not isinstance(tree, Mapping):
+            raise UserError("it is no object of JSON.")
+        found: Answer = checked.read(cls, {name: value for name, value in tree.items() if name != "proof"})
+        if tree.get("proof") is not None:
+            found = dataclasses.replace(found, proof=Proof.from_dict(tree["proof"]))
+        found = dataclasses.replace(found, on_gpu=read_prediction(tree.get("on_gpu")))
+        check_start(found.start, found.levers)
+        named = [("reference", found.reference), ("best", found.best)]
+        for where, record in (*((f"records[{i}]", each) for i, each in enumerate(found.records)), *named):
+            if record is not None:
+                check_point(record.point, found.levers, where)
+                record.check(where)
+        return found
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether the study ran without a GPU, so that its speeds say nothing of one."""
+        return self.ceilings.get("device") == "cpu"
+
+    @property
+    def unit(self) -> str:
+        """What a speed is counted in: "tokens", or "samples" of a user's own batch."""
+        own = self.ceilings.get("own_model")
+        return "samples" if isinstance(own, Mapping) and own.get("unit") == "samples" else "tokens"
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The levers of the best run that are not the baseline's."""
+        if self.best is None:
+            return {}
+        return {name: value for name, value in self.best.point.items() if value != self.levers[name][0]}
+
+    @property
+    def recommended(self) -> bool:
+        """Whether there is a best run and nothing was found against it."""
+        return self.best is not None and (self.proof is None or self.proof.verdict in VERDICTS[:3])
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed of the best run over that of the baseline."""
+        ran = self.best is not None and self.reference is not None
+        return _over(self.best.tokens_per_second, self.reference.tokens_per_second) if ran else None  # type: ignore[union-attr]
+
+    @property
+    def compiled(self) -> Record | None:
+        """The baseline under torch.compile: the fastest of its modes that were measured; None where none was."""
+        if self.start.get("compile", "none") != "none" and "compile" not in self.levers:
+            return self.reference
+        plain = {name: values[0] for name, values in self.levers.items() if name != "compile"}
+        ran = [
+            record for record in latest(self.records).values()
+            if record.outcome == "done" and record.point.get("compile", "none") != "none"
+            and {name: value for name, value in record.point.items() if name != "compile"} == plain
+        ]  # fmt: skip
+        return max(ran, key=lambda record: record.tokens_per_second or 0.0, default=None)
+
+    def loss_difference(self, record: Record) -> float | None:
+        """How far its losses are from those of the standard model in float32, at most; None where that is not known."""
+        losses = record.measurement.losses if record.measurement else []
+        return max((abs(a - b) for a, b in zip(losses, self.float32_losses, strict=False)), default=None)
+
+    @property
+    def about_losses(self) -> str:
+        """What `loss_difference` is, or why there is none: one sentence."""
+        losses = self.float32_losses
+        if losses:
+            steps = f"{len(losses)} steps" if len(losses) > 1 else "the first step"
+            return (
+                "Loss diff: the largest difference from the loss of the standard model in float32, "
+                f"{losses[0]:.3f} to {losses[-1]:.3f} in {steps} from the same weights on the same data."
+            )
+        without = "the standard model in float32 was not trained on the batches of the trials"
+        not_yet = "the proof, which trains the standard model in float32, did not run"
+        return f"Loss diff is n/a: {(self.no_float32 or (without if self.proof else not_yet)).rstrip('.')}."
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Where the seconds of all trials and of the proof went, by names of `record.PHASES`."""
+        spent = [record.phases for record in self.records if not record.cached]
+        spent += [self.proof.phases] if self.proof is not None else []
+        totals = {name: sum(each.get(name, 0.0) for each in spent) for name in PHASES}
+        return {name: seconds for name, seconds in totals.items() if seconds}
+
+    @property
+    def drift(self) -> float | None:
+        """How far the speed of the baseline has been from its first, at most; None where it ran once."""
+        ran = [record.drift for record in self.records if record.purpose == "reference" and record.measurement]
+        return max(abs(each - 1.0) for each in ran) if len(ran) > 1 else None
+
+
+def check_point(point: Mapping[str, Any], levers: Mapping[str, Any], where: str) -> None:
+    """Refuse a point with a lever that the study does not have."""
+    for name in point:
+        if name not in levers:
+            raise UserError(f"{where} sets {clean(name, 40)!r}, which is no lever of the study.")
+
+
+def check_start(start: Mapping[str, Any], levers: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse levers without values, and a configuration that has no place for one of them."""
+    for name, values in levers.items():
+        section = name.rpartition(".")[0]
+        if not values:
+            raise UserError(f"levers.{clean(name, 40)} has no value.")
+        if section and not isinstance(start.get(section, {}), Mapping):
+            raise UserError(f"start.{clean(section, 40)} is no section of a configuration.")
+
+
+def read_prediction(tree: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A prediction for a GPU as a file has it, its types checked."""
+    if not tree:
+        return {}
+    try:
+        rows = [
+            {name: str(row[name]) for name in ("model", "run")}
+            | {name: None if row[name] is None else float(row[name]) for name in ("tokens_per_second", "ratio")}
+            | {name: float(row[name]) for name in ("seconds", "bytes")}
+            for row in tree["rows"]
+        ]
+        return {**{name: str(tree[name]) for name in ("gpu", "rates", "recorded")}, "rows": rows}
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError("on_gpu is no prediction.") from error
+
+
+def answered(space: Space, records: Sequence[Record], best: Record | None, **facts: Any) -> Answer:
+    """The answer that follows from what was measured."""
+    reference = next((record for record in records if record.purpose == "reference" and record.measurement), None)
+    answer = Answer(
+        records=list(records), reference=reference, best=best, ablations=_ablations(space, records, best), **facts
+    )
+    return dataclasses.replace(answer, sentences=sentences(answer))
+
+
+def write_best(answer: Answer, space: Space, folder: Path) -> None:
+    """Write best.yaml: a whole run for `tilewright train`; of somebody's own model, the levers alone."""
+    path = folder / "best.yaml"
+    if not answer.recommended or answer.best is None:
+        path.unlink(missing_ok=True)  # of an earlier answer
+    elif not answer.own_model:
+        write_yaml(space.at(answer.best.point), path)
+    else:
+        write_text(path, yaml.safe_dump(own_levers(answer), sort_keys=False))
+
+
+def own_levers(answer: Answer) -> dict[str, Any]:
+    """The best.yaml of a user's own model: its name, which `tilewright train` refuses, and the best run's levers."""
+    tree: dict[str, Any] = {"own_model": answer.own_model}
+    for name, value in (answer.best.point if answer.best else {}).items():
+        section, _, field = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[field] = value
+    return tree
+
+
+def _ablations(space: Space, records: Sequence[Record], best: Record | None) -> list[Ablation]:
+    if best is None:
+        return []
+    by_key = latest(record for record in records if record.outcome != "lost")
+    found = []
+    for name, value in space.changes(best.point).items():
+        without = {**best.point, name: space.origin[name]}
+        record, refusal = by_key.get(key(without)), space.refusal(without)
+        measured = record.measurement if record is not None else None
+        found.append(
+            Ablation(
+                name, value, space.origin[name], record.tokens_per_second if record is not None else None,
+                measured.bytes if measured else None,
+                refusal or (record.error if record is not None else "it was not tried"),
+            )
+        )  # fmt: skip
+    return found
+
+
+def sentences(answer: Answer) -> list[str]:
+    """What to change, what it gives, what it costs: three sentences in plain words."""
+    if answer.best is None or answer.best.measurement is None:
+        if any(record.measurement for record in answer.records):
+            why = "Every run that was measured takes more memory than it may, or was found wrong."
+            return [
+                "There is nothing to recommend.",
+                why,
+                "Allow more with --memory, or open other levers with --search.",
+            ]
+        failed = [record for record in answer.records if record.error]
+        first = f"The first that failed said: {failed[0].error}" if failed else "None was tried in the time there was."
+        todo = "Put that right and run again."
+        if not failed or failed[0].outcome in ("out of memory", "timed out", "hung"):
+            todo = "Give more time with --budget, or a smaller model or batch, and run again."
+        return ["No run was measured to its end, so there is nothing to recommend.", first, todo]
+    return [_what(answer), _gives(answer), _costs(answer)]
+
+
+def _what(answer: Answer) -> str:
+    assert answer.best is not None
+    if answer.proof is not None and not answer.recommended:
+        why = answer.proof.why.rstrip(".")
+        return f"Change nothing yet: the fastest run was not shown to be the same model ({why})."
+    if not answer.changes:
+        if why := alone(answer):
+            return f"Change nothing yet: only the baseline was measured; {why}."
+        return (
+            "Change nothing: of all that ran and was not found wrong, no run is faster than the baseline by more "
+            "than the noise of measuring."
+        )
+    what = listed(f"{name} to {_word(value)}" for name, value in answer.changes.items())
+    return f"Set {what}, as best.yaml does." if not answer.own_model else f"Set {what} in your own training."
+
+
+def alone(answer: Answer) -> str:
+    """Why nothing but the best run was measured; nothing where something was."""
+    others = [record for record in answer.records if answer.best is not None and record.point != answer.best.point]
+    if any(record.measurement for record in others):
+        return ""
+    failed = next((record.error for record in others if record.error), None)
+    if failed:
+        return f"all others failed, the first of them so: {failed.rstrip('.')}"
+    if answer.interrupted or answer.elapsed >= answer.budget or not answer.discarded:
+        return "there was no time for others, and --resume goes on"
+    return (
+        "of the others none can fit or be faster by the plan, or none fitted into the time that was left, and --resume "
+        "with more --budget goes on"
+    )
+
+
+def _gives(answer: Answer) -> str:
+    assert answer.best is not None
+    speed = f"{answer.best.tokens_per_second:,.0f} {answer.unit} a second"
+    if answer.reference is None or answer.ratio is None:
+        return f"It trains {speed}; the baseline did not run."
+    drift = answer.drift or 0.0
+    how = "measured on this machine" + (", and once more to be sure" if confirmed(answer.records, answer.best) else "")
+    if drift > UNSTEADY:
+        how = f"but do not rely on it: the machine was not steady, and the same run differed by {drift:.0%}"
+    if not answer.changes:
+        return f"It trains {speed}, {how}."
+    return (
+        f"That trains {answer.ratio:.2f} times as fast: {speed} instead of "
+        f"{answer.reference.tokens_per_second:,.0f}, {how}."
+    )
+
+
+def _costs(answer: Answer) -> str:
+    best, reference = answer.best, answer.reference
+    assert best is not None and best.measurement is not None
+    memory = f"{best.measurement.bytes / 1e9:.2f} GB of memory"
+    begin = f"its first step takes {first_step(answer.records, best):.0f} s"
+    if answer.changes and reference is not None and reference.measurement is not None:
+        memory += f" instead of {reference.measurement.bytes / 1e9:.2f}"
+        begin += f" instead of {first_step(answer.records, reference):.0f}"
+    if answer.proof is not None:
+        numbers = f"beside the standard float32 model it is {answer.proof.verdict}: {answer.proof.why.rstrip('.')}"
+    elif answer.changes:
+        numbers = "whether the numbers are the same was not looked at"
+    else:
+        numbers = "its numbers are those it had"
+    return f"It takes {memory}, {begin}, and {numbers}."
+
+
+def listed(words: Any) -> str:
+    """Words as a sentence has them.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    found: Sequence[str] = list(words)
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _over(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None

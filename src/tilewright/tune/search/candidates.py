@@ -1,0 +1,49 @@
+"""The points that a study has a reason to run next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from tilewright.tune.search.choose import doubted
+from tilewright.tune.search.known import Known
+from tilewright.tune.search.reserve import Reserve
+from tilewright.tune.search.search import Search
+from tilewright.tune.search.space import Point
+from tilewright.tune.store.record import CONFIRMATION
+
+
+def predicted_best(search: Search) -> list[Point]:
+    """What the plan expects most of, and nothing where it has nothing to say: the first run to try."""
+    origin = search.space.origin
+    if search.prediction(origin) is None:
+        return []
+    guess = search.descend(origin)
+    return [guess] if guess != origin else []
+
+
+def most_promising(
+    known: Known, search: Search, reserve: Reserve, running: Sequence[Point]
+) -> tuple[Point | None, str]:
+    """What is most promising of what there is still time for; before that, what a change of speed has spoilt.
+
+    Returns:
+        The point, or None where there is none, and the purpose of running it.
+    """
+    records, dear = known.read(), list(running)
+    best = known.best()
+    spoilt = doubted(records, best, known.cap, known.wrong, shaken=True) if best is not None else None
+    spare = reserve.to_search()
+    if spoilt is not None and spoilt.point not in running and reserve.expected(spoilt.point) < spare:
+        return spoilt.point, CONFIRMATION
+    while (point := search.next(records, dear)) is not None:
+        if reserve.expected(point) < spare:
+            break
+        dear.append(point)
+    return point, "search"
+
+
+def unconfirmed(known: Known, running: Collection[Point] = ()) -> list[Point]:
+    """What has to run once more before the best can be called so, unless it runs already."""
+    best = known.best()
+    record = doubted(known.records, best, known.cap, known.wrong) if best is not None else None
+    return [record.point] if record is not None and record.point not in running else []
