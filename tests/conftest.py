@@ -34,7 +34,7 @@ def _release(package: str) -> tuple[int, ...]:
 # For --fast. These start processes, compile or wait:
 SLOW = (
     "tests/bench/test_shapes", "tests/cli/test_commands", "tests/cli/test_output_lost", "tests/cli/test_train",
-    "tests/cli/test_tune", "tests/cli/test_export",
+    "tests/cli/test_tune", "tests/cli/test_export", "tests/cli/test_import",
     "tests/measure/test_compile_cache", "tests/measure/test_profile", "tests/measure/test_work",
     "tests/ops/test_compile_kernels", "tests/runtime/test_hopper", "tests/train/test_checkpoint",
     "tests/train/test_data",

@@ -19,8 +19,12 @@ import pytest
 import torch
 
 from tilewright.errors import UserError
+from tilewright.models import GPT
+from tilewright.plan.gpt import LLAMA, GPTConfig
 from tilewright.train import checkpoint, checkpoint_format
 from tilewright.train.checkpoint import Checkpoints
+from tilewright.train.export import export_huggingface
+from tilewright.train.import_ import import_huggingface
 from tilewright.train.load_config import read as read_configuration
 from tilewright.train.resume import check_facts
 from tilewright.train.tokens import open_tokens, write_tokens
@@ -103,9 +107,36 @@ class Tokens:
         assert 0 < part.tokens * part.width <= len(content)
 
 
+class HuggingFace:
+    """The config.json of a Hugging Face folder."""
+
+    def __init__(self, folder, name):
+        self.sound = []
+        for fields in ({}, LLAMA, {**LLAMA, "kv_heads": 2, "rope_base": 500.0, "tied": False}):
+            model = GPT(GPTConfig(width=16, layers=1, heads=4, vocabulary=32, sequence=8, **fields))
+            export_huggingface(model, folder / f"hf-{len(self.sound)}")
+            self.sound.append((folder / f"hf-{len(self.sound)}" / "config.json").read_bytes())
+        self.folders = sorted(folder.glob("hf-*"))
+
+    def check(self, content):
+        """In each of the folders: one of them may have the tensors that it calls for."""
+        refusals = []
+        for folder in self.folders:
+            (folder / "config.json").write_bytes(content)
+            try:
+                model = import_huggingface(folder)
+            except UserError as error:
+                refusals.append(error)
+            else:
+                tokens = torch.arange(min(4, model.config.sequence, model.config.vocabulary))[None]
+                assert model.eval()(tokens).shape[-1] == model.config.vocabulary == 32
+        if len(refusals) == len(self.folders):
+            raise refusals[0]
+
+
 KINDS = {
     "tensors.json": Checkpoint, "manifest.json": Checkpoint, "facts.json": Checkpoint, "run.yaml": Configuration,
-    "tokens": Tokens,
+    "tokens": Tokens, "config.json": HuggingFace,
 }  # fmt: skip
 
 

@@ -25,6 +25,8 @@ STYLES = {
     "llama": dataclasses.replace(SMALL, heads=4, kv_heads=2, **LLAMA),
     "gemma": dataclasses.replace(SMALL, norm="rms", activation="geglu_tanh", position="rope", kv_heads=1, ffn=48),
     "erf": dataclasses.replace(SMALL, activation="gelu"),
+    "untied": dataclasses.replace(SMALL, tied=False, norm_epsilon=1e-3),
+    "untied llama": dataclasses.replace(SMALL, tied=False, norm_epsilon=1e-3, rope_base=100.0, **LLAMA),
 }
 
 

@@ -28,10 +28,9 @@ def export(
     """
     if form not in FORMATS:
         raise UserError(f"format is {form!r}; choose {' or '.join(FORMATS)}.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already and not empty; choose another folder.")
-    from tilewright.train.export import export_huggingface, export_safetensors, load_model, tokenizer_of
+    from tilewright.train.export import export_huggingface, export_safetensors, load_model, refuse_taken, tokenizer_of
 
+    refuse_taken(out)
     model, note = load_model(source), ""
     if form == "huggingface":
         tokenizer, note = tokenizer_of(source)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilewright
-from tilewright.cli import bench, config, data, doctor, export, plan, report, train, tune
+from tilewright.cli import bench, config, data, doctor, export, import_, plan, report, train, tune
 from tilewright.cli import plan_speed as plan_speed  # adds its commands to `plan`
 from tilewright.cli.output import make_printable
 from tilewright.errors import UserError
@@ -36,6 +36,7 @@ app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.command("export")(export.export)
+app.command("import")(import_.import_)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 

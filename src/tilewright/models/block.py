@@ -43,7 +43,7 @@ ROPES = (StandardRoPE, RoPE)
 def new_norm(config: GPTConfig) -> StandardDropoutAddNorm | DropoutAddNorm:
     """Make a norm of the kind that a model has."""
     norm: Any = NORMS[config.gpt_block == "optimized"]
-    return norm(config.width, config.dropout, norm=config.norm, bias=config.bias)
+    return norm(config.width, config.dropout, norm=config.norm, bias=config.bias, eps=config.norm_epsilon)
 
 
 def _mlp(config: GPTConfig) -> nn.Module:

@@ -17,7 +17,7 @@ from tilewright.nn.hooks import is_own
 from tilewright.ops import cross_entropy, linear, linear_cross_entropy
 from tilewright.ops.attention.op import compile_ahead as compile_attention_ahead
 from tilewright.ops.cross_entropy import hopper as cross_entropy_hopper
-from tilewright.ops.embedding.op import tied_embedding
+from tilewright.ops.embedding.op import embedding, tied_embedding
 from tilewright.plan.gpt import GPTConfig
 from tilewright.runtime import hopper
 from tilewright.runtime.dispatch import triton_ready
@@ -60,10 +60,11 @@ class GPT(nn.Module):
         learned = config.position == "learned"
         self.position = nn.Embedding(config.sequence, config.width) if learned else None
         rope = ROPES[config.gpt_block == "optimized"]
-        self.rope = None if learned else rope(config.head_dim, config.sequence)
+        self.rope = None if learned else rope(config.head_dim, config.sequence, base=config.rope_base)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.set_recompute([config.recompute] * config.layers)
         self.norm = new_norm(config)
+        self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         self.apply(self._initialise)
         for name, parameter in self.named_parameters():  # the residual stream sums 2 * layers branches
             if name.endswith(("out.weight", "down.weight", "down_proj.weight")):
@@ -90,15 +91,23 @@ class GPT(nn.Module):
         stream = torch.bfloat16 if self.config.residual == "bf16" else None
         if self.config.gpt_block == "optimized" and all(map(_is_plain, tables)):
             weights = [table.weight for table in tables]
-            if len({weight.dtype for weight in weights}) == 1:
+            if len({weight.dtype for weight in weights}) == 1 and self.head is None:
                 return tied_embedding(tokens, *weights, dtype=stream)
+            if len({weight.dtype for weight in weights}) == 1:
+                return embedding(tokens, *weights, dtype=stream), self._head_weight()
         x = self.token(tokens)
         if self.position is not None:
             x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        head = getattr(self.token, "weight", None)
-        if not isinstance(head, Tensor):
-            raise TypeError("GPT: the output layer is the weight of `token`; give the module in its place a `weight`.")
-        return x if stream is None else x.to(stream), head
+        return x if stream is None else x.to(stream), self._head_weight()
+
+    def _head_weight(self) -> Tensor:
+        name = "token" if self.head is None else "head"
+        weight = getattr(getattr(self, name), "weight", None)
+        if not isinstance(weight, Tensor):
+            raise TypeError(
+                f"GPT: the output layer is the weight of `{name}`; give the module in its place a `weight`."
+            )
+        return weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         sequence = tokens.shape[1]

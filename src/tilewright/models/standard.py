@@ -18,12 +18,12 @@ def approximation(activation: str) -> str:
 class StandardDropoutAddNorm(nn.Module):
     """Dropout, add and norm as PyTorch does them, one after the other."""
 
-    def __init__(self, width: int, p: float, *, norm: str, bias: bool) -> None:
+    def __init__(self, width: int, p: float, *, norm: str, bias: bool, eps: float = 1e-5) -> None:
         super().__init__()
         self.p = p
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias and norm == "layer" else None
-        self.norm = norm
+        self.norm, self.eps = norm, eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         residual = self.add(x, residual)
@@ -35,8 +35,8 @@ class StandardDropoutAddNorm(nn.Module):
 
     def normalise(self, residual: Tensor) -> Tensor:
         if self.norm == "rms":
-            return F.rms_norm(residual, self.weight.shape, self.weight, 1e-5)
-        return F.layer_norm(residual, self.weight.shape, self.weight, self.bias, 1e-5)
+            return F.rms_norm(residual, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(residual, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class StandardGeluMLP(GeluMLP):

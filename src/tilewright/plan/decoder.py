@@ -246,7 +246,7 @@ def from_gpt(config: GPTConfig) -> Decoder:
         head_dim=config.head_dim, ffn=config.ffn_width, vocabulary=config.vocabulary, sequence=config.sequence,
         gated=config.gated, norm=config.norm, norm_bias=config.bias and config.norm == "layer", qkv_bias=config.bias,
         out_bias=config.bias, mlp_bias=config.bias, positions=config.position, dropout=config.dropout,
-        gpt_block=config.gpt_block,
+        gpt_block=config.gpt_block, tied=config.tied,
     )  # fmt: skip
 
 

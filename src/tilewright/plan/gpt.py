@@ -34,11 +34,13 @@ LEVERS = {
 }
 # What a Llama has where a GPT-2 has something else; `preset("1b", **LLAMA)` is one.
 LLAMA = {"norm": "rms", "activation": "swiglu", "position": "rope", "bias": False}
+# What a checkpoint means that was written before a model had these fields.
+ADDED = {"tied": True, "norm_epsilon": 1e-5, "rope_base": 10000.0}
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Decoder with a head tied to the embedding; as it comes, GPT-2's: biases, learned positions, LayerNorm, GELU.
+    """Decoder; as it comes, GPT-2's: biases, learned positions, LayerNorm, GELU, a head tied to the embedding.
 
     >>> preset("7b").parameters
     6658859008
@@ -67,6 +69,9 @@ class GPTConfig:
     bias: bool = True
     kv_heads: int = 0  # heads of keys and values; 0: as many as of queries
     ffn: int = 0  # inner width of an MLP; 0: 4 times the width or, gated, 8 / 3 of it
+    tied: bool = True  # whether the output layer is the embedding's weight
+    norm_epsilon: float = 1e-5  # added to the variance, or to the mean of squares
+    rope_base: float = 10000.0  # of the wavelengths of rotary positions, also called theta
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "vocabulary", "sequence"):
@@ -82,6 +87,9 @@ class GPTConfig:
             if getattr(self, name) not in allowed:
                 choices = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
                 raise UserError(f"{name} is {getattr(self, name)!r}; choose {choices}.")
+        for name, largest in (("norm_epsilon", 1.0), ("rope_base", 1e15)):
+            if not 0.0 < getattr(self, name) < largest:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be above 0 and below {largest:g}.")
         for name in ("kv_heads", "ffn"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 0.")
@@ -111,13 +119,14 @@ class GPTConfig:
 
     @property
     def parameters(self) -> int:
-        """vh + sh + L(12h^2 + 13h) + 2h for a GPT-2, the tied head counted once."""
+        """vh + sh + L(12h^2 + 13h) + 2h for a GPT-2, a tied head counted once."""
         h, f, keys = self.width, self.ffn_width, self.key_heads * self.head_dim
         attention, mlp = h * (2 * h + 2 * keys), (3 if self.gated else 2) * h * f
         biases = (2 * h + 2 * keys + (2 if self.gated else 1) * f + h) if self.bias else 0
         norm = 2 * h if self.norm == "layer" and self.bias else h
         positions = self.sequence if self.position == "learned" else 0
-        return (self.vocabulary + positions) * h + self.layers * (attention + mlp + biases + 2 * norm) + norm
+        tables = (1 if self.tied else 2) * self.vocabulary + positions
+        return tables * h + self.layers * (attention + mlp + biases + 2 * norm) + norm
 
 
 PRESETS = {

@@ -30,18 +30,20 @@ def read_json(path: Path) -> dict[str, Any]:
     """The parsed object of a file of bounded size."""
     try:
         if path.exists() and not path.is_file():
-            raise UserError(f"{path} is no file.")
+            raise UserError(f"{path} is no file; copy it again.")
         with path.open("rb") as file:
             text = file.read(_LARGEST_FILE + 1)
         if len(text) > _LARGEST_FILE:
             raise UserError(f"{path} has more than {_LARGEST_FILE:,} bytes; a config.json has a few thousand.")
         raw = json.loads(text)
+    except UserError:  # which is a ValueError
+        raise
     except OSError as error:
         raise UserError(f"Cannot read {shorten(str(path))}: {error.strerror}.") from None
     except (ValueError, RecursionError):
-        raise UserError(f"{path} is not JSON that a model could have written.") from None
+        raise UserError(f"{path} is not JSON that a model could have written; copy it again.") from None
     if not isinstance(raw, dict):
-        raise UserError(f"{path} holds no JSON object.")
+        raise UserError(f"{path} holds no JSON object; copy it again.")
     return raw
 
 

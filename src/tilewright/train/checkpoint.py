@@ -61,6 +61,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 _LARGE = 1 << 26  # bytes; from here on several files, written and hashed at once, are worth it
 _THREADS = 4
+WEIGHTS_ALONE = "weights_alone"  # of the facts: true where a checkpoint has the section `model` and is to begin with
 
 
 class Checkpoints:
@@ -263,7 +264,7 @@ def load(path: Path, tensors: Mapping[str, Any], group: Any = None) -> dict[str,
     """Fill nested dictionaries of tensors, in place, from a checkpoint; return its facts.
 
     The first level's keys are sections. A section that is given has to be the checkpoint's, name by name, in shape and
-    dtype; one that is not is left alone.
+    dtype; one that is not is left alone. A checkpoint of weights alone fills the section `model`, whatever its dtype.
 
     Args:
         path: the checkpoint's folder.
@@ -278,7 +279,11 @@ def load(path: Path, tensors: Mapping[str, Any], group: Any = None) -> dict[str,
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     try:
         files, saved, facts = _open(path)
-        _compare(path, saved, flat, wanted)
+        if facts.get(WEIGHTS_ALONE) is True:
+            flat = {name: tensor for name, tensor in flat.items() if name.startswith("model/")}
+            _compare(path, saved, flat, {name for name in wanted if name.startswith("model/")}, any_dtype=True)
+        else:
+            _compare(path, saved, flat, wanted)
         verify(path, files, sorted(files)[rank::ranks])  # the ranks each their share
     except UserError as error:
         problem = error
@@ -317,7 +322,9 @@ def _open(path: Path) -> tuple[dict[str, File], dict[str, SavedTensor], dict[str
     return files, read_tensors(path, files), read_facts(path)
 
 
-def _compare(path: Path, saved: dict[str, SavedTensor], flat: dict[str, Tensor], wanted: set[str]) -> None:
+def _compare(
+    path: Path, saved: dict[str, SavedTensor], flat: dict[str, Tensor], wanted: set[str], any_dtype: bool = False
+) -> None:
     advice = "resume with the model and optimizer it was saved with, or start in another folder"
     sections = {name.split("/")[0] for name in wanted}
     for name in saved:
@@ -327,7 +334,7 @@ def _compare(path: Path, saved: dict[str, SavedTensor], flat: dict[str, Tensor],
         if name not in saved:
             raise UserError(f"The checkpoint {path} has no {name}, which this run has; {advice}.")
         shape, dtype = saved[name].shape, saved[name].dtype
-        if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
+        if shape != tuple(tensor.shape) or (dtype != tensor.dtype and not any_dtype):
             there, here = f"{shape} in {dtype}", f"{tuple(tensor.shape)} in {tensor.dtype}"
             raise UserError(f"The checkpoint {path} has {name} as {there}, this run as {here}; {advice}.")
 

@@ -1,9 +1,7 @@
 """A trained GPT for others: its weights alone, or a folder that Hugging Face transformers loads without remote code.
 
-transformers has two of the models that `models.gpt` can be. GPT-2: LayerNorm, GELU, learned positions, biases
-everywhere. Llama: RMSNorm, a gated MLP, rotary positions in halves, biases or none. Both tie the head to the embedding.
-Whatever mixes the two has no equivalent there and is refused. Dropout ends with training and is no part of a Llama's
-configuration.
+`huggingface` has their names of fields and tensors, `import_` the way back. Dropout ends with training and is no part
+of a Llama's configuration.
 """
 
 from __future__ import annotations
@@ -17,21 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tilewright.errors import UserError
 from tilewright.measure.results import write_json
 from tilewright.models import GPT
-from tilewright.plan.gpt import GPTConfig
+from tilewright.plan.gpt import ADDED, GPTConfig
 from tilewright.train.checkpoint import newest, read
 from tilewright.train.checkpoint_format import read_facts
+from tilewright.train.huggingface import parts, to_json
 from tilewright.train.load_config import from_dict
 
-_EPSILON = 1e-5  # of the norms in `models.gpt`
-_MOST_POSITIONS = 1 << 28  # times the size of a head: two million with heads of 128
-_ACTIVATIONS = {
-    "gelu_tanh": "gelu_new", "gelu": "gelu", "swiglu": "silu", "geglu_tanh": "gelu_pytorch_tanh", "geglu": "gelu",
-}  # fmt: skip
+MOST_POSITIONS = 1 << 28  # times the size of a head: two million with heads of 128
 
 
 def export_safetensors(model: torch.nn.Module, path: Path) -> None:
@@ -45,7 +39,7 @@ def export_safetensors(model: torch.nn.Module, path: Path) -> None:
     """
     from safetensors.torch import save_model
 
-    _whole(path, lambda temporary: save_model(model, str(temporary), metadata={"format": "pt"}))
+    write_whole(path, lambda temporary: save_model(model, str(temporary), metadata={"format": "pt"}))
 
 
 def export_huggingface(model: GPT, folder: Path, tokenizer: bytes | None = None) -> None:
@@ -58,10 +52,9 @@ def export_huggingface(model: GPT, folder: Path, tokenizer: bytes | None = None)
     """
     from safetensors.torch import save_file
 
-    convert = _converter(model.config)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already and not empty; choose another folder.")
-    configuration, weights = convert(model)
+    configuration, state = to_json(model.config), model.state_dict()
+    refuse_taken(folder)
+    weights = {name: part.of(state) for name, part in parts(model.config).items()}
     configuration["torch_dtype"] = str(model.token.weight.dtype).removeprefix("torch.")
 
     def write(temporary: Path) -> None:
@@ -73,7 +66,7 @@ def export_huggingface(model: GPT, folder: Path, tokenizer: bytes | None = None)
             (temporary / "tokenizer.json").write_bytes(tokenizer)
             write_json(temporary / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
-    _whole(folder, write)
+    write_whole(folder, write)
 
 
 def tokenizer_of(source: Path) -> tuple[bytes | None, str]:
@@ -119,7 +112,13 @@ def byte_tokenizer() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _whole(path: Path, write: Callable[[Path], None]) -> None:
+def refuse_taken(folder: Path) -> None:
+    """Refuse to write where something is."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already and not empty; choose another folder.")
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` make a file or folder, and give it its name once it is there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,81 +141,6 @@ def _share(folder: Path) -> None:
             path.chmod(mode)
 
 
-def _converter(config: GPTConfig) -> Callable[[GPT], tuple[dict[str, Any], dict[str, Tensor]]]:
-    """GPT-2's or Llama's, whichever the positions call for; name the field that stands in the way."""
-    if config.position == "rope":
-        family, needed, convert = "Llama", {"norm": "rms", "gated": True}, _llama
-    else:
-        family, needed = "GPT-2", {"norm": "layer", "gated": False, "bias": True, "key_heads": config.heads}
-        convert = _gpt2
-    for name, value in needed.items():
-        if getattr(config, name) != value:
-            field = {"gated": "activation", "key_heads": "kv_heads"}.get(name, name)
-            raise UserError(
-                f"transformers has no model with position {config.position!r} and {field} "
-                f"{getattr(config, field)!r}: {family} comes nearest; export as safetensors instead."
-            )
-    return convert
-
-
-def _gpt2(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config = model.config
-    configuration = {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": config.vocabulary,
-        "n_positions": config.sequence, "n_embd": config.width, "n_layer": config.layers, "n_head": config.heads,
-        "n_inner": config.ffn_width, "activation_function": _ACTIVATIONS[config.activation],
-        "layer_norm_epsilon": _EPSILON, "embd_pdrop": config.dropout, "resid_pdrop": config.dropout,
-        "attn_pdrop": 0.0, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    names = {
-        "norm1": "ln_1", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "norm2": "ln_2",
-        "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
-    }  # fmt: skip
-    state = model.state_dict()
-    weights = {
-        "transformer.wte.weight": state["token.weight"], "transformer.wpe.weight": state["position.weight"],
-        "transformer.ln_f.weight": state["norm.weight"], "transformer.ln_f.bias": state["norm.bias"],
-    }  # fmt: skip
-    for layer in range(config.layers):
-        for ours, theirs in names.items():
-            for kind in ("weight", "bias"):
-                tensor = state[f"blocks.{layer}.{ours}.{kind}"]
-                # Its matmuls take (in, out), as the first GPT-2's did, where torch's take (out, in).
-                weights[f"transformer.h.{layer}.{theirs}.{kind}"] = tensor.t() if tensor.ndim == 2 else tensor
-    return configuration, weights
-
-
-def _llama(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    assert model.rope is not None
-    config = model.config
-    configuration = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": config.vocabulary,
-        "max_position_embeddings": config.sequence, "hidden_size": config.width, "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads, "num_key_value_heads": config.key_heads, "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_width, "hidden_act": _ACTIVATIONS[config.activation],
-        "rms_norm_eps": _EPSILON, "rope_theta": model.rope.base, "attention_bias": config.bias,
-        "mlp_bias": config.bias, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    names = {
-        "norm1": "input_layernorm", "attention.out": "self_attn.o_proj", "norm2": "post_attention_layernorm",
-        "mlp.gate_proj": "mlp.gate_proj", "mlp.up_proj": "mlp.up_proj", "mlp.down_proj": "mlp.down_proj",
-    }  # fmt: skip
-    state = model.state_dict()
-    weights = {"model.embed_tokens.weight": state["token.weight"], "model.norm.weight": state["norm.weight"]}
-    rows = [heads * config.head_dim for heads in (config.heads, config.key_heads, config.key_heads)]
-    for layer in range(config.layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        for kind in ("weight", "bias"):
-            for our, their in names.items():
-                if f"{ours}.{our}.{kind}" in state:
-                    weights[f"{theirs}.{their}.{kind}"] = state[f"{ours}.{our}.{kind}"]
-            if f"{ours}.attention.qkv.{kind}" in state:
-                parts = state[f"{ours}.attention.qkv.{kind}"].split(rows)
-                for their, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
-                    weights[f"{theirs}.self_attn.{their}.{kind}"] = part
-    return configuration, weights
-
-
 def _facts(source: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that is meant, and its facts."""
     if (source / "trials.jsonl").exists() or (source / "study.db").exists():
@@ -235,7 +159,7 @@ def load_model(source: Path) -> GPT:
     path, _ = _facts(source)
     state, facts = read(path, "model")
     try:
-        fields = facts["configuration"]["model"]
+        fields = {**ADDED, **facts["configuration"]["model"]}
         given = {field.name: fields[field.name] for field in dataclasses.fields(GPTConfig)}
         checked = vars(from_dict({"model": given}).model)
         config = GPTConfig(**{name: checked[name] for name in given})
@@ -243,7 +167,7 @@ def load_model(source: Path) -> GPT:
         raise UserError(f"{path} does not say which GPT it is of; give a checkpoint of `tilewright train`.") from error
     other = UserError(f"The weights of {path} are not of the GPT it names; give another checkpoint.")
     # A forged shape must not be built: a block takes memory even without weights, and so do the tables of positions.
-    if config.layers > len(state) or config.sequence * config.head_dim > _MOST_POSITIONS:
+    if config.layers > len(state) or config.sequence * config.head_dim > MOST_POSITIONS:
         raise other
     try:
         with torch.device("meta"):

@@ -41,6 +41,9 @@ _MODEL: dict[str, tuple[str, int | None]] = {
     "bias": ("Whether linear layers and norms have one.", None),
     "kv_heads": ("Heads of keys and values; 0: as many as of queries.", 0),
     "ffn": ("Inner width of an MLP; 0: 4 times the width or, gated, 8 / 3 of it.", 0),
+    "tied": ("Whether the output layer is the embedding's weight.", None),
+    "norm_epsilon": ("Added to what a norm takes the root of.", 0),
+    "rope_base": ("Of the wavelengths of rotary positions, also called theta.", 0),
 }
 
 
@@ -133,7 +136,9 @@ _ALIASES = {
     "iterations": "steps", "seq_len": "model.sequence", "seq_length": "model.sequence", "context": "model.sequence",
     "block_size": "model.sequence", "vocab_size": "model.vocabulary", "vocab": "model.vocabulary",
     "n_layer": "model.layers", "num_layers": "model.layers", "n_head": "model.heads", "n_embd": "model.width",
-    "hidden_size": "model.width", "d_model": "model.width", "output": "out", "output_dir": "out", "out_dir": "out",
+    "rope_theta": "model.rope_base", "rms_norm_eps": "model.norm_epsilon", "layer_norm_epsilon": "model.norm_epsilon",
+    "tie_word_embeddings": "model.tied", "hidden_size": "model.width", "d_model": "model.width",
+    "output": "out", "output_dir": "out", "out_dir": "out",
     "dtype": "precision", "max_grad_norm": "optimizer.clip", "grad_clip": "optimizer.clip",
 }  # fmt: skip
 

@@ -31,7 +31,7 @@ from tilewright.measure.machine import describe
 from tilewright.measure.results import SCHEMA
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.memory import train as plan_memory
-from tilewright.train.checkpoint import Checkpoints
+from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
 from tilewright.train.checkpoint_format import short
 from tilewright.train.data import Batches, first_samples, open_dataset
 from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
@@ -224,7 +224,11 @@ class _Run:
         if facts is None:
             return 0
         check_facts(facts, self.folder)
-        compare_model(self.config.model, facts["configuration"]["model"])
+        begins = facts.get(WEIGHTS_ALONE) is True
+        compare_model(self.config.model, facts["configuration"]["model"], begins)
+        if begins:
+            self.checkpoints.warnings.append("It begins with weights that were imported.")
+            return 0
         other = other_data(self.data_facts, facts["data"])
         if other and own is not None:
             raise UserError(f"{other}; give what it had, or another out.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import UserError
-from tilewright.plan.gpt import LEVERS
+from tilewright.plan.gpt import ADDED, LEVERS
 from tilewright.train.checkpoint_format import FACTS
 from tilewright.train.schema import Model
 
@@ -29,10 +29,16 @@ def check_facts(facts: dict[str, Any], folder: Path) -> None:
         raise UserError(f"{FACTS} of the checkpoint for {folder} is not of a run; choose another checkpoint or out.")
 
 
-def compare_model(model: Model, saved: dict[str, Any]) -> None:
-    """Refuse to go on with another model than the one that was saved; levers may change."""
+def compare_model(model: Model, saved: dict[str, Any], begins: bool = False) -> None:
+    """Refuse to go on with another model than the one that was saved; levers may change.
+
+    One that `begins` may take shorter sequences where its positions are rotary: no weight depends on them.
+    """
     for name, value in dataclasses.asdict(model).items():
-        before = saved.get(name, value)
+        before = {**ADDED, **saved}.get(name, value)
+        shorter = name == "sequence" and type(before) is int and value <= before
+        if begins and shorter and model.position == "rope":
+            continue
         if before != value and name not in (*LEVERS, "preset", "dropout"):
             raise UserError(
                 f"model.{name} is {value!r} and the checkpoint's model has {before!r:.100}; give that, or another out."
