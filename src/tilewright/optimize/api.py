@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from tilewright.errors import UserError
 from tilewright.optimize.backend import MODES, Backend, Captured
@@ -25,6 +25,9 @@ from tilewright.optimize.rules import chosen
 from tilewright.runtime.log import log
 
 _CACHED = ("past_key_values", "cache_params", "past_key_value")  # of a model that generates: as it was
+_CAPTURES = 64  # of one model: by shapes, dtypes, options, with gradients and without
+_ATTEMPTS = 8  # at a call that raised
+_said: set[str] = set()  # the models that an outer torch.compile was reported of
 _OUTER = (
     "torch.compile was put around a model that tilewright.optimize had changed: it captures the model as it was, and "
     "none of the rules apply. Compile with backend='tilewright', or call optimize(model, compile='default') alone."
@@ -120,48 +123,88 @@ class Call:
     """What answers the call of an optimized model: the rewritten graph, or the model itself where that must be."""
 
     def __init__(self, model: nn.Module, backend: Backend, dynamic: bool | None) -> None:
-        self.model = weakref.ref(model)
-        self.backend = backend
-        own = model._call_impl
-
-        # A function of its own: what Dynamo captures is kept by code object, and all modules share `_call_impl`'s.
-        def call(*arguments: Any, **options: Any) -> Any:
-            return own(*arguments, **options)
-
-        call = types.FunctionType(
-            call.__code__.replace(co_name=f"call_{id(self):x}"), call.__globals__, "call", None, call.__closure__
-        )
-        self.original = own
-        self.fast = torch.compile(call, backend=backend, dynamic=dynamic)
-        self.ignored = _silent_loggers()
+        self.original, self.kind = model._call_impl, type(model).__name__
+        self.name = f"{self.kind}_{id(self):x}"
+        self.backend, self.dynamic = backend, dynamic
+        self.settings = _settings(backend.mode)
+        self.attempts = 0
+        self.fast = self._capture()
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            _say_outer()
+            _say_outer(self.name)
             return self.original(*arguments, **options)
         if any(options.get(name) is not None for name in _CACHED) or torch._C._are_functorch_transforms_active():
             return self.original(*arguments, **options)
-        with torch._dynamo.config.patch(**self.ignored):
-            return self.fast(*arguments, **options)
+        captures = counters["frames"]["total"]
+        try:
+            with torch._dynamo.config.patch(**self.settings):
+                return self.fast(*arguments, **options)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            failure = error
+        except Exception:
+            if counters["frames"]["total"] != captures:
+                self._capture_anew()
+            raise
+        try:
+            result = self.original(*arguments, **options)
+        except Exception as error:  # the model's own, not what capture made of it
+            self._capture_anew()
+            raise error from None
+        self._give_up(failure)
+        return result
+
+    def _capture(self) -> Callable[..., Any]:
+        """The call, captured when it is made: by a function of its own, for Dynamo caches by code object."""
+        self.attempts += 1
+        own = self.original
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            return own(*arguments, **options)
+
+        name = f"optimized_{self.name}_{self.attempts}"
+        code = call.__code__.replace(co_name=name)
+        call = types.FunctionType(code, call.__globals__, name, None, call.__closure__)
+        return torch.compile(call, backend=self.backend, dynamic=self.dynamic)
+
+    def _capture_anew(self) -> None:
+        """Forget a call that raised while it was captured: Dynamo would never look at it again, or guess from it."""
+        if self.attempts < _ATTEMPTS:
+            self.fast = self._capture()
+
+    def _give_up(self, failure: Exception) -> None:
+        """Leave the model to itself from now on: it runs, and cannot be captured."""
+        cause = getattr(failure, "inner_exception", failure)
+        words = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0]}"
+        log.warning("optimize: %s runs as it was, for it could not be captured: %s", self.kind, words)
+        self.backend.captured.failures.append(words)
+        self.fast = self.original
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _say_outer() -> bool:
-    log.warning("%s", _OUTER)
+def _say_outer(name: str) -> bool:
+    if name not in _said:
+        _said.add(name)
+        log.warning("%s", _OUTER)
     return True
 
 
-def _silent_loggers() -> dict[str, Any]:
-    """Dynamo's setting that keeps a log message in a model from cutting its graph in two: loss from head, say."""
+def _settings(mode: str) -> dict[str, Any]:
+    """Dynamo's settings while a model is called."""
+    config = torch._dynamo.config
+    found: dict[str, Any] = {"recompile_limit": max(config.recompile_limit, _CAPTURES)}
+    if mode == "none":
+        found["optimize_ddp"] = False  # gradients are there one by one anyway: nothing to split a graph for
+    # A log message in a model would cut its graph in two: loss from head, say.
     names = ("ignore_logging_functions", "ignore_logger_methods")
-    name = next((each for each in names if hasattr(torch._dynamo.config, each)), None)
-    if name is None:
-        return {}
-    methods = {getattr(logging.Logger, each, None) for each in ("warning_once", "warning", "info", "debug")} - {None}
-    return {name: {*getattr(torch._dynamo.config, name), *methods}}
+    name = next((each for each in names if hasattr(config, each)), None)
+    if name is not None:
+        methods = {getattr(logging.Logger, each, None) for each in ("warning_once", "warning", "info", "debug")}
+        found[name] = {*getattr(config, name), *(methods - {None})}
+    return found
 
 
 def _install(model: nn.Module, rules: Sequence[Rule], mode: str, dynamic: bool | None) -> Report:
@@ -171,7 +214,7 @@ def _install(model: nn.Module, rules: Sequence[Rule], mode: str, dynamic: bool |
 
     def undo() -> None:
         if model._compiled_call_impl is call:
-            model._compiled_call_impl = None
+            vars(model).pop("_compiled_call_impl")
 
     return Report(type(model).__name__, [rule.name for rule in rules], mode, captured, undo)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from tilewright.optimize.deferred import DeferredTensor
@@ -126,7 +127,12 @@ def _with_deferred(run: Callable[..., Any], done: Rewritten) -> Callable[..., An
 def _deferred(deferral: Deferral, outputs: Sequence[Any]) -> DeferredTensor:
     inputs = [outputs[place] for place in deferral.inputs]
     shape = (*inputs[0].shape[:-1], deferral.last)
-    return DeferredTensor.of(deferral.make, inputs, shape, deferral.dtype)
+
+    def make(*given: Tensor) -> Tensor:
+        with torch.autocast(given[0].device.type, deferral.autocast, enabled=deferral.autocast is not None):
+            return deferral.make(*given)  # type: ignore[no-any-return]
+
+    return DeferredTensor.of(make, inputs, shape, deferral.dtype)
 
 
 def tilewright_backend(

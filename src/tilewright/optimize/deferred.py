@@ -70,7 +70,8 @@ class DeferredTensor(Tensor):
     def compute(self) -> Tensor:
         """The tensor itself, computed once."""
         if self._made is None:
-            if [each._version for each in self._inputs] != self._versions:
+            versions = [each._version for each in self._inputs]
+            if versions != self._versions or any(map(_is_freed, self._inputs)):
                 raise RuntimeError(
                     "The logits were not computed with the loss, and the weights they come from have changed since; "
                     "read them before optimizer.step(), or optimize without the rule linear_cross_entropy."
@@ -116,6 +117,11 @@ class DeferredTensor(Tensor):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.compute().detach().clone()
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is gone, as that of FSDP's weights is behind the backward."""
+    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 def _computed(value: Any) -> Any:

@@ -116,7 +116,10 @@ def module_of(node: Node) -> str:
     path, kind = list(stack.values())[-1]
     path = re.sub(r"^L\['[^']*'\]\.?", "", path)
     path = re.sub(r"\[(?:'([^']*)'|(\d+))\]", lambda match: f".{match[1] or match[2]}", path)
-    path = re.sub(r"\.?_modules\.", ".", path).strip(".").removeprefix("__self__").strip(".")
+    parts = [part for part in path.split(".") if part not in ("", "_modules", "__dict__")]
+    while parts and parts[0] in ("__self__", "__wrapped__", "forward"):  # of what a framework put around
+        parts.pop(0)
+    path = ".".join(parts)
     return path or getattr(kind, "__name__", str(kind).rpartition(".")[2])
 
 

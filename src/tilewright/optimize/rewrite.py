@@ -43,6 +43,7 @@ class Deferral:
     inputs: tuple[int, ...]  # of the outputs that `make` takes
     dtype: torch.dtype
     last: int  # size of its last dimension
+    autocast: torch.dtype | None  # that it is made under
 
 
 @dataclass
@@ -107,7 +108,7 @@ def _apply(rule: Rule, body: GraphModule, start: g.State, device: str, done: Rew
         if chosen is None:
             done.sites.append(Site(rule.name, where, found.choices[0].detail if found.choices else "", why))
             continue
-        deferrals = [_deferral(body, found, chosen, node, done) for node in found.deferred]
+        deferrals = [_deferral(body, found, chosen, node, done, state) for node in found.deferred]
         if None in deferrals:
             done.sites.append(Site(rule.name, where, chosen.detail, "its logits are no plain output of the model"))
             continue
@@ -155,9 +156,13 @@ def _obstacle(found: Candidate, choice: Choice, state: dict[Node, g.State]) -> s
     span = [node for node in order if order[site.nodes[0]] <= order[node] <= max(order[o] for o in found.outputs)]
     if any(g.writes_in_place(node) for node in span):
         return "a tensor is written to in place beside it"
+    later = set(site.nodes)  # and what a deferred result is made by
+    for node in found.deferred:
+        made = g.region([node], inputs)
+        later |= set(made.nodes) if made is not None else set()
     inner = set(site.nodes) - set(found.outputs)
     for node in inner:
-        leaks = [u for u in node.users if u not in site.nodes and not (node in found.deferred and u.op == "output")]
+        leaks = [u for u in node.users if u not in later and not (node in found.deferred and u.op == "output")]
         if leaks and not g.is_cast(node):
             return f"an inner result, {node.name}, is read elsewhere"
     return ""
@@ -184,7 +189,9 @@ def _replace(body: GraphModule, found: Candidate, choice: Choice, state: dict[No
         output.replace_all_uses_with(result)
 
 
-def _deferral(body: GraphModule, found: Candidate, choice: Choice, node: Node, done: Rewritten) -> Deferral | None:
+def _deferral(
+    body: GraphModule, found: Candidate, choice: Choice, node: Node, done: Rewritten, state: dict[Node, g.State]
+) -> Deferral | None:
     """Take a node out of the graph's outputs, and what it is made from into them."""
     output = next(reversed(body.graph.nodes))
     values = list(output.args[0])  # type: ignore[arg-type]
@@ -210,8 +217,8 @@ def _deferral(body: GraphModule, found: Candidate, choice: Choice, node: Node, d
         places.append(values.index(each))
     values[index] = None
     output.args = (tuple(values),)
-    made_module = GraphModule(torch.nn.Module(), small)
-    deferral = Deferral(index, made_module, tuple(places), tensor.dtype, int(tensor.shape[-1]))
+    module, autocast = GraphModule(torch.nn.Module(), small), state[site.nodes[0]].autocast
+    deferral = Deferral(index, module, tuple(places), tensor.dtype, int(tensor.shape[-1]), autocast)
     done.deferrals.append(deferral)
     return deferral
 

@@ -153,15 +153,27 @@ def _cap(node: Node) -> tuple[Node, float] | None:
 
 def _wanted(head: _Head, loss: Loss) -> tuple[list[Node], str]:
     """The logits that the model returns, and why the head cannot be fused, if somebody else reads them."""
-    inner, wanted = {*head.between, loss.node}, list[Node]()
+    inner, wanted = {*head.between, loss.node}, dict[Node, None]()
     tanhs = {each for node in head.between for each in _inside_of_cap(node)}
     for node in (*head.between, *tanhs):
-        others = [user for user in node.users if user not in inner and user not in tanhs]
-        if others and any(user.op != "output" for user in others):
-            return [], "its logits are read by something other than the loss"
-        if others:
-            wanted.append(node)
-    return (wanted, "") if len(wanted) < 2 else ([], "two forms of its logits are returned")
+        for user in node.users:
+            if user in inner or user in tanhs:
+                continue
+            returned = node if user.op == "output" else _returned(user)
+            if returned is None:
+                return [], "its logits are read by something other than the loss"
+            wanted[returned] = None
+    return (list(wanted), "") if len(wanted) < 2 else ([], "two forms of its logits are returned")
+
+
+def _returned(node: Node) -> Node | None:
+    """What is returned of logits that are cast for whoever called: mixed precision returns float32."""
+    while g.is_cast(node) and len(node.users) == 1:
+        (user,) = node.users
+        if user.op == "output":
+            return node
+        node = user
+    return None
 
 
 def _inside_of_cap(node: Node) -> list[Node]:
