@@ -41,6 +41,20 @@ class LanguageModel(nn.Module):
         return SimpleNamespace(loss=(losses * mask[:, 1:].flatten()).mean(), logits=logits)
 
 
+def sized(rows=2, p=0.0, name="", flag=False):
+    body = nn.Sequential(nn.Linear(8, 8), nn.Dropout(p), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
+
+    class Squared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = body
+
+        def forward(self, x):
+            return (x + self.body(x)).square().mean()
+
+    return Squared(), torch.randn(rows, 8)
+
+
 def _rows():
     return torch.randn(8, 6), torch.randint(4, (8,))
 

@@ -13,10 +13,25 @@ from hypothesis import strategies as st
 
 import tilewright
 from tilewright.errors import UserError
+from tilewright.runtime import dispatch
+from tilewright.train.load_config import read
 from tilewright.train.loop import Shown
 from tilewright.train.schema import OPTIMIZERS, Optimizer, Schedule, Train
 from tilewright.tune import study
-from tilewright.tune.own_model import Batch, check_name, check_step, load, loss_of, name_of, train
+from tilewright.tune.own_model import (
+    Batch,
+    arguments_of,
+    check_name,
+    check_step,
+    draws,
+    load,
+    loss_of,
+    name_of,
+    train,
+    with_arguments,
+)  # fmt: skip
+from tilewright.tune.report.code import script
+from tilewright.tune.search.space import open_space
 from tilewright.tune.worker import forkserver
 from tune import factories
 
@@ -244,7 +259,62 @@ def test_any_text_is_a_name_or_a_sentence(text):
     except UserError as error:
         assert "package.module:factory" in str(error)
     else:
-        assert f"{where}:{name}" == text
+        assert text.startswith(f"{where}:{name}")
+
+
+def test_a_factory_takes_arguments_behind_a_second_colon():
+    text = with_arguments("tune.factories:sized", ["rows=3", "name=a,b:c=d", "flag=true"])
+    assert check_name(text) == ("tune.factories", "sized")
+    assert arguments_of(text) == {"rows": 3, "name": "a,b:c=d", "flag": True}
+    own = load(text)
+    assert own.batch.rows == 3
+
+
+@pytest.mark.parametrize("wrong", ["tune.factories:sized:rows", "tune.factories:sized:rows=1,rows=2", "a:b:=3"])
+def test_a_wrong_argument_of_a_factory_is_a_sentence(wrong):
+    with pytest.raises(UserError, match="write name=value, each name once"):
+        check_name(wrong)
+
+
+def test_a_factory_that_does_not_take_an_argument_says_so():
+    with pytest.raises(UserError, match="unexpected keyword argument 'colour'"):
+        load("tune.factories:sized:colour=3")
+
+
+def test_a_first_step_counts_what_it_asks_for_and_whether_it_draws():
+    own = load("tune.factories:sized:rows=4")
+    counted = check_step(own, RUN)
+    assert counted["matmul"] >= 3 * 2 * 4 * 8 * 8 and counted["bytes"] > 0 and counted["ops"] > 5
+    assert not draws(own, torch.device("cpu"))
+    assert draws(load("tune.factories:sized:rows=4,p=0.5"), torch.device("cpu"))
+
+
+def test_rules_are_a_lever_of_a_users_model_and_of_no_gpt():
+    theirs = open_space(read(None, []), device="cpu", of_any_model=True)
+    assert theirs.levers["rules"] == ("none", "all")
+    assert "rules" not in open_space(read(None, []), device="cpu").levers
+
+
+def test_a_run_with_rules_has_the_losses_of_one_without(monkeypatch):
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+
+    def losses(**levers):
+        found = []
+        config = dataclasses.replace(RUN, steps=3, precision="fp32", **levers)
+        train(load("tune.factories:sized:rows=4"), config, Shown(step=lambda metrics, _: found.append(metrics.loss)))
+        return found
+
+    assert losses(rules="all") == pytest.approx(losses(), rel=1e-5)
+
+
+def test_the_answer_is_a_script_that_runs_the_factory_and_holds_no_text_of_others(tmp_path, monkeypatch, capsys):
+    text = script("tune.factories:sized:rows=4", {"rules": "all", "micro_batch": 2, "precision": "fp32"}, "cpu")
+    names = {"__name__": "best"}
+    exec(compile(text, "best.py", "exec"), names)
+    names["run"](names["MODEL"], names["LEVERS"], steps=2)
+    assert "step 2: loss" in capsys.readouterr().out and "report = tilewright.optimize(model)" in text
+    hostile = script('a:b:x="""\nimport os', {"threads": 0}, "cpu")
+    assert compile(hostile, "best.py", "exec") and "\nimport os" not in hostile
 
 
 def test_a_study_takes_the_function_itself(tmp_path, monkeypatch):

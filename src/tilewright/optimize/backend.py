@@ -89,7 +89,7 @@ def _inner(module: GraphModule, inputs: Sequence[Any], mode: str) -> Callable[..
         _checkpoint_eagerly(module)
         return module.forward
     if mode == "aot_eager":  # what a compiler is given, run op by op
-        return torch._dynamo.lookup_backend(mode)(module, inputs)
+        return torch._dynamo.lookup_backend(mode)(module, list(inputs))
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 

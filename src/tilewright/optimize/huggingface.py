@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tilewright.errors import UserError
+from tilewright.measure.machine import host_memory_bytes
 
 _LARGEST = 1 << 20  # bytes of a config.json
 _SEQUENCE = 2048  # tokens, unless told otherwise or the model takes fewer
@@ -40,7 +41,7 @@ def build(
     if dtype not in _DTYPES:
         raise UserError(f"dtype is {dtype!r}; choose {', '.join(_DTYPES)}.")
     family = config.get("model_type")
-    if family not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not isinstance(family, str) or family not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
             f"{where}/config.json is of the family {family!r}, which this transformers has no causal language model "
             "for; write a factory for it and use --model."
@@ -49,13 +50,16 @@ def build(
     try:
         parsed = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=True)
         options: dict[str, Any] = {"trust_remote_code": False, "attn_implementation": attention}
+        _check_size(transformers, parsed, _DTYPES[dtype], where)
         if any(where.glob("*.safetensors")):
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 where, config=parsed, use_safetensors=True, local_files_only=True, dtype=_DTYPES[dtype], **options
             )
         else:
             model = transformers.AutoModelForCausalLM.from_config(parsed, **options).to(_DTYPES[dtype])
-    except (KeyError, OSError, TypeError, ValueError, RuntimeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever transformers, safetensors or a field of the config make of it
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UserError(f"transformers cannot build the model of {where}: {why}") from error
     model.config.use_cache = False
@@ -65,6 +69,18 @@ def build(
         raise UserError(f"sequence is {columns}, and the model takes at most {most} tokens.")
     tokens = torch.randint(0, parsed.vocab_size, (batch, columns))
     return model.train(), {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _check_size(transformers: Any, config: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Refuse a model that this machine has no memory for, before it is allocated."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    needed, there = sum(each.numel() for each in model.parameters()) * dtype.itemsize, host_memory_bytes()
+    if needed > there:
+        raise UserError(
+            f"The model of {folder} has {needed / 1e9:,.0f} GB of weights, and this machine {there / 1e9:,.0f} GB of "
+            "memory; give a smaller one."
+        )
 
 
 def _read(folder: Path) -> dict[str, Any]:

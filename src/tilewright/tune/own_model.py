@@ -148,7 +148,7 @@ def load(text: str, path: Sequence[str] = (), *, seed: int = 0) -> Own:
     Whatever the factory draws, it draws the same for the same seed: so two trials train the same weights on the same
     batch.
     """
-    factory, arguments = _find(text, path), check_name(text)[2]
+    factory, arguments = _find(text, path), arguments_of(text)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -177,19 +177,27 @@ def load(text: str, path: Sequence[str] = (), *, seed: int = 0) -> Own:
     return Own(module, batch)
 
 
-def check_name(text: str) -> tuple[str, str, dict[str, Any]]:
-    """The module, the name in it and the arguments that a text means; nothing is imported.
+def check_name(text: str) -> tuple[str, str]:
+    """The module and the name in it that a text means; nothing is imported.
 
     >>> check_name("my_project.model:small")
-    ('my_project.model', 'small', {})
-    >>> check_name("my_project.model:build:layers=2,name=a%2Cb")
-    ('my_project.model', 'build', {'layers': 2, 'name': 'a,b'})
+    ('my_project.model', 'small')
     """
     where, _, rest = text.partition(":")
     name, _, given = rest.partition(":")
     if not re.fullmatch(r"\w+(\.\w+)*", where) or not name.isidentifier():
         raise UserError(f"The model is {text!r}; write package.module:factory, such as my_project.model:small.")
-    return where, name, _arguments(text, given)
+    _parse(text, given)
+    return where, name
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments that a text has for its factory, behind a second colon.
+
+    >>> arguments_of("my_project.model:build:layers=2,name=a%2Cb")
+    {'layers': 2, 'name': 'a,b'}
+    """
+    return _parse(text, text.split(":", 2)[2] if text.count(":") > 1 else "")
 
 
 def with_arguments(text: str, arguments: Sequence[str]) -> str:
@@ -204,7 +212,7 @@ def with_arguments(text: str, arguments: Sequence[str]) -> str:
     return text
 
 
-def _arguments(text: str, given: str) -> dict[str, Any]:
+def _parse(text: str, given: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in filter(None, given.split(",")):
         name, equals, value = each.partition("=")
@@ -254,7 +262,7 @@ def refuse_while_importing() -> None:
 
 def _find(text: str, path: Sequence[str]) -> Callable[[], Any]:
     global _importing
-    where, name, _ = check_name(text)
+    where, name = check_name(text)
     sys.path[:0] = [folder for folder in path if folder not in sys.path]
     _importing = True
     try:
