@@ -136,6 +136,7 @@ def update(
         grad_scale: a float32 tensor of one element, by which gradients are divided.
         found_inf: likewise; where it is not 0, nothing changes.
 
+    >>> from tilewright.optim.states import new_state
     >>> parameter = torch.ones(3)
     >>> state = new_state(parameter, "sgd")
     >>> update([parameter], [torch.tensor([0.0, 1.0, 2.0])], [state], rule="sgd", lr=0.5)

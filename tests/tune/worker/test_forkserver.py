@@ -196,7 +196,7 @@ def test_without_a_server_a_trial_is_a_new_process_and_says_so(monkeypatch):
 def test_an_import_that_opens_a_gpu_is_refused(tmp_path):
     code = (
         "import socket, sys\n"
-        "from tilewright.tune import forkserver\n"
+        "from tilewright.tune.worker import forkserver\n"
         "forkserver.IMPORTED, forkserver._gpu_files = (), lambda: ['/dev/nvidiactl']\n"
         "forkserver.main()\n"
     )

@@ -90,6 +90,7 @@ def run_child(
         hear: called with each event but the result, in this thread; nothing is watched while it runs.
         command: the child.
 
+    >>> import sys
     >>> ended = run_child({}, Limits(60, 60), command=(sys.executable, "-c", "raise ValueError('no such lever')"))
     >>> ended.outcome, ended.error
     ('crashed', 'Its process ended with exit code 1: ValueError: no such lever')
