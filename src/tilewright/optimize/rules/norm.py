@@ -105,9 +105,9 @@ def _of_root(node: Node) -> Iterator[Found | Declined]:
     for out in reversed(ends):
         found = dict[Node, Found]()
         for x in sources:
-            if not g.is_same_shape(x, out):
-                continue
             x = g.before_casts(x)
+            if x in found or not g.is_same_shape(x, out):
+                continue
             site = g.region([out], [x])
             if site is None or not all(_is_vector(each, x) for each in site.others) or len(site.others) > 2:
                 continue
