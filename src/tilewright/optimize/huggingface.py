@@ -41,7 +41,8 @@ def build(
     if dtype not in _DTYPES:
         raise UserError(f"dtype is {dtype!r}; choose {', '.join(_DTYPES)}.")
     family = config.get("model_type")
-    if not isinstance(family, str) or family not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not isinstance(family, str) or family not in known:
         raise UserError(
             f"{where}/config.json is of the family {family!r}, which this transformers has no causal language model "
             "for; write a factory for it and use --model."

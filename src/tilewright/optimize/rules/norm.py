@@ -123,7 +123,7 @@ def _ends(node: Node) -> list[Node]:
     """The results behind a root that may be the norm's, nearest first."""
     found, step = list[Node](), node
     while len(step.users) == 1 and g.calls(user := next(iter(step.users)), *_FORTH, torch.reciprocal, "reciprocal"):
-        if found and any(each is not step and not _is_one_row(each) for each in user.all_input_nodes):
+        if found and not g.is_cast(user) and any(each is not step and not _is_one_row(each) for each in user.all_input_nodes):
             break  # it adds, or multiplies by, more than a vector
         if (g.shape_of(user) or (1,))[-1] != 1:
             found.append(user)

@@ -74,7 +74,7 @@ def _around(anchor: Node) -> _Rotated | None:
     ]  # fmt: skip
     for end in reversed(ends[:6]):
         for source in reversed(sources):
-            if g.is_same_shape(source, end) and not g.is_cast(source):
+            if g.is_same_shape(source, end):
                 tables = _tables(source, end)
                 if tables is not None:
                     return _Rotated(anchor, source, end, tables)
