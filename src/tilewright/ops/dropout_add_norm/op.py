@@ -6,6 +6,9 @@
 residual_out is rounded to residual_dtype before its norm is taken. x_bias is the bias of the matmul that made x: its
 gradient, the sum of x's over all rows, comes with those of the norm and takes no pass of its own.
 
+Where nothing is added to x or dropped and residual_out is not asked for, it is x itself: the norm alone reads x and
+writes out.
+
 Saved for backward: residual_out, 1/std and mean of every row, weight, x_bias and a 64-bit seed; x only when a scale
 needs its gradient. The dropout mask is never stored: backward draws it again from the seed.
 
@@ -101,15 +104,18 @@ def _forward(
     eps: float,
     rms: bool,
     zero_centered: bool,
-    residual_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
     out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, residual_out, statistics); statistics holds 1/std and, for LayerNorm, the mean of every row."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(out, residual_out, statistics); statistics holds 1/std and, for LayerNorm, the mean of every row.
+
+    Without a residual_dtype the sum is x itself, and residual_out is None.
+    """
     inputs = dispatch.packed((x, second, residual, rowscale, layerscale, weight, bias, x_bias))
     width = x.shape[-1]
     rows = x.numel() // width
     out = torch.empty_like(inputs[0], dtype=out_dtype)
-    residual_out = torch.empty_like(inputs[0], dtype=residual_dtype)
+    residual_out = None if residual_dtype is None else torch.empty_like(inputs[0], dtype=residual_dtype)
     statistics = x.new_empty((1 if rms else 2, rows), dtype=_statistics_dtype(x))
     if rows:
         seed_tensor, seed_value = split_seed(seed, x.device)
@@ -190,17 +196,19 @@ def _backward(
 # Autograd. Both ways in, the light eager one and the registered one, save and differentiate by the same two functions.
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, _, rowscale, layerscale, weight, _, x_bias, seed, p, _, rms, zero_centered, _, _ = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    x, _, _, rowscale, layerscale, weight, _, x_bias, seed, p, _, rms, zero_centered, residual_dtype, _ = inputs
+    z = x if residual_dtype is None else output[1]
     needs = ctx.needs_input_grad
     seed_tensor, seed_value = (seed, None) if isinstance(seed, torch.Tensor) else (None, seed)
     kept_x = x if needs[3] or needs[4] else None
     kept_bias = x_bias if kept_x is not None or needs[7] else None
-    ctx.save_for_backward(output[1], kept_x, rowscale, layerscale, weight, kept_bias, output[2], seed_tensor)
+    ctx.save_for_backward(z, kept_x, rowscale, layerscale, weight, kept_bias, output[2], seed_tensor)
     # With nothing between x and the sum, the gradients of the summands are the same numbers: one tensor serves all.
-    shared = p == 0.0 and rowscale is None and layerscale is None and x.dtype == output[1].dtype
+    shared = p == 0.0 and rowscale is None and layerscale is None and x.dtype == z.dtype
     wanted = (any(needs[:3]), False, False, *needs[3:8]) if shared else needs[:8]
     ctx.options = (seed_value, p, rms, zero_centered, x.dtype, wanted, shared)
+    ctx.has_sum = residual_dtype is not None
     ctx.set_materialize_grads(False)
 
 
@@ -238,7 +246,7 @@ def _foresee_backward(ctx: Any, out: torch.Tensor) -> None:
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
         launches = dispatch.Launch.firsts
         output = _forward(*inputs)
         _save(ctx, inputs, output)
@@ -259,10 +267,12 @@ _eager = dispatch.eager(_Function)
     mutates_args=(),
     schema="(Tensor x, Tensor? second, Tensor? residual, Tensor? rowscale, Tensor? layerscale, Tensor? weight, "
     "Tensor? bias, Tensor? x_bias, Tensor? seed, float p, float eps, bool rms, bool zero_centered, "
-    "ScalarType residual_dtype, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    "ScalarType? residual_dtype, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
 )
 def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    return _forward(*inputs)
+    # A registered op cannot return None: an empty tensor stands for a residual_out that is x.
+    out, residual_out, statistics = _forward(*inputs)
+    return out, inputs[0].new_empty(0) if residual_out is None else residual_out, statistics
 
 
 @dispatch.fake_of(_registered)
@@ -270,7 +280,7 @@ def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
     x, rms, residual_dtype, out_dtype = inputs[0], inputs[11], inputs[13], inputs[14]
     return (
         torch.empty(x.shape, dtype=out_dtype, device=x.device),
-        torch.empty(x.shape, dtype=residual_dtype, device=x.device),
+        x.new_empty(0) if residual_dtype is None else torch.empty(x.shape, dtype=residual_dtype, device=x.device),
         torch.empty((1 if rms else 2, x.numel() // x.shape[-1]), dtype=_statistics_dtype(x), device=x.device),
     )
 
@@ -304,7 +314,7 @@ def _registered_differentiate(ctx: Any, dout: Any, dresidual_out: Any, _: Any) -
         gradients = _registered_backward(*inputs)
         return [gradient if need else None for gradient, need in zip(gradients, inputs[-1], strict=True)]
 
-    return _differentiate(ctx, backward, dout, dresidual_out)
+    return _differentiate(ctx, backward, dout, dresidual_out if ctx.has_sum else None)
 
 
 _registered.register_autograd(
@@ -384,6 +394,9 @@ def dropout_add_norm(
     masks: list[torch.Tensor] = []
     if path != paths.REFERENCE:
         seed = draw_seed(x, as_tensor=traced) if p > 0.0 else None
+        added = p > 0.0 or any(t is not None for t in (residual, second, rowscale, layerscale, x_bias))
+        if not (added or prenorm) and residual_dtype == x.dtype:
+            residual_dtype = None  # the sum is x: it takes no memory and no pass of its own
         out, residual_out, *_ = (_registered if traced else _eager)(
             x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed,
             p, eps, norm == "rms", zero_centered, residual_dtype, out_dtype,
