@@ -61,6 +61,7 @@ class Op:
         formula: Callable[..., tuple[Any, ...]],
         backward: Op | None = None,
         foresee: Callable[[Any, Any, Any], None] | None = None,
+        outputs: int | None = None,
     ) -> Any:
         """Give the registered op its gradient, and return the light eager op, which differentiates by the same formula.
 
@@ -71,6 +72,8 @@ class Op:
             backward: that op; left out, it is this one, which then has derivatives of every order.
             foresee: ``foresee(ctx, inputs, output)`` launches what backward will, on little data: the first eager call
                 compiles it so in the background, by `dispatch.rehearse`.
+            outputs: how many outputs the eager op returns, where the others are for backward alone: `formula` is then
+                called without their gradients.
         """
         make, rest = self.inputs._make, (None,) * self.arguments
         call = (backward or self).call_registered
@@ -93,7 +96,7 @@ class Op:
                 save(ctx, inputs, output)
                 if foresee is not None and dispatch.Launch.firsts != launches and any(ctx.needs_input_grad):
                     dispatch.rehearse(foresee, ctx, inputs, output)
-                return output
+                return output if outputs is None else output[:outputs]
 
             @staticmethod
             def backward(ctx: Any, *upstream: Any) -> Any:
