@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ops.contract import DEVICE
+from tilewright.nn import GEGLU, SwiGLU
 from tilewright.nn.activation import GatedMLP, GeluMLP
 
 GATES = {"swiglu": F.silu, "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"), "geglu": F.gelu}
@@ -70,6 +71,34 @@ def test_under_autocast_a_float32_bias_meets_bfloat16_activations():
     out.float().sum().backward()
     assert out.dtype == torch.bfloat16 and module.up.bias.grad.dtype == torch.float32
     assert module.up.bias.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("module", "gated"),
+    [
+        (SwiGLU(), F.silu),
+        (GEGLU(), GATES["geglu_tanh"]),
+        (GEGLU("tanh"), GATES["geglu_tanh"]),
+        (GEGLU("none"), F.gelu),
+    ],
+    ids=str,
+)
+def test_a_gated_activation_takes_two_tensors_or_a_packed_one(module, gated):
+    gate, up, upstream = (torch.randn(3, 24, device=DEVICE) for _ in range(3))
+    results = []
+    for function in (lambda a, b: gated(a) * b, module, lambda a, b: module(torch.cat([a, b], -1))):
+        leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, upstream)])
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            torch.testing.assert_close(a, b)
+    assert not module.state_dict()
+
+
+def test_geglu_of_an_unknown_gelu_is_one_sentence():
+    with pytest.raises(ValueError, match="choose 'tanh' or 'none'"):
+        GEGLU("erf")
 
 
 def test_an_unknown_activation_is_one_sentence():

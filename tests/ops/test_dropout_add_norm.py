@@ -128,6 +128,7 @@ WIDEST = (2 if DEVICE == "cuda" else 1, 65536)  # by the interpreter a row takes
 
 
 WIDE = ((9, 2560), (7, 5120), (5, 4608), (3, 8200), (3, 10240), (3, 16384), (2, 16400), WIDEST)
+WIDEST_ALONE = (torch.bfloat16, WIDEST) if DEVICE == "cuda" else (torch.float64, (3, 8200))
 SOME = WIDE if DEVICE == "cuda" else ((9, 2560), (3, 10240), (3, 16384), (2, 16400))  # a shape for each way
 
 
@@ -294,6 +295,57 @@ def test_postnorm_returns_what_prenorm_does_and_so_do_its_gradients():
     pre, _ = call(dropout_add_norm, tensors, {}, prenorm=True)
     assert torch.equal(post, pre)
     assert_equal(gradients([post], leaves, [torch.ones_like(post)]), gradients([pre], leaves, [torch.ones_like(pre)]))
+
+
+ALONE = [(dtype, shape) for dtype in DTYPES for shape in ((4, 65, 96), (19, 133), (0, 16))]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [*ALONE, (torch.bfloat16, (5, 8200)), (torch.float32, (2, 16400)), WIDEST_ALONE], ids=str
+)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_norm_alone_saves_x_itself_and_has_the_bits_of_one_that_copies_it(norm, dtype, shape):
+    options = {"norm": norm, "without": ("residual", *(("bias",) if norm == "rms" else ()))}
+    tensors, keywords = arguments(shape, dtype, options)
+    leaves = list(tensors.values())
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = call(dropout_add_norm, tensors, keywords)
+    assert any(t.data_ptr() == tensors["x"].data_ptr() and t.shape == shape for t in saved)
+    assert sum(t.numel() >= out.numel() for t in saved) == 1 or not out.numel() or shape[-1] >= out.numel()
+    copied, _ = call(dropout_add_norm, tensors, keywords, prenorm=True)
+    upstream = [torch.randn_like(out)]
+    actual = [out, *gradients([out], leaves, upstream)]
+    assert_equal(actual, [copied, *gradients([copied], leaves, upstream)])
+    truth_leaves = doubles(leaves)
+    truth, _ = call(reference, dict(zip(NAMES, truth_leaves, strict=True)), keywords)
+    assert_near_truth(actual, [truth, *gradients([truth], truth_leaves, upstream)], reduced=1000 + shape[-1])
+
+
+def test_a_norm_alone_of_any_layout():
+    for _, x in layouts(6, 48, torch.float32):
+        results = []
+        for each in (x, x.contiguous()):
+            leaf = each.detach().requires_grad_()
+            out = dropout_add_norm(leaf)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaf)])
+        assert_equal(*results)
+
+
+def test_a_norm_alone_notices_that_x_was_overwritten():
+    x = randn(2, 8)
+    branch = x * 2
+    out = dropout_add_norm(branch)
+    branch.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_norm_alone_compiles_into_one_graph_and_passes_opcheck():
+    assert_compiles(lambda x, weight: [dropout_add_norm(x, None, weight)], [randn(4, 40), randn(40)])
+    for rms in (False, True):
+        args = (randn(4, 24), *[None] * 4, randn(24), None, None, None, 0.0, 1e-5, rms, False, None, torch.float32)
+        torch.library.opcheck(_registered, args)
 
 
 def test_only_the_residual_has_a_gradient():

@@ -1,11 +1,13 @@
 """Modules made of ops, with the parameters and state_dict keys of the modules they replace."""
 
-from tilewright.nn.activation import GatedMLP, GeluMLP
+from tilewright.nn.activation import GEGLU, GatedMLP, GeluMLP, SwiGLU
 from tilewright.nn.dropout_add_norm import DropoutAddNorm
 from tilewright.nn.linear import Linear
 from tilewright.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
+from tilewright.nn.norm import LayerNorm, RMSNorm
 from tilewright.nn.rope import RoPE
 
 __all__ = [
-    "CrossEntropyLoss", "DropoutAddNorm", "GatedMLP", "GeluMLP", "Linear", "LinearCrossEntropyLoss", "RoPE",
+    "GEGLU", "CrossEntropyLoss", "DropoutAddNorm", "GatedMLP", "GeluMLP", "LayerNorm", "Linear",
+    "LinearCrossEntropyLoss", "RMSNorm", "RoPE", "SwiGLU",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The feed-forward blocks of transformers, made of `ops.activation`."""
+"""Gated activations, and the feed-forward blocks of transformers, made of `ops.activation`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,42 @@ def _project(
     activated = activate(*inner)
     with forgetting(is_memory_of(activated), lambda: activate(*inner)):
         return down(activated)
+
+
+class SwiGLU(torch.nn.Module):
+    """``silu(gate) * up`` in one kernel, of two tensors or of one that holds the gate in front of up.
+
+    >>> gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    >>> torch.equal(SwiGLU()(gate, up), SwiGLU()(torch.cat([gate, up], -1)))
+    True
+    """
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        return swiglu(gate, up)
+
+
+class GEGLU(torch.nn.Module):
+    """``gelu(gate) * up`` in one kernel, of two tensors or of one that holds the gate in front of up.
+
+    Args:
+        approximate: ``"tanh"`` or ``"none"``, as in ``torch.nn.GELU``, whose default is ``"none"``.
+
+    >>> gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    >>> torch.equal(GEGLU()(gate, up), GEGLU()(torch.cat([gate, up], -1)))
+    True
+    """
+
+    def __init__(self, approximate: str = "tanh") -> None:
+        super().__init__()
+        if approximate not in ("tanh", "none"):
+            raise ValueError(f"GEGLU: approximate is {approximate!r}; choose 'tanh' or 'none'.")
+        self.approximate = approximate
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        return geglu(gate, up, approximate=self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
 
 
 class GatedMLP(torch.nn.Module):

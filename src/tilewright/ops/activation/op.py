@@ -14,13 +14,13 @@ same pass. Arithmetic is 13 to 45 instructions an element at 2 bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from tilewright.plan.cost import activation as cost
-from tilewright.runtime import dispatch, paths
+from tilewright.runtime import dispatch, paths, register
 
 __all__ = ["bias_gelu", "cost", "geglu", "reference", "swiglu"]
 
@@ -108,26 +108,46 @@ def _prepare(
     return plan, (gate, up, bias), (rows, left, gate_stride, up_stride)
 
 
-def _forward(
-    gate: torch.Tensor, up: torch.Tensor | None, bias: torch.Tensor | None, activation: str, gated: bool
-) -> torch.Tensor:
+class Inputs(NamedTuple):
+    """The arguments of the three functions; a gate without up holds both where the activation is gated."""
+
+    gate: torch.Tensor
+    up: torch.Tensor | None
+    bias: torch.Tensor | None
+    activation: str
+    gated: bool
+
+
+class Gradient(NamedTuple):
+    """The arguments of backward; `needs` says which gradients are wanted, of gate, up and bias."""
+
+    dout: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor | None
+    bias: torch.Tensor | None
+    activation: str
+    gated: bool
+    needs: Sequence[bool]
+
+
+def _forward(inputs: Inputs) -> torch.Tensor:
+    gate, up, _, _, gated = inputs
     out = gate.new_empty((*gate.shape[:-1], _width(gate, up, gated)))
     if out.numel():
-        plan, inputs, scalars = _prepare("forward", gate, up, bias, activation, gated)
-        plan.launch((plan.groups(*scalars[:2]) * plan.columns, 1), (*inputs, out), scalars)
+        plan, tensors, scalars = _prepare("forward", *inputs)
+        plan.launch((plan.groups(*scalars[:2]) * plan.columns, 1), (*tensors, out), scalars)
     return out
 
 
-def _backward(
-    dout: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str,
-    gated: bool,
-    needs: Sequence[bool],
-) -> list[torch.Tensor | None]:
+def _fake_forward(inputs: Inputs) -> torch.Tensor:
+    gate = inputs.gate
+    shape = (*gate.shape[:-1], _width(gate, inputs.up, inputs.gated))
+    return torch.empty(shape, dtype=gate.dtype, device=gate.device)
+
+
+def _backward(gradient: Gradient) -> list[torch.Tensor | None]:
     """The gradients of gate, up and bias, those that are needed; a packed gate and up have one between them."""
+    dout, gate, up, bias, activation, gated, needs = gradient
     dgate = gate.new_empty(gate.shape) if needs[0] else None
     dup = gate.new_empty(gate.shape) if needs[1] else None
     if not dout.numel():
@@ -143,12 +163,17 @@ def _backward(
     return [dgate, dup, dbias]
 
 
-# Autograd. Both ways in, the light eager one and the registered one, save and differentiate by the same two functions.
+def _fake_backward(gradient: Gradient) -> list[torch.Tensor | None]:
+    likes = gradient.gate, gradient.up, gradient.bias
+    return [
+        torch.empty(like.shape, dtype=like.dtype, device=like.device) if need and like is not None else None
+        for like, need in zip(likes, gradient.needs, strict=True)
+    ]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:]
+def _save(ctx: Any, inputs: Inputs, output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs.gate, inputs.up, inputs.bias)
+    ctx.options = inputs.activation, inputs.gated
     ctx.set_materialize_grads(False)
 
 
@@ -156,73 +181,23 @@ def _differentiate(ctx: Any, backward: Any, dout: Any) -> tuple[torch.Tensor | N
     if torch.is_grad_enabled():
         raise RuntimeError(_ONCE)
     if dout is None:
-        return (None,) * 5
-    return *backward(dout, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[:3]), None, None
+        return ()
+    gate, up, bias = ctx.saved_tensors
+    activation, gated = ctx.options
+    return tuple(backward(Gradient(dout, gate, up, bias, activation, gated, ctx.needs_input_grad[:3])))
 
 
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        launches = dispatch.Launch.firsts
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
-        if dispatch.Launch.firsts != launches and any(ctx.needs_input_grad):
-            gate, up, *rest = inputs
-            rows = [dispatch.one_row(tensor) for tensor in (output, gate, up)]
-            dispatch.rehearse(_backward, *rows, *rest, list(ctx.needs_input_grad[:3]))
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any) -> Any:
-        return _differentiate(ctx, _backward, dout)
+def _foresee_backward(ctx: Any, inputs: Inputs, output: torch.Tensor) -> None:
+    dout, gate, up = (dispatch.one_row(tensor) for tensor in (output, inputs.gate, inputs.up))
+    needs = ctx.needs_input_grad[:3]
+    _backward(Gradient(dout, gate, up, inputs.bias, inputs.activation, inputs.gated, needs))
 
 
-_eager = dispatch.eager(_Function)
-
-
-@torch.library.custom_op(
-    "tilewright::activation",
-    mutates_args=(),
-    schema="(Tensor gate, Tensor? up, Tensor? bias, str activation, bool gated) -> Tensor",
+_OP = register.Op("activation", _forward, _fake_forward)
+_eager = _OP.differentiate(
+    _save, _differentiate, register.Op("activation_backward", _backward, _fake_backward), _foresee_backward
 )
-def _registered(*inputs: Any) -> torch.Tensor:
-    return _forward(*inputs)
-
-
-@dispatch.fake_of(_registered)
-def _(*inputs: Any) -> torch.Tensor:
-    gate, up, _, _, gated = inputs
-    return torch.empty((*gate.shape[:-1], _width(gate, up, gated)), dtype=gate.dtype, device=gate.device)
-
-
-@torch.library.custom_op(
-    "tilewright::activation_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor gate, Tensor? up, Tensor? bias, str activation, bool gated, bool[] needs) -> Tensor[]",
-)
-def _registered_backward(*inputs: Any) -> list[torch.Tensor]:
-    # A registered op cannot return None: an empty tensor stands for a gradient nobody asked for.
-    return [inputs[1].new_empty(0) if gradient is None else gradient for gradient in _backward(*inputs)]
-
-
-@dispatch.fake_of(_registered_backward)
-def _(*inputs: Any) -> list[torch.Tensor]:
-    _, gate, up, bias, _, _, needs = inputs
-    return [
-        torch.empty(like.shape, dtype=like.dtype, device=like.device) if need else gate.new_empty(0)
-        for like, need in zip((gate, up, bias), needs, strict=True)
-    ]
-
-
-def _registered_differentiate(ctx: Any, dout: Any) -> Any:
-    def backward(*inputs: Any) -> list[torch.Tensor | None]:
-        gradients = _registered_backward(*inputs)
-        return [gradient if need else None for gradient, need in zip(gradients, inputs[-1], strict=True)]
-
-    return _differentiate(ctx, backward, dout)
-
-
-_registered.register_autograd(_registered_differentiate, setup_context=_save)
+_registered = _OP.registered
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -15,13 +15,14 @@ The arithmetic, two exponentials a logit, takes about as long as that on an H200
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from tilewright.ops.cross_entropy.launch import ONCE, Options, begin, launch, scale
+from tilewright.ops.cross_entropy.parallel import check_shards, parallel
+from tilewright.ops.cross_entropy.reference import reference
 from tilewright.plan.cost import cross_entropy as cost
 from tilewright.runtime import dispatch, paths
 
@@ -31,142 +32,6 @@ _NAME = "cross_entropy"
 _LARGEST = 2**24
 _TARGETS = (torch.int64, torch.int32)
 _REDUCTIONS = ("mean", "sum", "none")
-ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
-
-
-def reference(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    reduction: str = "mean",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, lse) in plain PyTorch: the definition."""
-    x = logits.to(dispatch.compute_dtype(logits))
-    if softcap > 0.0:
-        x = softcap * torch.tanh(x / softcap)
-    lse = torch.logsumexp(x, -1)
-    flat, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
-    kept = flat_targets != ignore_index
-    loss = F.cross_entropy(
-        flat, flat_targets, None if weight is None else weight.to(x.dtype), ignore_index=ignore_index,
-        label_smoothing=label_smoothing, reduction="none",
-    )  # fmt: skip
-    if z_loss > 0.0:
-        loss = loss + torch.where(kept, z_loss * lse.reshape(-1).square(), 0.0)
-    if reduction == "none":
-        return loss.view(targets.shape), lse
-    total = loss.sum()
-    if reduction == "mean":
-        count = _denominator(flat_targets, weight, ignore_index, x.dtype)
-        total = torch.where(count > 0, total / count.clamp_min(torch.finfo(x.dtype).tiny), total * 0.0)
-    return total, lse
-
-
-def _denominator(
-    targets: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """What a mean divides by: the targets that count, each by its class's weight."""
-    kept = targets != ignore_index
-    if weight is None:
-        return kept.sum().to(dtype)
-    known = kept & (targets >= 0) & (targets < len(weight))
-    return torch.where(known, weight.to(dtype)[torch.where(known, targets, 0)], 0.0).sum()
-
-
-class Options(NamedTuple):
-    """What a loss is apart from its tensors."""
-
-    ignore_index: int
-    smoothing: float
-    z_loss: float
-    softcap: float
-
-
-def begin(
-    targets: torch.Tensor, weight: torch.Tensor | None, classes: int, ignore_index: int, mean: bool,
-    dtype: torch.dtype, new: Callable[..., torch.Tensor] | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """(what a mean divides by, zeros for the rows' tiles to be counted in), in memory from `new`, by a small kernel."""
-    from tilewright.ops.cross_entropy import kernels
-
-    new = new or targets.new_empty
-    denominator = new((), dtype=dtype) if mean else None
-    arrived = new(targets.numel(), dtype=torch.int32)
-    tensors = (*dispatch.packed((targets, weight)), denominator, arrived)
-    start = kernels.prepare_launch(targets.device, classes, dispatch.dtypes(tensors), dtype == torch.float64)
-    start((1, 1), tensors, (ignore_index, targets.numel()))
-    return denominator, arrived
-
-
-def launch(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    weight: torch.Tensor | None,
-    denominator: torch.Tensor | None,
-    options: Options,
-    *,
-    arrived: torch.Tensor | None = None,
-    upstream: torch.Tensor | None = None,
-    loss: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    gradient: torch.Tensor | None = None,
-    offset: int = 0,
-    classes: int | None = None,
-    given: tuple[torch.Tensor, torch.Tensor] | None = None,
-    keep: bool = False,
-    new: Callable[..., torch.Tensor] | None = None,
-) -> Any:
-    """Fill `loss`, `lse` and `gradient`, those that are not None.
-
-    `logits` are packed, or a matrix with rows further apart than they are long, and so is the gradient.
-
-    Where they are the columns from `offset` on of a row of `classes`: without `arrived`, only the statistics of these
-    columns are taken and come back, (target's logit, what each tile leaves); `given` are those of whole rows, one part
-    a row. To `keep` them they come back from whole rows too, and their memory from `new`.
-    """
-    from tilewright.ops.cross_entropy import kernels
-
-    columns = logits.shape[-1]
-    rows, compute = targets.numel(), dispatch.compute_dtype(logits)
-    smooth, capped = options.smoothing > 0.0, options.softcap > 0.0
-    targets, weight, upstream = dispatch.packed((targets, weight, upstream))
-    plain = rows and weight is None and upstream is None and not (smooth or capped or keep)
-    if plain and arrived is not None and loss is not None and gradient is not None:
-        from tilewright.ops.cross_entropy.hopper import start as start_rows
-
-        if start_rows(logits, targets, denominator, loss, lse, gradient, options.ignore_index, options.z_loss):
-            return None, None
-    first = (logits, targets, weight, denominator, upstream, loss, lse, gradient)
-    tiles, lag, start = kernels.tiles_launch(
-        logits.device,
-        columns,
-        columns if logits.is_contiguous() else logits.stride(-2),
-        classes or columns,
-        dispatch.dtypes((*first, arrived)),
-        given is not None,
-        keep,
-        smooth,
-        capped,
-    )
-    statistics = given or (None, None)
-    if given is None and (tiles > 1 or keep or arrived is None):
-        new = new or logits.new_empty
-        statistics = new(rows, dtype=compute), new((rows, tiles, kernels.numbers(smooth)), dtype=compute)
-        if arrived is None:
-            statistics[0].zero_()  # where the target is in other columns, its logit is 0 here
-    lag = min(lag, rows)
-    apart = gradient is not None and arrived is not None and tiles > 1
-    programs = (rows + lag) * 2 * tiles if apart else rows * tiles
-    if rows:
-        stride = 0 if upstream is None or upstream.ndim == 0 else 1
-        scalars = (options.ignore_index, stride, rows, offset, lag, options.smoothing, options.z_loss)
-        start((programs, 1), (*first, *statistics, arrived), (*scalars, options.softcap if capped else 1.0))
-    return statistics
 
 
 def _forward(
@@ -198,18 +63,6 @@ def _forward(
         gradient=gradient,
     )  # fmt: skip
     return loss, lse, gradient
-
-
-def scale(gradient: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
-    """gradient *= upstream, a number."""
-    from tilewright.ops.cross_entropy import kernels
-
-    count = gradient.numel()
-    if count:
-        start = kernels.scale_launch(gradient.device, gradient.dtype, upstream.dtype)
-        programs = min(-(-count // kernels.SCALED), kernels.SCALING * dispatch.multiprocessors(gradient.device))
-        start((programs, 1), (gradient, upstream), (count,))
-    return gradient
 
 
 # bfloat16 and float32 have room for a gradient before its factor is known. float16 has not: a mean over many targets
@@ -343,8 +196,6 @@ def cross_entropy(
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
     _check(logits, targets, weight, options, reduction, inplace, group)
     if group is not None:
-        from tilewright.ops.cross_entropy.parallel import parallel
-
         loss, lse = parallel(logits, targets, weight, options, reduction, inplace, group)
         return (loss, lse.detach()) if return_lse else loss
     path = paths.choose(_NAME, logits, targets, weight)
@@ -368,8 +219,6 @@ def cross_entropy(
 def _check(logits: Any, targets: Any, weight: Any, options: Options, reduction: Any, inplace: bool, group: Any) -> None:
     dispatch.check_tensor(_NAME, "logits", logits)
     if group is not None and os.environ.get("TILEWRIGHT_DEBUG") == "1":
-        from tilewright.ops.cross_entropy.parallel import check_shards
-
         check_shards(logits, group)  # before anything that one rank alone could stumble over
     ranks = 1 if group is None else dist.get_world_size(group)
     vocabulary = ranks * logits.shape[-1] if logits.ndim else 0

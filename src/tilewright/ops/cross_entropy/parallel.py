@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewright.ops.cross_entropy.op import ONCE, Options, begin, launch, reference
+from tilewright.ops.cross_entropy.launch import ONCE, Options, begin, launch
+from tilewright.ops.cross_entropy.reference import reference
 from tilewright.runtime import dispatch
 
 

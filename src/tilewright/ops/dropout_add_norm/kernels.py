@@ -145,6 +145,15 @@ def _load_affine(weight, bias, column, WIDTH: tl.constexpr, ZERO_CENTERED: tl.co
     return _load_weight(weight, column, WIDTH, ZERO_CENTERED, COMPUTE), offset
 
 
+@triton.jit
+def _stored(x, residual_out):
+    """Where the sum is in memory: in residual_out or, where nothing is added to x or dropped, in x itself."""
+    stored = residual_out
+    if residual_out is None:
+        stored = x
+    return stored
+
+
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
 def tilewright_dropout_add_norm_forward(
     x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed_tensor, out, residual_out, statistics,
@@ -157,6 +166,7 @@ def tilewright_dropout_add_norm_forward(
     WHOLE: tl.constexpr = CHUNKS * BLOCK == WIDTH
     seed = load_seed(seed_tensor, seed)
     scale = tl.full([], scale, COMPUTE)
+    stored = _stored(x, residual_out)
     program = tl.program_id(0).to(tl.int64)
     if WIDTH % 8 == 0:
         row = program * ROWS + tl.arange(0, ROWS)
@@ -170,13 +180,14 @@ def tilewright_dropout_add_norm_forward(
         z = _residual_sum(
             x, x_bias, second, residual, rowscale, layerscale, seed, rows, row * WIDTH - shift + chunk * BLOCK,
             threshold, scale, row, tile, WIDTH, BLOCK, DROPOUT, COMPUTE,
-        ).to(residual_out.dtype.element_ty)  # fmt: skip
+        ).to(stored.dtype.element_ty)  # fmt: skip
         tiles = tiles + (z,)
         if EARLY:
             affine = affine + (_load_affine(weight, bias, column, WIDTH, ZERO_CENTERED, COMPUTE),)
     total = tl.zeros([ROWS, BLOCK], COMPUTE)
     for chunk in tl.static_range(CHUNKS):
-        _store(residual_out, _tile(row, shift, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE), tiles[chunk], WIDTH)
+        if residual_out is not None:
+            _store(residual_out, _tile(row, shift, chunk * BLOCK, rows, WIDTH, BLOCK, WHOLE), tiles[chunk], WIDTH)
         total += tiles[chunk].to(COMPUTE)
     mean = tl.zeros([ROWS], COMPUTE)
     if not RMS:
@@ -188,7 +199,7 @@ def tilewright_dropout_add_norm_forward(
         distance = tl.where(inside, tiles[chunk].to(COMPUTE) - mean[:, None], 0.0)
         squares += distance * distance
         drift += distance
-    if RMS or residual_out.dtype.element_ty.primitive_bitwidth <= 16:
+    if RMS or stored.dtype.element_ty.primitive_bitwidth <= 16:
         variance = tl.sum(squares, 1) / WIDTH
     else:
         # The mean of the distances is what rounding has taken from the mean: beside a mean much larger than the
@@ -219,6 +230,7 @@ def tilewright_dropout_add_norm_wide_forward(
 ):  # fmt: skip
     """One row that registers do not hold: tile by tile for the sum and its statistics, then again for the output."""
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    stored = _stored(x, residual_out)
     seed = load_seed(seed_tensor, seed)
     scale = tl.full([], scale, COMPUTE)
     SPAN: tl.constexpr = WIDTH if WIDTH % 8 == 0 else WIDTH + 7
@@ -234,8 +246,9 @@ def tilewright_dropout_add_norm_wide_forward(
         z = _residual_sum(
             x, x_bias, second, residual, rowscale, layerscale, seed, rows, row * WIDTH - shift + first, threshold,
             scale, row, tile, WIDTH, BLOCK, DROPOUT, COMPUTE,
-        ).to(residual_out.dtype.element_ty)  # fmt: skip
-        _store(residual_out, tile, z, WIDTH)
+        ).to(stored.dtype.element_ty)  # fmt: skip
+        if residual_out is not None:
+            _store(residual_out, tile, z, WIDTH)
         z = z.to(COMPUTE)
         if RMS:
             squares += z * z
@@ -255,7 +268,7 @@ def tilewright_dropout_add_norm_wide_forward(
     for step in tl.range(0, SPAN, BLOCK, num_stages=3):
         # Backwards: what was stored last is the likeliest to be in L2 still.
         tile = _tile(row, shift, LAST - step, rows, WIDTH, BLOCK)
-        z = _load(residual_out, tile, WIDTH, COMPUTE)
+        z = _load(stored, tile, WIDTH, COMPUTE)
         factor, offset = _load_affine(weight, bias, tile[1], WIDTH, ZERO_CENTERED, COMPUTE)
         y = (z - mean[:, None]) * rstd[:, None] * factor + offset
         _store(out, tile, y, WIDTH)

@@ -82,7 +82,8 @@ def forward_launch(
     """How many rows a program takes, of how many programs the number is a multiple, and the kernel."""
     span, together = _span(width)
     flags = (rms, zero_centered, dropout, dtypes[0] == torch.float64)
-    element, stored = max(dtypes[0].itemsize, dtypes[-1].itemsize), dtypes[-1].itemsize
+    stored = (dtypes[-1] or dtypes[0]).itemsize  # without a residual_out the sum is x
+    element = max(dtypes[0].itemsize, stored)
     # The order of a sum over a row, that is block and warps, depends on norm, width and the sum's dtype alone: so
     # `norm(residual_out)` has the bits of `out` whatever else went into it. When the weights are loaded changes nothing
     # but the time.

@@ -6,6 +6,9 @@
 residual_out is rounded to residual_dtype before its norm is taken. x_bias is the bias of the matmul that made x: its
 gradient, the sum of x's over all rows, comes with those of the norm and takes no pass of its own.
 
+Where nothing is added to x or dropped and residual_out is not asked for, it is x itself: the norm alone reads x and
+writes out.
+
 Saved for backward: residual_out, 1/std and mean of every row, weight, x_bias and a 64-bit seed; x only when a scale
 needs its gradient. The dropout mask is never stored: backward draws it again from the seed.
 
@@ -17,12 +20,12 @@ gradient of both x and residual. Arithmetic is far below that on any current GPU
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewright.plan.cost import dropout_add_norm as cost
-from tilewright.runtime import dispatch, paths
+from tilewright.runtime import dispatch, paths, register
 from tilewright.runtime.philox import draw_seed, drop_threshold, dropout_mask, quantised, split_seed
 
 __all__ = ["cost", "dropout_add_norm", "reference"]
@@ -87,66 +90,89 @@ def _draw_masks(x: torch.Tensor, second: torch.Tensor | None, p: float) -> list[
     return [torch.rand(x.shape, device=x.device) >= p for _ in range(0 if p == 0.0 else 1 if second is None else 2)]
 
 
-def _forward(
-    x: torch.Tensor,
-    second: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    x_bias: torch.Tensor | None,
-    seed: torch.Tensor | int | None,
-    p: float,
-    eps: float,
-    rms: bool,
-    zero_centered: bool,
-    residual_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class Inputs(NamedTuple):
+    """The arguments of forward. Without a residual_dtype the sum is x itself. Only the eager op takes a seed that is a
+    number."""
+
+    x: torch.Tensor
+    second: torch.Tensor | None
+    residual: torch.Tensor | None
+    rowscale: torch.Tensor | None
+    layerscale: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    x_bias: torch.Tensor | None
+    seed: torch.Tensor | int | None
+    p: float
+    eps: float
+    rms: bool
+    zero_centered: bool
+    residual_dtype: torch.dtype | None
+    out_dtype: torch.dtype
+
+
+class Gradient(NamedTuple):
+    """The arguments of backward; `needs` says which gradients are wanted, of the first eight inputs."""
+
+    dout: torch.Tensor
+    dresidual_out: torch.Tensor | None
+    z: torch.Tensor
+    x: torch.Tensor | None
+    rowscale: torch.Tensor | None
+    layerscale: torch.Tensor | None
+    weight: torch.Tensor | None
+    x_bias: torch.Tensor | None
+    statistics: torch.Tensor
+    seed: torch.Tensor | int | None
+    p: float
+    rms: bool
+    zero_centered: bool
+    x_dtype: torch.dtype
+    needs: Sequence[bool]
+
+
+def _forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(out, residual_out, statistics); statistics holds 1/std and, for LayerNorm, the mean of every row."""
-    inputs = dispatch.packed((x, second, residual, rowscale, layerscale, weight, bias, x_bias))
+    x, p, rms, residual_dtype = inputs.x, inputs.p, inputs.rms, inputs.residual_dtype
+    packed = dispatch.packed(inputs[:8])  # the tensors, in the kernel's order
     width = x.shape[-1]
     rows = x.numel() // width
-    out = torch.empty_like(inputs[0], dtype=out_dtype)
-    residual_out = torch.empty_like(inputs[0], dtype=residual_dtype)
+    out = torch.empty_like(packed[0], dtype=inputs.out_dtype)
+    residual_out = None if residual_dtype is None else torch.empty_like(packed[0], dtype=residual_dtype)
     statistics = x.new_empty((1 if rms else 2, rows), dtype=_statistics_dtype(x))
     if rows:
-        seed_tensor, seed_value = split_seed(seed, x.device)
-        tensors = (*inputs, seed_tensor, out, residual_out)
+        seed_tensor, seed_value = split_seed(inputs.seed, x.device)
+        tensors = (*packed, seed_tensor, out, residual_out)
         from tilewright.ops.dropout_add_norm.launch import forward_launch
 
         tile_rows, together, launch = forward_launch(
-            x.device, width, dispatch.dtypes(tensors), rms, zero_centered, p > 0.0
+            x.device, width, dispatch.dtypes(tensors), rms, inputs.zero_centered, p > 0.0
         )
-        scalars = (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p), eps)
+        scalars = (seed_value, rows, drop_threshold(p), 1.0 / (1.0 - p), inputs.eps)
         programs = -(-rows // (tile_rows * together)) * together
         launch((programs, 1), (*tensors, statistics), scalars)
     return out, residual_out, statistics
+
+
+def _fake_forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    x, residual_dtype, device = inputs.x, inputs.residual_dtype, inputs.x.device
+    return (
+        torch.empty(x.shape, dtype=inputs.out_dtype, device=device),
+        None if residual_dtype is None else torch.empty(x.shape, dtype=residual_dtype, device=device),
+        torch.empty((1 if inputs.rms else 2, x.numel() // x.shape[-1]), dtype=_statistics_dtype(x), device=device),
+    )
 
 
 def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _backward(
-    dout: torch.Tensor,
-    dresidual_out: torch.Tensor | None,
-    z: torch.Tensor,
-    x: torch.Tensor | None,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    x_bias: torch.Tensor | None,
-    statistics: torch.Tensor,
-    seed: torch.Tensor | int | None,
-    p: float,
-    rms: bool,
-    zero_centered: bool,
-    x_dtype: torch.dtype,
-    needs: Sequence[bool],
-) -> list[torch.Tensor | None]:
+def _backward(gradient: Gradient) -> list[torch.Tensor | None]:
     """The gradients of x, second, residual, rowscale, layerscale, weight, bias and x_bias, those that are needed."""
+    (
+        dout, dresidual_out, z, x, rowscale, layerscale, weight, x_bias, statistics, seed,
+        p, rms, zero_centered, x_dtype, needs,
+    ) = gradient  # fmt: skip
     inputs = dispatch.packed((dout, dresidual_out, z, x, rowscale, layerscale, weight, x_bias))
     z = inputs[2]
     seed_tensor, seed_value = split_seed(seed, z.device)
@@ -187,129 +213,74 @@ def _backward(
     return [dx, dsecond, dresidual, drowscale, *parameters]
 
 
-# Autograd. Both ways in, the light eager one and the registered one, save and differentiate by the same two functions.
+def _fake_backward(gradient: Gradient) -> list[torch.Tensor | None]:
+    z, x_dtype, device = gradient.z, gradient.x_dtype, gradient.z.device
+    branches = [torch.empty(z.shape, dtype=dtype, device=device) for dtype in (x_dtype, x_dtype, z.dtype)]
+    parameters = gradient.rowscale, gradient.layerscale, gradient.weight, gradient.weight, gradient.x_bias
+    likes = [*branches, *parameters]
+    return [
+        torch.empty(like.shape, dtype=like.dtype, device=device) if need and like is not None else None
+        for like, need in zip(likes, gradient.needs, strict=True)
+    ]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, _, rowscale, layerscale, weight, _, x_bias, seed, p, _, rms, zero_centered, _, _ = inputs
+def _save(ctx: Any, inputs: Inputs, output: tuple[Any, ...]) -> None:
+    x, rowscale, layerscale, x_bias, seed = inputs.x, inputs.rowscale, inputs.layerscale, inputs.x_bias, inputs.seed
+    z = x if inputs.residual_dtype is None else output[1]
     needs = ctx.needs_input_grad
     seed_tensor, seed_value = (seed, None) if isinstance(seed, torch.Tensor) else (None, seed)
     kept_x = x if needs[3] or needs[4] else None
     kept_bias = x_bias if kept_x is not None or needs[7] else None
-    ctx.save_for_backward(output[1], kept_x, rowscale, layerscale, weight, kept_bias, output[2], seed_tensor)
+    ctx.save_for_backward(z, kept_x, rowscale, layerscale, inputs.weight, kept_bias, output[2], seed_tensor)
     # With nothing between x and the sum, the gradients of the summands are the same numbers: one tensor serves all.
-    shared = p == 0.0 and rowscale is None and layerscale is None and x.dtype == output[1].dtype
+    shared = inputs.p == 0.0 and rowscale is None and layerscale is None and x.dtype == z.dtype
     wanted = (any(needs[:3]), False, False, *needs[3:8]) if shared else needs[:8]
-    ctx.options = (seed_value, p, rms, zero_centered, x.dtype, wanted, shared)
+    ctx.seed, ctx.shared, ctx.has_sum = seed_value, shared, inputs.residual_dtype is not None
+    ctx.options = (inputs.p, inputs.rms, inputs.zero_centered, x.dtype, wanted)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, backward: Any, dout: Any, dresidual_out: Any) -> tuple[torch.Tensor | None, ...]:
-    z, x, rowscale, layerscale, weight, x_bias, statistics, seed = ctx.saved_tensors
-    seed_value, p, rms, zero_centered, x_dtype, wanted, shared = ctx.options
+def _gradient(ctx: Any, saved: Sequence[Any], dout: torch.Tensor, dresidual_out: torch.Tensor | None) -> Gradient:
+    z, x, rowscale, layerscale, weight, x_bias, statistics, seed = saved
+    p, rms, zero_centered, x_dtype, needs = ctx.options
+    return Gradient(
+        dout, dresidual_out, z, x, rowscale, layerscale, weight, x_bias, statistics, ctx.seed if seed is None else seed,
+        p, rms, zero_centered, x_dtype, needs,
+    )  # fmt: skip
+
+
+def _differentiate(ctx: Any, backward: Any, dout: Any, dresidual_out: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    saved = ctx.saved_tensors
     if torch.is_grad_enabled():
         raise RuntimeError(f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`.")
+    if not ctx.has_sum:
+        dresidual_out = None  # of the empty tensor that stands for it
     if dout is None:
         if dresidual_out is None:
-            return (None,) * 15
+            return ()
+        z, x_dtype = saved[0], ctx.options[3]
         dout = torch.zeros(z.shape, dtype=x_dtype, device=z.device)
-    dx, dsecond, dresidual, *rest = backward(
-        dout, dresidual_out, z, x, rowscale, layerscale, weight, x_bias, statistics,
-        seed_value if seed is None else seed, p, rms, zero_centered, x_dtype, wanted,
-    )  # fmt: skip
-    if shared:
+    dx, dsecond, dresidual, *rest = backward(_gradient(ctx, saved, dout, dresidual_out))
+    if ctx.shared:
         needs = ctx.needs_input_grad
         dx, dsecond, dresidual = (dx if need else None for need in needs[:3])
-    return dx, dsecond, dresidual, *rest, *(None,) * 7
+    return dx, dsecond, dresidual, *rest
 
 
-def _foresee_backward(ctx: Any, out: torch.Tensor) -> None:
-    """Backward of one row, with a gradient of the sum and without, for `dispatch.rehearse`."""
+def _foresee_backward(ctx: Any, inputs: Inputs, output: Any) -> None:
+    """Backward of one row, with a gradient of the sum and without."""
     z, x, rowscale, layerscale, weight, x_bias, statistics, seed = ctx.to_save
-    seed_value, p, rms, zero_centered, x_dtype, wanted, _ = ctx.options
-    out, z, x = (dispatch.one_row(t) for t in (out, z, x))
+    dout, z, x = (dispatch.one_row(t) for t in (output[0], z, x))
     rowscale = None if rowscale is None else rowscale.reshape(-1)[:1]
+    saved = z, x, rowscale, layerscale, weight, x_bias, statistics[:, :1], seed
     for dresidual_out in (z, None):
-        _backward(
-            out, dresidual_out, z, x, rowscale, layerscale, weight, x_bias, statistics[:, :1],
-            seed_value if seed is None else seed, p, rms, zero_centered, x_dtype, wanted,
-        )  # fmt: skip
+        _backward(_gradient(ctx, saved, dout, dresidual_out))
 
 
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        launches = dispatch.Launch.firsts
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
-        if dispatch.Launch.firsts != launches and any(ctx.needs_input_grad):
-            dispatch.rehearse(_foresee_backward, ctx, output[0])
-        return output[:2]
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dresidual_out: Any) -> Any:
-        return _differentiate(ctx, _backward, dout, dresidual_out)
-
-
-_eager = dispatch.eager(_Function)
-
-
-@torch.library.custom_op(
-    "tilewright::dropout_add_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? second, Tensor? residual, Tensor? rowscale, Tensor? layerscale, Tensor? weight, "
-    "Tensor? bias, Tensor? x_bias, Tensor? seed, float p, float eps, bool rms, bool zero_centered, "
-    "ScalarType residual_dtype, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
-)
-def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    return _forward(*inputs)
-
-
-@dispatch.fake_of(_registered)
-def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    x, rms, residual_dtype, out_dtype = inputs[0], inputs[11], inputs[13], inputs[14]
-    return (
-        torch.empty(x.shape, dtype=out_dtype, device=x.device),
-        torch.empty(x.shape, dtype=residual_dtype, device=x.device),
-        torch.empty((1 if rms else 2, x.numel() // x.shape[-1]), dtype=_statistics_dtype(x), device=x.device),
-    )
-
-
-@torch.library.custom_op(
-    "tilewright::dropout_add_norm_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor? dresidual_out, Tensor z, Tensor? x, Tensor? rowscale, Tensor? layerscale, "
-    "Tensor? weight, Tensor? x_bias, Tensor statistics, Tensor? seed, float p, bool rms, bool zero_centered, "
-    "ScalarType x_dtype, bool[] needs) -> Tensor[]",
-)
-def _registered_backward(*inputs: Any) -> list[torch.Tensor]:
-    # A registered op cannot return None: an empty tensor stands for a gradient nobody asked for.
-    return [inputs[2].new_empty(0) if gradient is None else gradient for gradient in _backward(*inputs)]
-
-
-@dispatch.fake_of(_registered_backward)
-def _(*inputs: Any) -> list[torch.Tensor]:
-    z, rowscale, layerscale, weight, x_bias, x_dtype, needs = (inputs[i] for i in (2, 4, 5, 6, 7, 13, 14))
-    like = [(z.shape, x_dtype), (z.shape, x_dtype), (z.shape, z.dtype)]
-    parameters = (rowscale, layerscale, weight, weight, x_bias)
-    like += [(t.shape, t.dtype) if t is not None else (0, z.dtype) for t in parameters]
-    return [
-        torch.empty(shape if need else 0, dtype=dtype if need else z.dtype, device=z.device)
-        for (shape, dtype), need in zip(like, needs, strict=True)
-    ]
-
-
-def _registered_differentiate(ctx: Any, dout: Any, dresidual_out: Any, _: Any) -> Any:
-    def backward(*inputs: Any) -> list[torch.Tensor | None]:
-        gradients = _registered_backward(*inputs)
-        return [gradient if need else None for gradient, need in zip(gradients, inputs[-1], strict=True)]
-
-    return _differentiate(ctx, backward, dout, dresidual_out)
-
-
-_registered.register_autograd(
-    _registered_differentiate, setup_context=lambda ctx, inputs, output: _save(ctx, inputs, output)
-)
+_OP = register.Op("dropout_add_norm", _forward, _fake_forward)
+_BACKWARD = register.Op("dropout_add_norm_backward", _backward, _fake_backward)
+_eager = _OP.differentiate(_save, _differentiate, _BACKWARD, _foresee_backward, outputs=2)
+_registered = _OP.registered
 
 
 def dropout_add_norm(
@@ -384,10 +355,14 @@ def dropout_add_norm(
     masks: list[torch.Tensor] = []
     if path != paths.REFERENCE:
         seed = draw_seed(x, as_tensor=traced) if p > 0.0 else None
-        out, residual_out, *_ = (_registered if traced else _eager)(
+        is_alone = residual is second is rowscale is layerscale is x_bias is None and p == 0.0
+        if is_alone and not prenorm and residual_dtype == x.dtype:
+            residual_dtype = None  # the sum is x: it takes no memory and no pass of its own
+        inputs = Inputs(
             x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed,
             p, eps, norm == "rms", zero_centered, residual_dtype, out_dtype,
         )  # fmt: skip
+        out, residual_out, *_ = _OP.call_registered(inputs) if traced else _eager(*inputs)
         if return_mask:
             masks = [dropout_mask(x, seed, p, stream) for stream in range(1 if second is None else 2)]
     else:

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewright.ops.cross_entropy.op import AHEAD, Options, begin, check_loss, cross_entropy, launch, scale
-from tilewright.ops.cross_entropy.op import reference as loss_of_logits
+from tilewright.ops.cross_entropy.launch import Options, begin, launch, scale
+from tilewright.ops.cross_entropy.op import AHEAD, check_loss, cross_entropy
+from tilewright.ops.cross_entropy.reference import reference as loss_of_logits
 from tilewright.ops.linear.op import is_worth_padding
 from tilewright.ops.linear.padding import pad
 from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, way_of, without

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewright.plan.cost import rope as cost
-from tilewright.runtime import dispatch, paths
+from tilewright.runtime import dispatch, paths, register
 
 __all__ = ["cost", "reference", "rope", "rope_tables"]
 
@@ -113,24 +113,29 @@ def _strides(x: torch.Tensor | None, heads_first: bool) -> tuple[int, ...]:
     return (batch, inner, outer) if heads_first else (batch, outer, inner)
 
 
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    interleaved: bool,
-    heads_first: bool,
-    inverse: bool,
-    inplace: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+class Inputs(NamedTuple):
+    """The arguments of a rotation; `inplace` lets the results take the memory of q and k, and is for `rope` alone."""
+
+    q: torch.Tensor
+    k: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+    position_ids: torch.Tensor | None
+    interleaved: bool
+    heads_first: bool
+    inverse: bool
+    inplace: bool = False
+
+
+def _rotate(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(q', k'), or q and k themselves in place. Forward and, with `inverse`, backward."""
+    q, k, cos, sin, position_ids, interleaved, heads_first, inverse, inplace = inputs
     outputs = (q, k) if inplace else tuple(None if x is None else _empty_like(x, heads_first) for x in (q, k))
-    inputs = [
+    walked = [
         x if x is None or _is_walkable(x) else x.resolve_neg().clone(memory_format=torch.contiguous_format)
         for x in (q, k)
     ]
-    tensors = (*inputs, *outputs, *dispatch.packed((cos, sin, position_ids)))
+    tensors = (*walked, *outputs, *dispatch.packed((cos, sin, position_ids)))
     batch, sequence, q_heads, head_dim = q.shape
     k_heads = 0 if k is None else k.shape[1 if heads_first else 2]
     if heads_first:
@@ -140,73 +145,46 @@ def _forward(
 
         strides = [stride for x in tensors[:4] for stride in _strides(x, heads_first)]
         tokens, groups, launch = kernels.rotate_launch(
-            q.device, dispatch.dtypes(tensors), tuple([x is None or x.data_ptr() % 16 == 0 for x in inputs]),
+            q.device, dispatch.dtypes(tensors), tuple([x is None or x.data_ptr() % 16 == 0 for x in walked]),
             q_heads, k_heads, head_dim, cos.shape[1], math.gcd(16 // q.element_size(), *strides), interleaved, inplace,
         )  # fmt: skip
         blocks = -(-sequence // tokens)
         launch((batch * blocks * groups, 1), tensors, (sequence, blocks, len(cos), -1.0 if inverse else 1.0, *strides))
+    if inplace:
+        return dispatch.claim_storage(q, q), dispatch.claim_storage(k, k)  # type: ignore[return-value]
     return outputs[0], outputs[1]  # type: ignore[return-value]
 
 
-# Autograd. Both ways in, the light eager one and the registered one, differentiate by the same function: by themselves.
+def _fake(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q, k, heads_first = inputs.q, inputs.k, inputs.heads_first
+    return _empty_like(q, heads_first), None if k is None else _empty_like(k, heads_first)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    ctx.save_for_backward(*inputs[2:5])
-    ctx.options = inputs[5:8]
+def _save(ctx: Any, inputs: Inputs, output: Any) -> None:
+    ctx.save_for_backward(inputs.cos, inputs.sin, inputs.position_ids)
+    ctx.options = inputs.interleaved, inputs.heads_first, inputs.inverse
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, rotate: Any, dq: Any, dk: Any) -> tuple[Any, Any]:
+def _differentiate(ctx: Any, rotate: Any, dq: Any, dk: Any) -> tuple[Any, ...]:
+    """The gradients of q and k: the upstream ones, rotated the other way round."""
+    needs_q, needs_k = ctx.needs_input_grad[:2]
+    if not needs_q:
+        dq = None
+    if dk is not None and not needs_k:
+        dk = None
+    if dq is None and dk is None:
+        return ()
     interleaved, heads_first, inverse = ctx.options
     rest = (*ctx.saved_tensors, interleaved, heads_first, not inverse)
-    dq, dk = dq if ctx.needs_input_grad[0] else None, dk if ctx.needs_input_grad[1] else None
     if dq is None:
-        return None, None if dk is None else rotate(dk, None, *rest)[0]
-    turned_q, turned_k = rotate(dq, dk, *rest)
+        return None, rotate(Inputs(dk, None, *rest))[0]
+    turned_q, turned_k = rotate(Inputs(dq, dk, *rest))
     return turned_q, None if dk is None else turned_k
 
 
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        _save(ctx, inputs)
-        q, k = _forward(*inputs)
-        if inputs[8:] == (True,):  # in place, which only `rope` itself asks for
-            return dispatch.claim_storage(q, q), dispatch.claim_storage(k, k)
-        return q, k
-
-    @staticmethod
-    def backward(ctx: Any, dq: Any, dk: Any) -> Any:
-        return *_differentiate(ctx, _eager, dq, dk), *(None,) * (len(ctx.needs_input_grad) - 2)
-
-
-_eager = dispatch.eager(_Function)
-
-
-@torch.library.custom_op(
-    "tilewright::rope",
-    mutates_args=(),
-    schema="(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, bool interleaved, bool heads_first, "
-    "bool inverse) -> (Tensor, Tensor)",
-)
-def _registered(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    # A registered op cannot return None: an empty tensor stands for the keys that are not there.
-    q, k = _forward(*inputs)
-    return q, q.new_empty(0) if k is None else k
-
-
-@dispatch.fake_of(_registered)
-def _(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, heads_first = inputs[0], inputs[1], inputs[6]
-    return _empty_like(q, heads_first), q.new_empty(0) if k is None else _empty_like(k, heads_first)
-
-
-def _registered_differentiate(ctx: Any, dq: Any, dk: Any) -> Any:
-    return *_differentiate(ctx, _registered, dq, dk), *(None,) * 6
-
-
-_registered.register_autograd(_registered_differentiate, setup_context=lambda ctx, inputs, output: _save(ctx, inputs))
+_OP = register.Op(_NAME, _rotate, _fake)
+_eager, _registered = _OP.differentiate(_save, _differentiate), _OP.registered
 
 
 def rope(
@@ -254,8 +232,8 @@ def rope(
         return reference(
             q, k, cos, sin, position_ids=position_ids, interleaved=interleaved, heads_first=heads_first
         )  # fmt: skip
-    inputs = (q, k, cos, sin, position_ids, interleaved, heads_first, False)
-    turned_q, turned_k = _eager(*inputs, inplace) if path == paths.KERNEL else _registered(*inputs)
+    inputs = Inputs(q, k, cos, sin, position_ids, interleaved, heads_first, inverse=False, inplace=inplace)
+    turned_q, turned_k = _eager(*inputs) if path == paths.KERNEL else _OP.call_registered(inputs)
     return turned_q if k is None else (turned_q, turned_k)
 
 
