@@ -215,3 +215,132 @@ def test_any_batch_and_length_may_follow() -> None:
             assert torch.allclose(loss, expected, atol=1e-6)
             assert torch.allclose(model.norm.weight.grad, plain.norm.weight.grad, atol=1e-6)
     assert {site.rule for site in report.changed} == {"norm", "linear_cross_entropy"}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h: nn.ReLU6(inplace=True)(h), lambda h: F.elu(h, 1.0, True), lambda h: F.relu(h, True),
+        lambda h: torch._foreach_mul_([h], 2.0), lambda h: h.mul_(2.0), lambda h: torch.ops.aten.mul_.Tensor(h, 2.0),
+    ],
+)  # fmt: skip
+def test_what_is_written_in_place_and_not_returned_is_kept(write: Any) -> None:
+    """Beside a site, in front of it and where there is none."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x) * 3.0
+            write(h)
+            return self.norm(h) + h
+
+    model = Writes()
+    expected = model(X)
+    with optimized(model) as report:
+        assert torch.allclose(model(X), expected, atol=1e-6)
+    assert len(report.changed) == 1
+    with optimized(model, rules=[]):
+        assert torch.equal(model(X), expected)
+
+
+def test_a_batch_norm_called_for_its_statistics_keeps_them() -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.watch, self.norm = nn.BatchNorm1d(8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.watch(x)
+            return self.norm(x)
+
+    model = Watched()
+    twin = copy.deepcopy(model)
+    twin(X[0] + 1)
+    with optimized(model):
+        model(X[0] + 1)
+    assert torch.allclose(model.watch.running_mean, twin.watch.running_mean)
+
+
+def test_a_rule_that_raises_leaves_what_others_did_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewright.optimize.rule import Rule
+    from tilewright.optimize.rules import ALL
+
+    def broken(_: Any) -> Any:
+        raise IndexError("a bug in a rule")
+        yield
+
+    monkeypatch.setitem(ALL, "norm", Rule("norm", "", broken))
+    model, plain = _Head(), _Head()
+    with optimized(model) as report:
+        found = model(X, TARGETS)
+        assert torch.allclose(found["loss"], plain(X, TARGETS)["loss"])
+        assert torch.allclose(found["logits"], plain(X)["logits"])
+    assert report.captured.failures == ["norm: IndexError: a bug in a rule"]
+
+
+def test_a_probability_that_changes_between_calls_is_followed() -> None:
+    class Annealed(_Head):
+        p = 0.1
+
+        def forward(self, x: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+            return super().forward(F.dropout(x, self.p, True) + x, targets)
+
+    model = Annealed()
+    with optimized(model):
+        for p in (0.1, 0.2, 0.3, 0.4):
+            model.p = p
+            found = model(torch.ones(64, 3, 8), torch.arange(192).remainder(12).view(64, 3))
+            assert found["logits"].shape == (64, 3, 12) and found["loss"].isfinite()
+
+
+def test_gradients_that_were_there_are_left_alone() -> None:
+    model = _Head()
+    model(X, TARGETS)["loss"].backward()
+    before = [each.grad.clone() for each in model.parameters()]
+    optimize(model, {"x": X, "targets": TARGETS}).undo()
+    assert all(torch.equal(each.grad, grad) for each, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_a_function_with_its_own_backward_gets_the_gradient_of_logits() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return (x * 2).sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * torch.full((2, 3, 12), 2.0)
+
+    model, plain = _Head(), _Head()
+    with optimized(model):
+        found = model(X, TARGETS)
+        (found["loss"] + Twice.apply(found["logits"])).backward()
+    expected = plain(X, TARGETS)
+    (expected["loss"] + Twice.apply(expected["logits"])).backward()
+    assert torch.allclose(model.head.weight.grad, plain.head.weight.grad, atol=1e-5)
+    assert torch.allclose(model.norm.weight.grad, plain.norm.weight.grad, atol=1e-5)
+
+
+def test_weights_written_past_autograd_are_seen_and_hooks_on_logits_refused() -> None:
+    model = _Head()
+    with optimized(model):
+        found = model(X, TARGETS)
+        with pytest.raises(RuntimeError, match="Optimize without the rule"):
+            found["logits"].retain_grad()
+        model.head.weight.data.add_(0.1)
+        with pytest.raises(RuntimeError, match="have changed since"):
+            found["logits"].sum()
+
+
+def test_a_metric_in_inference_mode_spoils_no_gradient() -> None:
+    model = _Head()
+    with optimized(model):
+        found = model(X, TARGETS)
+        with torch.inference_mode():
+            found["logits"].argmax(-1)
+        found["logits"].square().mean().backward()
+    assert model.head.weight.grad is not None

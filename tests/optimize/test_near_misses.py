@@ -92,6 +92,24 @@ def _z_loss(model: _Model, x: Tensor) -> Tensor:
     return F.cross_entropy(logits, torch.arange(8)) + 1e-2 * logits.logsumexp(-1).square().mean()
 
 
+def _root_without_gradient(model: _Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return x * root * model.w
+
+
+def _gate_without_gradient(model: _Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = F.silu(x)
+    return gate * model.out(x)
+
+
+def _head_without_gradient(model: _Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits = model.head(x)
+    return F.cross_entropy(logits.view(-1, CLASSES), torch.arange(8)) + model.out(x).square().mean()
+
+
 # The formula, and the rules that must have changed something, in order; "" for a formula to leave alone.
 CASES: dict[str, tuple[Callable[[_Model, Tensor], Tensor], str]] = {
     "two norms of different eps": (_two_epsilons, "norm"),
@@ -112,6 +130,11 @@ CASES: dict[str, tuple[Callable[[_Model, Tensor], Tensor], str]] = {
     "one norm's weight in two": (lambda m, x: _rms(_rms(x) * m.w + m.out(x)) * m.w, "add_norm, norm"),
     "sum of other shapes": (lambda m, x: m.norm(m.out(x) + x[:1]), "norm"),
     "sum in place": (_in_place, "norm"),
+    "a root without a gradient": (_root_without_gradient, ""),
+    "a gate without a gradient": (_gate_without_gradient, ""),
+    "a head without a gradient": (_head_without_gradient, "cross_entropy"),
+    "a clamp beyond what is tried": (lambda m, x: _rms(x) * (m.w + 9).clamp(-5, 5), ""),
+    "a cast to 8 bits": (lambda m, x: _rms(x).to(torch.float8_e4m3fn).to(x.dtype) * m.w, "norm"),
     "two branches with dropout in one": (_two_drops, "add_norm"),
     "quick gelu": (lambda m, x: x * torch.sigmoid(1.702 * x), ""),
     "gelu by tanh": (lambda m, x: F.gelu(x, approximate="tanh"), "gelu"),
@@ -230,3 +253,23 @@ def test_a_branch_without_dropout_beside_one_with_it_is_no_pair() -> None:
         branch = torch.stack([model(x) for _ in range(20)])
     expected = model.norm(model.out(x.cos()))
     assert torch.allclose(branch, expected.expand_as(branch), atol=1e-5), f"{report}"
+
+
+def test_a_dropout_inside_of_a_norm_is_still_there() -> None:
+    model = _Model(lambda m, x: _rms(x) * F.dropout(m.w, 0.5, True))
+    x = torch.randn(2, 4, WIDTH)
+    with optimized(model) as report:
+        found = [model(x) for _ in range(4)]
+    assert not all(torch.equal(found[0], each) for each in found[1:]), f"{report}"
+
+
+def test_a_stream_that_is_written_to_later_is_no_fused_sum() -> None:
+    def formula(model: _Model, x: Tensor) -> Tensor:
+        h = model.out(x) + x
+        h += _rms(h.float()).to(h.dtype) * model.w
+        return h
+
+    model = _Model(formula)
+    with optimized(model) as report:
+        model(torch.randn(2, 4, WIDTH))
+    assert "add_norm" not in count(report.sites)

@@ -34,14 +34,13 @@ class Captured:
     @property
     def sites(self) -> list[Site]:
         """The sites of all graphs; those of a graph that was captured again, for other shapes say, once."""
-        found, most = dict[tuple[str, str, str, str], Site](), dict[Site, int]()
+        most = dict[Site, int]()
         for sites in self.graphs:
             counts = dict[Site, int]()
             for site in sites:
                 counts[site] = counts.get(site, 0) + 1
             for site, number in counts.items():
                 most[site] = max(number, most.get(site, 0))
-        del found
         return [site for site, number in most.items() for _ in range(number)]
 
 
@@ -71,6 +70,7 @@ class Backend:
                 raise
         with self.lock:
             self.captured.graphs.append(done.sites)
+            self.captured.failures.extend(done.failures)
         run = _inner(done.module, inputs, self.mode)
         return _with_deferred(run, done) if done.deferrals else run
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 _PROPERTIES = (
-    "shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_quantized", "is_meta", "itemsize",
-    "nbytes",
+    "requires_grad", "grad_fn", "is_leaf", "shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse",
+    "is_quantized", "is_meta", "itemsize", "nbytes",
 )  # fmt: skip
 # What is answered without computing anything.
 _KNOWN = {
@@ -22,7 +22,7 @@ _KNOWN = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex,
     Tensor.element_size, Tensor.get_device, Tensor.__hash__,
 }  # fmt: skip
-_REQUIRES_GRAD = getattr(Tensor, "requires_grad").__get__  # noqa: B009
+_HOOKS = {Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook}
 _LAZY = {  # they give another tensor of the same shape, and are as lazy as their input
     Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16,
     Tensor.double: torch.float64,
@@ -45,21 +45,27 @@ class DeferredTensor(Tensor):
 
     _make: Callable[..., Tensor]
     _inputs: list[Tensor]
-    _versions: list[int]  # of the inputs, when the tensor was deferred
+    _seen: list[tuple[int, int, Tensor]]  # of the inputs, when the tensor was deferred: `_fingerprint`
+    _sources: list[Tensor]
     _wants_gradient: bool
     _autocast: list[tuple[str, torch.dtype, bool]]
     _made: Tensor | None
 
     @staticmethod
-    def of(make: Callable[..., Tensor], inputs: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
-        """A tensor of this shape and dtype that `make(*inputs)` computes later."""
+    def of(
+        make: Callable[..., Tensor], inputs: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype,
+        parent: DeferredTensor | None = None,
+    ) -> Any:  # fmt: skip
+        """A tensor of this shape and dtype that `make(*inputs)` computes later; of a cast, `parent` computes."""
         device = inputs[0].device
-        found: Any = Tensor._make_wrapper_subclass(DeferredTensor, tuple(shape), dtype=dtype, device=device)
-        found._make, found._inputs, found._made = make, list(inputs), None
-        found._versions = [each._version for each in inputs]
+        found = _Defer.apply(make, tuple(shape), dtype, *inputs)
+        found._make, found._made = make, None
+        found._inputs = [] if parent is not None else list(inputs)
+        found._seen = [_fingerprint(each) for each in found._inputs]
         found._wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
         kinds = dict.fromkeys((device.type, "cpu"))
         found._autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
+        found._sources = list(inputs)
         return found
 
     @property
@@ -70,13 +76,12 @@ class DeferredTensor(Tensor):
     def compute(self) -> Tensor:
         """The tensor itself, computed once."""
         if self._made is None:
-            versions = [each._version for each in self._inputs]
-            if versions != self._versions or any(map(_is_freed, self._inputs)):
+            if any(map(_is_freed, self._inputs)) or not all(map(_is_as_seen, self._inputs, self._seen)):
                 raise RuntimeError(
                     "The logits were not computed with the loss, and the weights they come from have changed since; "
                     "read them before optimizer.step(), or optimize without the rule linear_cross_entropy."
                 )
-            with torch.set_grad_enabled(self._wants_gradient):
+            with torch.inference_mode(False), torch.set_grad_enabled(self._wants_gradient):
                 contexts = [torch.autocast(kind, dtype, on) for kind, dtype, on in self._autocast]
                 for context in contexts:
                     context.__enter__()
@@ -85,7 +90,8 @@ class DeferredTensor(Tensor):
                 finally:
                     for context in reversed(contexts):
                         context.__exit__(None, None, None)
-            self._inputs = []
+            self._inputs, self._sources = [], []
+            del self._make
         return self._made
 
     @classmethod
@@ -94,8 +100,11 @@ class DeferredTensor(Tensor):
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is _REQUIRES_GRAD:
-            return args[0]._wants_gradient
+        if func in _HOOKS:
+            raise RuntimeError(
+                "The loss does not go through these logits, which are computed when they are read: a hook on them sees "
+                "nothing of it. Optimize without the rule linear_cross_entropy to hook them."
+            )
         dtype = _LAZY.get(func)
         if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
             dtype = args[1]
@@ -110,13 +119,46 @@ class DeferredTensor(Tensor):
     def _cast(self, dtype: torch.dtype) -> Any:
         if dtype == self.dtype:
             return self
-        return DeferredTensor.of(lambda *_: self.compute().to(dtype), self._inputs, self.shape, dtype)
+        return DeferredTensor.of(lambda *_: self.compute().to(dtype), self._sources, self.shape, dtype, parent=self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.compute().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.compute().detach().clone()
+
+
+class _Defer(torch.autograd.Function):
+    """Gives a deferred tensor its place in the graph of autograd, for those who look at nothing else of it."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Any, shape: Any, dtype: Any, *inputs: Tensor) -> Any:
+        ctx.make = make
+        ctx.save_for_backward(*inputs)
+        return Tensor._make_wrapper_subclass(DeferredTensor, shape, dtype=dtype, device=inputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        needs = ctx.needs_input_grad[3:]
+        with torch.enable_grad():
+            given = [each.detach().requires_grad_(need) for each, need in zip(ctx.saved_tensors, needs, strict=True)]
+            wanted = [each for each in given if each.requires_grad]
+            found = iter(torch.autograd.grad(ctx.make(*given), wanted, gradient))
+        return None, None, None, *(next(found) if need else None for need in needs)
+
+
+def _fingerprint(tensor: Tensor) -> tuple[int, int, Tensor]:
+    """What tells that a tensor is as it was: its version, its address, and some of its numbers, for `.data` has no
+    version."""
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()[:1]
+        some = flat[:: max(1, flat.numel() // 256)].clone()
+    return tensor._version if not tensor.is_inference() else 0, tensor.data_ptr(), some
+
+
+def _is_as_seen(tensor: Tensor, seen: tuple[int, int, Tensor]) -> bool:
+    version, address, some = _fingerprint(tensor)
+    return (version, address) == seen[:2] and torch.equal(some, seen[2])
 
 
 def _is_freed(tensor: Tensor) -> bool:

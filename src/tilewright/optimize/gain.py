@@ -60,6 +60,7 @@ class _Steps:
         self.model, self.batch, self.install = model, batch, install
         self.device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self.gradients = {name: each.grad for name, each in model.named_parameters()}
+        model.zero_grad(set_to_none=True)  # the steps would add to them
         self.buffers = {name: each.detach().clone() for name, each in model.named_buffers()}
         devices = [self.device] if self.device.type == "cuda" else []
         self.random = torch.random.get_rng_state(), [torch.cuda.get_rng_state(each) for each in devices]

@@ -6,6 +6,7 @@ carries a fake tensor as `meta["example_value"]`.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,8 @@ MATMULS: tuple[Any, ...] = (
     F.linear, F.scaled_dot_product_attention, torch.addmm, torch.matmul, operator.matmul, torch.bmm, torch.mm,
     torch.baddbmm, torch._C._nn.linear, "matmul", "bmm", "mm",
 )  # fmt: skip
+_NORMS_WITH_STATISTICS: tuple[Any, ...] = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
+_KNOWN = ("torch", "_operator", "operator", "math", "builtins")  # modules whose functions say so if they write
 _WRITES = (
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.iand, operator.ior,
     operator.ixor, operator.ipow, operator.imatmul, operator.setitem, operator.delitem,
@@ -74,6 +77,12 @@ def is_float(node: Any) -> bool:
     return tensor is not None and tensor.is_floating_point()
 
 
+def is_wide(node: Any) -> bool:
+    """Whether a node is a tensor of floating point of 16 bits or more."""
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize >= 2
+
+
 def is_same_shape(left: Any, right: Any) -> bool:
     """Whether two nodes are tensors of one shape; sizes that only run time knows must be the same symbol."""
     one, other = shape_of(left), shape_of(right)
@@ -87,8 +96,8 @@ def _is_same(left: Any, right: Any) -> bool:
 
 
 def is_cast(node: Any) -> bool:
-    """Whether a node gives a floating-point tensor another dtype, or may."""
-    return calls(node, *CASTS) and is_float(node) and is_float(node.args[0])
+    """Whether a node gives a floating-point tensor another dtype, or may; to 8 bits it is a quantisation."""
+    return calls(node, *CASTS) and is_wide(node) and is_wide(node.args[0])
 
 
 def before_casts(node: Node) -> Node:
@@ -178,12 +187,30 @@ def writes_in_place(node: Node) -> bool:
         return (name.endswith("_") and not name.startswith("__")) or name == "__setitem__"
     if node.op != "call_function":
         return node.op == "call_module"
-    if node.target in _WRITES or "out" in node.kwargs or node.kwargs.get("inplace") is True:
+    target = node.target
+    if target in _WRITES or node.kwargs.get("out") is not None or calls(node, *_NORMS_WITH_STATISTICS):
         return True
-    if calls(node, *DROPOUTS, F.relu, F.silu, F.leaky_relu, F.elu) and True in node.args[2:] + node.args[3:]:
-        return calls(node, *DROPOUTS) and len(node.args) > 3 and node.args[3] is True
-    name = getattr(node.target, "__name__", "")
-    return name.endswith("_") and not name.startswith("_")
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target is not torch.ops.higher_order.tag_activation_checkpoint
+    name = getattr(target, "__name__", "")
+    if name.endswith("_") and not name.startswith("__"):
+        return True
+    if not str(getattr(target, "__module__", None) or "").startswith(_KNOWN):
+        return "tilewright" not in node.meta  # a function of the user's: nobody knows
+    return _is_told_to_write(node)
+
+
+def _is_told_to_write(node: Node) -> bool:
+    """Whether a function of PyTorch's is asked to work in place, by name or by position."""
+    try:
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a builtin has no signature
+        given = dict(node.kwargs)
+    return given.get("inplace", False) is not False or given.get("max_norm") is not None
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ def build(
         raise UserError("--hf needs transformers: pip install 'tilewright[hf]'.") from error
     if dtype not in _DTYPES:
         raise UserError(f"dtype is {dtype!r}; choose {', '.join(_DTYPES)}.")
+    if attention not in ("sdpa", "eager"):
+        raise UserError(f"attention is {attention!r}; choose sdpa or eager.")
     family = config.get("model_type")
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if not isinstance(family, str) or family not in known:
@@ -51,7 +53,7 @@ def build(
     try:
         parsed = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=True)
         options: dict[str, Any] = {"trust_remote_code": False, "attn_implementation": attention}
-        _check_size(transformers, parsed, _DTYPES[dtype], where)
+        _check_size(transformers, parsed, _DTYPES[dtype], attention, where)
         if any(where.glob("*.safetensors")):
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 where, config=parsed, use_safetensors=True, local_files_only=True, dtype=_DTYPES[dtype], **options
@@ -68,14 +70,20 @@ def build(
     columns = sequence or min(_SEQUENCE, most)
     if columns > most:
         raise UserError(f"sequence is {columns}, and the model takes at most {most} tokens.")
+    if not isinstance(parsed.vocab_size, int) or parsed.vocab_size < 1 or batch < 1 or columns < 1:
+        raise UserError(
+            f"A batch of {batch} x {columns} tokens of {parsed.vocab_size} cannot be made; give at least 1."
+        )
     tokens = torch.randint(0, parsed.vocab_size, (batch, columns))
     return model.train(), {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def _check_size(transformers: Any, config: Any, dtype: torch.dtype, folder: Path) -> None:
+def _check_size(transformers: Any, config: Any, dtype: torch.dtype, attention: str, folder: Path) -> None:
     """Refuse a model that this machine has no memory for, before it is allocated."""
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, attn_implementation=attention
+        )
     needed, there = sum(each.numel() for each in model.parameters()) * dtype.itemsize, host_memory_bytes()
     if needed > there:
         raise UserError(
@@ -102,6 +110,23 @@ def _read(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} is no JSON; save the model again.") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no JSON object; save the model again.")
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} holds an adapter; give the folder of the model it is for.")
+    if (named := _code_named_in(config)) is not None:
+        raise UserError(f"{path} asks for code from elsewhere, {named!r:.100}, which is not run; leave that out of it.")
     if config.get("quantization_config"):
         raise UserError(f"{path} describes quantised weights, which are not trained; give the folder they came from.")
     return config
+
+
+def _code_named_in(value: Any) -> str | None:
+    """An implementation that a configuration names by a path of a hub; None where it names none."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            if "implementation" in str(name) and isinstance(each, str) and "/" in each:
+                return each
+            if (found := _code_named_in(each)) is not None:
+                return found
+    elif isinstance(value, list):
+        return next((found for each in value if (found := _code_named_in(each)) is not None), None)
+    return None

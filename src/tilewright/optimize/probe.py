@@ -16,14 +16,24 @@ import torch.fx
 from torch import Tensor
 from torch.fx import Node
 
-from tilewright.optimize.graph import CASTS, DROPOUTS, Region, calls, is_float, region, tensor_of
+from tilewright.optimize.graph import CASTS, DROPOUTS, Region, calls, is_wide, region, tensor_of
 from tilewright.optimize.rule import Candidate, Choice
 
 TOLERANCE = 1e-9
 _SCALES = (1.0, 1e-2, 1e-5)  # of the inputs: a norm's eps decides at its own size, from 1e-5 to 1e-12
 _ROWS = (2, 3, 4, 5)  # what stands for the sizes in front of the last
 
-_verdicts: dict[str, str] = {}  # by site and choice: a model has the same one in every layer
+# What a site may be made of: functions that are smooth, and what only arranges numbers. A clamp, say, is what it is
+# only beyond the inputs that are tried.
+_KNOWN = frozenset({
+    "add", "sub", "mul", "truediv", "div", "true_divide", "pow", "square", "neg", "exp", "tanh", "erf", "sigmoid",
+    "sqrt", "rsqrt", "reciprocal", "mean", "sum", "var", "silu", "gelu", "layer_norm", "rms_norm", "linear", "dropout",
+    "cross_entropy", "cross_entropy_loss", "embedding", "scaled_dot_product_attention", "cat", "concat", "stack",
+    "chunk", "split", "unbind", "getitem", "view", "reshape", "flatten", "unsqueeze", "squeeze", "expand", "transpose",
+    "permute", "contiguous", "clone", *CASTS,
+})  # fmt: skip
+
+_verdicts: dict[tuple[Any, ...], str] = {}  # by site and choice: a model has the same one in every layer
 
 
 def refusal(candidate: Candidate, choice: Choice) -> str:
@@ -34,17 +44,44 @@ def refusal(candidate: Candidate, choice: Choice) -> str:
         return "the site is too large"
     if found.others:
         return f"it reads {found.others[0].name}, which the rule does not know"
+    strange = next((node for node in found.nodes if _name(node) not in _KNOWN), None)
+    if strange is not None:
+        return f"it calls {_name(strange)}, which no rule knows"
+    if _dropped(found) != _drops(choice):
+        return "it has a dropout that the rule does not draw"
     try:
         site = _site(found, inputs, candidate)
-        key = "\n".join([
-            str(site.code), choice.target.__module__, choice.target.__qualname__, repr(dict(choice.options)),
-            repr(dict(choice.probe_options)), repr([_description(each) for each in choice.inputs]),
-        ])  # fmt: skip
+        targets = tuple(node.target for node in found.nodes)  # themselves: two functions may have one name
+        key = (
+            targets, str(site.code), choice.target, repr(dict(choice.options)), repr(dict(choice.probe_options)),
+            repr([_description(each) for each in choice.inputs]),
+        )  # fmt: skip
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         return f"it could not be taken out of the graph: {_short(error)}"
     if key not in _verdicts:
         _verdicts[key] = _compare(site, candidate, choice)
     return _verdicts[key]
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
+
+
+def _dropped(found: Region) -> list[float]:
+    """The probabilities of the dropouts in a site that drop something."""
+    names, probabilities = ("input", "p", "training"), []
+    for node in found.nodes:
+        if calls(node, *DROPOUTS):
+            given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+            if given.get("training", given.get("train", True)) and given.get("p", 0.5) != 0.0:
+                probabilities.append(given.get("p", 0.5))
+    return probabilities
+
+
+def _drops(choice: Choice) -> list[float]:
+    """The probabilities that a choice drops by: of each branch, where it has a second."""
+    p = choice.options.get("p", 0.0)
+    return [p] * (0 if p == 0.0 else choice.options.get("branches", 1))
 
 
 def _description(node: Node | None) -> Any:
@@ -181,4 +218,4 @@ def _keeps_kind(node: Node) -> bool:
     source, result = tensor_of(node.args[0]), tensor_of(node)
     if source is None or result is None:
         return False
-    return is_float(node) == source.is_floating_point() and (is_float(node) or source.dtype == result.dtype)
+    return (is_wide(node) and is_wide(node.args[0])) or source.dtype == result.dtype

@@ -54,6 +54,7 @@ class Rewritten:
     sites: list[Site] = field(default_factory=list)
     deferrals: list[Deferral] = field(default_factory=list)
     outputs: int = 0  # how many of its outputs the caller knows
+    failures: list[str] = field(default_factory=list)  # of rules that raised
 
 
 def rewrite(module: GraphModule, rules: Iterable[Rule], device: str, start: g.State | None = None) -> Rewritten:
@@ -64,31 +65,28 @@ def rewrite(module: GraphModule, rules: Iterable[Rule], device: str, start: g.St
     for body in g.bodies(module):
         is_root = body is module
         for rule in rules:
-            _apply(rule, body, start, device, done, is_root)
-            body.graph.eliminate_dead_code(_is_impure)
+            orphans = list[Node]()
+            try:
+                _apply(rule, body, start, device, done, is_root, orphans)
+            except Exception as error:  # what the rule has replaced so far is whole
+                done.failures.append(f"{rule.name}: {type(error).__name__}: {error}")
+            _drop(body, orphans)
         body.graph.lint()
         body.recompile()
     return done
 
 
-def _is_impure(node: Node) -> bool:
-    """Whether a node must stay although nobody reads it: it writes, or changes the state of what follows."""
-    if node.op in ("placeholder", "output") or (g.tensor_of(node) is None and not _is_tuple(node)):
-        return True
-    return g.writes_in_place(node) or node.is_impure() or _draws(node)
+def _drop(body: GraphModule, nodes: Iterable[Node]) -> None:
+    """Take out of a graph what replaced sites were made of, as far as nobody reads it; nothing else is ever dropped."""
+    order = {node: number for number, node in enumerate(body.graph.nodes)}
+    for node in sorted(set(nodes), key=order.__getitem__, reverse=True):
+        if not node.users and not g.writes_in_place(node):
+            body.graph.erase_node(node)
 
 
-def _is_tuple(node: Node) -> bool:
-    value = g.value_of(node)
-    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(each, torch.Tensor) for each in value)
-
-
-def _draws(node: Node) -> bool:
-    """Whether leaving a node out would change the random numbers of those behind it."""
-    return g.calls(node, torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, "bernoulli")
-
-
-def _apply(rule: Rule, body: GraphModule, start: g.State, device: str, done: Rewritten, is_root: bool) -> None:
+def _apply(
+    rule: Rule, body: GraphModule, start: g.State, device: str, done: Rewritten, is_root: bool, orphans: list[Node]
+) -> None:
     state = g.states(body.graph, start, device)
     view = View(body.graph, state, start.gradients)
     replaced = set[Node]()
@@ -112,9 +110,17 @@ def _apply(rule: Rule, body: GraphModule, start: g.State, device: str, done: Rew
         if None in deferrals:
             done.sites.append(Site(rule.name, where, chosen.detail, "its logits are no plain output of the model"))
             continue
+        given = [each for each in chosen.inputs if each is not None]
+        for outputs in (found.outputs, *((node,) for node in found.deferred)):
+            orphans += _nodes(outputs, given)
         _replace(body, found, chosen, state)
         replaced |= set(found.outputs)
         done.sites.append(Site(rule.name, where, chosen.detail))
+
+
+def _nodes(outputs: Sequence[Node], inputs: Sequence[Node]) -> tuple[Node, ...]:
+    site = g.region(outputs, inputs)
+    return () if site is None else site.nodes
 
 
 def _choose(found: Candidate, state: dict[Node, g.State]) -> tuple[str, Choice | None]:
@@ -151,21 +157,36 @@ def _obstacle(found: Candidate, choice: Choice, state: dict[Node, g.State]) -> s
     late = next((each for each in inputs if order[each] >= order[first_output]), None)
     if late is not None:
         return f"{late.name} is computed behind its first result"
-    if any(state[node] != state[first_output] for node in found.outputs):
+    parts = [*site.nodes, *(node for each in found.deferred for node in _nodes((each,), inputs))]
+    if any(not _runs_alike(node, first_output, state) for node in parts):
         return "a part of it runs under another autocast or grad mode"
+    if any(_is_written(each) for each in found.outputs[1:]):
+        return "its sum is written to in place later"
     span = [node for node in order if order[site.nodes[0]] <= order[node] <= max(order[o] for o in found.outputs)]
     if any(g.writes_in_place(node) for node in span):
         return "a tensor is written to in place beside it"
-    later = set(site.nodes)  # and what a deferred result is made by
-    for node in found.deferred:
-        made = g.region([node], inputs)
-        later |= set(made.nodes) if made is not None else set()
+    later = set(parts)
     inner = set(site.nodes) - set(found.outputs)
     for node in inner:
         leaks = [u for u in node.users if u not in later and not (node in found.deferred and u.op == "output")]
         if leaks and not g.is_cast(node):
             return f"an inner result, {node.name}, is read elsewhere"
     return ""
+
+
+def _runs_alike(node: Node, other: Node, state: dict[Node, g.State]) -> bool:
+    """Whether two nodes run under one grad mode and, where that matters to the first, under one autocast."""
+    arranges = g.is_cast(node) or g.calls(node, *g.VIEWS, operator.getitem)
+    same = state[node].autocast == state[other].autocast
+    return state[node].gradients == state[other].gradients and (same or arranges)
+
+
+def _is_written(node: Node) -> bool:
+    """Whether somebody writes to a node, or to a view of it."""
+    return any(
+        g.writes_in_place(user) or (g.calls(user, *g.VIEWS, operator.getitem, "detach") and _is_written(user))
+        for user in node.users
+    )
 
 
 def _replace(body: GraphModule, found: Candidate, choice: Choice, state: dict[Node, g.State]) -> None:
@@ -201,6 +222,10 @@ def _deferral(
     site, tensor = g.region([node], inputs), g.tensor_of(node)
     if site is None or site.others or tensor is None or values.count(node) != 1:
         return None
+    order = {each: number for number, each in enumerate(body.graph.nodes)}
+    first = min(order[each] for each in site.nodes)
+    if any(order[each] >= first and g.writes_in_place(each) for each in body.graph.nodes):
+        return None  # what it is made from may be another by then
     lead = g.shape_of(inputs[0])
     if lead is None or list(map(str, lead[:-1])) != list(map(str, tensor.shape[:-1])):
         return None

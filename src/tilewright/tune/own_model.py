@@ -25,13 +25,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor, nn
 
 from tilewright.errors import UserError
@@ -218,12 +216,23 @@ def _parse(text: str, given: str) -> dict[str, Any]:
         name, equals, value = each.partition("=")
         if not name.isidentifier() or not equals or name in found:
             raise UserError(f"The model is {text!r} and {each!r} is no argument; write name=value, each name once.")
-        try:
-            parsed = yaml.safe_load(unquote(value))
-        except yaml.YAMLError:
-            parsed = unquote(value)
-        found[name] = parsed if isinstance(parsed, (int, float, bool, str, NoneType)) else unquote(value)
+        found[name] = _value(unquote(value))
     return found
+
+
+def _value(text: str) -> Any:
+    """An argument as its text says it: a whole number, a number, true, false, null, or the text.
+
+    >>> [_value(each) for each in ("12", "1e-3", "true", "null", "010", "a: b #c")]
+    [12, 0.001, True, None, '010', 'a: b #c']
+    """
+    words = {"true": True, "false": False, "null": None}
+    if text in words:
+        return words[text]
+    if re.fullmatch(r"-?(0|[1-9][0-9]{0,17})", text):
+        return int(text)
+    is_number = re.fullmatch(r"-?(0|[1-9][0-9]{0,17})?(\.[0-9]{1,18})?(e[-+]?[0-9]{1,3})?", text) and text.strip("-e+")
+    return float(text) if is_number and text.strip("-")[0] in "0123456789." else text
 
 
 def name_of(factory: Callable[[], Any]) -> tuple[str, list[str]]:

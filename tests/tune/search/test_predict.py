@@ -101,7 +101,9 @@ def studied(name):
 def test_so_do_the_runs_of_a_study(name):
     for point, expected, found in studied(name):
         assert expected.bytes == pytest.approx(found.bytes, rel=0.02), point
-        assert expected.seconds == pytest.approx(found.seconds, rel=0.05), point
+        # They were measured while norms added the biases of the matmuls in front of them. Now the matmuls do, which the
+        # plan counts as 0.5 % more: 5 % before that, for one run.
+        assert expected.seconds == pytest.approx(found.seconds, rel=0.055), point
 
 
 TIMED = [case for case in CASES if case["case"] != "micro batch 4"]

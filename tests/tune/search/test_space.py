@@ -160,7 +160,7 @@ def test_a_word_that_is_none_is_refused_in_a_sentence(options, words):
 
 def test_a_users_own_model_has_only_the_levers_that_need_to_know_nothing_of_it():
     found = open_space(read(None, ["global_batch=4"]), device="cuda", of_any_model=True).levers
-    assert found.keys() == {"precision", "compile", "cuda_graphs", "micro_batch"}
+    assert found.keys() == {"precision", "compile", "rules", "cuda_graphs", "micro_batch"}
 
 
 # What the numbers allow

@@ -48,12 +48,13 @@ def _choices(found: Found, summed: _Sum, view: View) -> Iterator[Choice]:
     dtype = out_dtype(found.out, view)
     total = g.tensor_of(found.x)
     assert total is not None
-    words = ", dropout" if summed.p else ""
+    words, branches = ", dropout" if summed.p else "", 1 if summed.second is None else 2
     words += ", two branches" if summed.second is not None else ", residual" if summed.residual is not None else ""
     for options, vectors, kind in found.formulas():
         yield Choice(
             add_norm, (summed.x, summed.second, summed.residual, *vectors),
-            {"p": summed.p, "total_dtype": total.dtype, "out_dtype": dtype, **options}, kind + words,
+            {"p": summed.p, "branches": branches, "total_dtype": total.dtype, "out_dtype": dtype, **options},
+            kind + words,
             {"p": 0.0, "total_dtype": torch.float64, "out_dtype": torch.float64},
         )  # fmt: skip
 
@@ -108,17 +109,18 @@ def _dropped(node: Node, reader: Node | None = None) -> tuple[Node, float]:
     given: dict[str, Any] = {**dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)), **node.kwargs}
     if "train" in given:
         given["training"] = given["train"]
-    p = float(given.get("p", 0.5)) if given.get("training", True) else 0.0
-    if given.get("inplace") or not 0.0 <= p < 1.0:
+    p = given.get("p", 0.5) if given.get("training", True) else 0.0
+    if given.get("inplace") or not isinstance(p, (int, float)) or not 0.0 <= p < 1.0:
         return node, 0.0
+    p = float(p)
     return given["input"], p
 
 
 def add_norm(
     x: Tensor, second: Tensor | None, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    *, total_dtype: torch.dtype, out_dtype: torch.dtype | None, **options: Any,
+    *, total_dtype: torch.dtype, out_dtype: torch.dtype | None, branches: int, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The norm and the sum, in the dtypes that the site has."""
+    """The norm and the sum, in the dtypes that the site has. `branches` says how many are dropped, for the probe."""
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         bias = bias.to(weight.dtype)
     if second is not None and second.dtype != x.dtype:

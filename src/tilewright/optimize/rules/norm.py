@@ -91,6 +91,9 @@ def _of_function(node: Node) -> Iterator[Found | Declined]:
     eps = given.get("eps")
     if eps is None:
         eps = torch.finfo(g.tensor_of(x).dtype).eps if "bias" not in names else 1e-5  # type: ignore[union-attr]
+    if not isinstance(eps, (int, float)):
+        yield Declined(node, "its eps is known at run time only")
+        return
     vectors = tuple(each for each in (given.get("weight"), given.get("bias")) if isinstance(each, Node))
     yield Found(node, g.before_casts(x), node, vectors, (float(eps),))
 
@@ -123,7 +126,11 @@ def _ends(node: Node) -> list[Node]:
     """The results behind a root that may be the norm's, nearest first."""
     found, step = list[Node](), node
     while len(step.users) == 1 and g.calls(user := next(iter(step.users)), *_FORTH, torch.reciprocal, "reciprocal"):
-        if found and not g.is_cast(user) and any(each is not step and not _is_one_row(each) for each in user.all_input_nodes):
+        if (
+            found
+            and not g.is_cast(user)
+            and any(each is not step and not _is_one_row(each) for each in user.all_input_nodes)
+        ):
             break  # it adds, or multiplies by, more than a vector
         if (g.shape_of(user) or (1,))[-1] != 1:
             found.append(user)

@@ -35,11 +35,11 @@ def lines(levers: Mapping[str, Any], device: str) -> list[str]:
     elif name:
         found.append(f"optimizer = tilewright.train.optimizers.build(model, Optimizer(name={name!r}), precision=...)")
     if levers.get("threads"):
-        found.append(f"torch.set_num_threads({levers['threads']})")
+        found.append(f"torch.set_num_threads({int(levers['threads'])})")
     if precision == "bf16":
         found += [f'with torch.autocast("{device}", torch.bfloat16):', "    loss = model(...)"]
     if levers.get("micro_batch"):
-        found.append(f"# micro batches of {levers['micro_batch']} rows, their gradients added up")
+        found.append(f"# micro batches of {int(levers['micro_batch'])} rows, their gradients added up")
     if levers.get("cuda_graphs"):
         found.append("# forward and backward recorded: torch.cuda.make_graphed_callables")
     return found
@@ -47,15 +47,15 @@ def lines(levers: Mapping[str, Any], device: str) -> list[str]:
 
 def script(own_model: str, levers: Mapping[str, Any], device: str) -> str:
     """A program that trains the factory's model under these levers, as the study did, and prints its metrics."""
-    paste = "\n".join(f"    {line}" for line in lines(levers, device))
+    paste = "\n".join(f"#     {part}" for line in lines(levers, device) for part in line.splitlines())
     return f'''"""The fastest run that `tilewright tune` found, of the model below.
-
-In a training script of your own it is:
-
-{paste}
 
 `python best.py` runs it as it was measured.
 """
+
+# In a training script of your own it is:
+#
+{paste}
 
 from tilewright.tune.own_model import run
 
