@@ -120,7 +120,10 @@ def _parallel(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
-        ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module,
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
     )  # fmt: skip
 
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []

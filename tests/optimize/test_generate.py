@@ -85,7 +85,19 @@ def test_a_prefill_fills_the_cache_that_decoding_reads():
 def test_batches_of_every_shape_are_captured():
     model = MODELS["Llama"][0]().eval()
     with torch.no_grad(), optimized(model) as report:
-        for rows, columns in [(2, 9), (2, 5), (3, 12), (1, 4), (4, 7), (5, 6), (1, 1), (6, 3), (2, 16), (7, 2), (8, 11)]:
+        for rows, columns in [
+            (2, 9),
+            (2, 5),
+            (3, 12),
+            (1, 4),
+            (4, 7),
+            (5, 6),
+            (1, 1),
+            (6, 3),
+            (2, 16),
+            (7, 2),
+            (8, 11),
+        ]:
             ids = torch.randint(3, 64, (rows, columns))
             found = model(input_ids=ids, use_cache=False).logits
             torch.testing.assert_close(found, model._call_impl(input_ids=ids).logits, rtol=1e-4, atol=1e-5)

@@ -34,7 +34,9 @@ def sequences(number):
 def padded(rows):
     longest = max(len(row["input_ids"]) for row in rows)
     pads = {"input_ids": 0, "labels": -100}
-    batch = {name: torch.tensor([r[name] + [pad] * (longest - len(r[name])) for r in rows]) for name, pad in pads.items()}
+    batch = {
+        name: torch.tensor([r[name] + [pad] * (longest - len(r[name])) for r in rows]) for name, pad in pads.items()
+    }
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     return {**batch, "attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
 

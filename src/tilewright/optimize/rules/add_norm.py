@@ -108,10 +108,10 @@ def _dropped(node: Node, reader: Node | None = None) -> tuple[Node, float]:
     given: dict[str, Any] = {**dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)), **node.kwargs}
     if "train" in given:
         given["training"] = given["train"]
-    p = float(given.get("p", 0.5)) if given.get("training", True) else 0.0
-    if given.get("inplace") or not 0.0 <= p < 1.0:
+    p = given.get("p", 0.5) if given.get("training", True) else 0.0
+    if isinstance(p, Node) or given.get("inplace") or not 0.0 <= p < 1.0:  # a node where it changes from call to call
         return node, 0.0
-    return given["input"], p
+    return given["input"], float(p)
 
 
 def add_norm(
