@@ -1,6 +1,7 @@
 """The call of an optimized model: by other compilers, copies and threads, and what it raises."""
 
 import copy
+import gc
 import io
 import logging
 import pickle
@@ -135,6 +136,37 @@ def test_two_of_a_class_have_their_own_sites_and_weights():
     assert [site.rule for site in first.changed] == ["norm"] and not second.changed
     first.undo()
     assert one._compiled_call_impl is None and other._compiled_call_impl is not None
+
+
+class Dropped(nn.Module):
+    """A norm behind a residual add with dropout."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(p)
+
+    def forward(self, x):
+        return self.norm(x + self.drop(x.sin()))
+
+
+def test_what_dynamo_learns_of_one_model_stays_with_it():
+    for p in (0.1, 0.2, 0.3, 0.4):
+        model = Dropped(p)  # at the place of the one before, which is gone
+        with optimized(model) as report:
+            model(rows(3))
+        assert [site.detail for site in report.changed] == ["layer, eps 1e-05, dropout, residual"], p
+        del model, report
+        gc.collect()
+
+
+def test_a_dropout_that_changes_from_call_to_call_leaves_the_norm():
+    model = Dropped(0.1)
+    with optimized(model) as report:
+        for p in (0.1, 0.2, 0.3, 0.4):
+            model.drop.p = p
+            torch.manual_seed(1)
+            assert model(rows(50)).isfinite().all() and not report.captured.failures
+        assert all({site.rule for site in sites} == {"add_norm"} for sites in report.captured.graphs)
 
 
 def test_threads_may_call_it_at_once():

@@ -8,6 +8,7 @@ behind it are in; `optimize.rules` say what is replaced, and `optimize.probe` pr
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from tilewright.runtime.log import log
 _CACHED = ("past_key_values", "cache_params", "past_key_value")  # of a model that generates: as it was
 _CAPTURES = 64  # of one model: by shapes, dtypes, options, with gradients and without
 _ATTEMPTS = 8  # at a call that raised
+_numbers = itertools.count(1)
 _said: set[str] = set()  # the models that an outer torch.compile was reported of
 _OUTER = (
     "torch.compile was put around a model that tilewright.optimize had changed: it captures the model as it was, and "
@@ -124,7 +126,7 @@ class Call:
 
     def __init__(self, model: nn.Module, backend: Backend, dynamic: bool | None) -> None:
         self.original, self.kind = model._call_impl, type(model).__name__
-        self.name = f"{self.kind}_{id(self):x}"
+        self.name = f"{self.kind}_{next(_numbers)}"  # never one of before: Dynamo remembers sizes and floats by it
         self.backend, self.dynamic = backend, dynamic
         self.settings = _settings(backend.mode)
         self.attempts = 0

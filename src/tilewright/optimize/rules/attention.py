@@ -33,8 +33,10 @@ def _find(view: View) -> Iterator[Candidate | Declined]:
             yield Declined(node, f"the kernel takes bfloat16 and heads of {HEAD}, as many of keys as of queries")
         elif not isinstance(q.shape[2], int) or q.shape[2] % BLOCK:
             yield Declined(node, f"the kernel takes sequences of a multiple of {BLOCK}")
-        elif scale is not None and not math.isclose(scale, HEAD**-0.5, rel_tol=1e-9):
-            yield Declined(node, f"its scale is {scale:g}")
+        elif scale is not None and not (
+            isinstance(scale, (int, float)) and math.isclose(scale, HEAD**-0.5, rel_tol=1e-9)
+        ):
+            yield Declined(node, f"its scale is {scale}")
         else:
             inputs = tuple(given[name] for name in _NAMES[:3])
             yield Candidate(node, (node,), (Choice(attend, inputs, {}, f"causal, heads of {HEAD}"),))
