@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Callable[[_Model, Tensor], Tensor], str]] = {
     "a gate without a gradient": (_gate_without_gradient, ""),
     "a head without a gradient": (_head_without_gradient, "cross_entropy"),
     "a clamp beyond what is tried": (lambda m, x: _rms(x) * (m.w + 9).clamp(-5, 5), ""),
-    "a cast to 8 bits": (lambda m, x: _rms(x).to(torch.float8_e4m3fn).to(x.dtype) * m.w, "norm"),
+    "a cast to 8 bits": (lambda m, x: _rms(x).to(torch.float8_e4m3fn).to(x.dtype) * m.w, ""),
     "two branches with dropout in one": (_two_drops, "add_norm"),
     "quick gelu": (lambda m, x: x * torch.sigmoid(1.702 * x), ""),
     "gelu by tanh": (lambda m, x: F.gelu(x, approximate="tanh"), "gelu"),

@@ -36,16 +36,18 @@ def keep_what_gains(
             steps.add(rule.name, [each for each in rules if each is not rule])
         steps.measure()
         kept, gains = steps.judge(found)
-        report = steps.reports["all"] if len(kept) == len(found) else None
+        report = whole if len(kept) == len(found) else steps.add("kept", kept)
+        if report is whole:
+            steps.activate("all")
+        else:
+            steps.measure("kept")
+        report.before, report.gains = steps.summary("none"), gains
+        report.after = steps.summary("all" if report is whole else "kept")
+    except BaseException:
+        model._compiled_call_impl = None
+        raise
     finally:
-        steps.close(keep_gradients=False)
-    if report is None:
-        report = install(kept)
-        steps.step(report)
-    else:
-        steps.activate("all")
-    report.before, report.gains = steps.summary("none"), gains
-    report.after = steps.summary("all") if len(kept) == len(found) else steps.measured(report)
+        steps.restore()
     if not kept:
         report.undo()
         report.after = report.before
@@ -85,22 +87,12 @@ class _Steps:
     def activate(self, name: str) -> None:
         self.model._compiled_call_impl = self.calls[name]
 
-    def step(self, report: Report) -> None:
-        self._step()
-
-    def measure(self) -> None:
-        for order in turns(self.calls, _ROUNDS):
+    def measure(self, *names: str) -> None:
+        """Time steps in turns: those of these names, or all."""
+        for order in turns(names or self.calls, _ROUNDS):
             for name in order:
                 self.activate(name)
                 self.times[name].append(self._timed())
-
-    def measured(self, report: Report) -> Step:
-        """The step as it is installed now."""
-        self._step()
-        times = [self._timed() for _ in range(_ROUNDS)]
-        peak = self._peak()
-        self.close(keep_gradients=False)
-        return Step(median(times), _spread(times), peak)
 
     def summary(self, name: str) -> Step:
         return Step(median(self.times[name]), _spread(self.times[name]), self.peaks[name])
@@ -122,9 +114,8 @@ class _Steps:
                 kept.append(rule)
         return kept, gains
 
-    def close(self, keep_gradients: bool) -> None:
-        """Leave the model as it was: gradients, buffers, random numbers, and nobody in the place of its call."""
-        self.model._compiled_call_impl = None
+    def restore(self) -> None:
+        """Leave gradients, buffers and random numbers as they were."""
         for name, parameter in self.model.named_parameters():
             parameter.grad = self.gradients.get(name)
         with torch.no_grad():

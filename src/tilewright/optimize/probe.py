@@ -193,7 +193,7 @@ def _site(found: Region, inputs: Sequence[Node], candidate: Candidate) -> torch.
     def mapped(value: Any) -> Any:
         if isinstance(value, Node):
             return made[value]
-        if isinstance(value, torch.dtype) and value.is_floating_point:
+        if isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize >= 2:
             return torch.float64
         if isinstance(value, (torch.device, torch.memory_format)):
             return torch.device("cpu") if isinstance(value, torch.device) else value
