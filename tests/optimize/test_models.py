@@ -131,6 +131,29 @@ def test_under_autocast_the_loss_is_as_near_to_float64(name: str, monkeypatch: p
         )
 
 
+@pytest.mark.parametrize("how", ["autocast", "checkpointed", "both"])
+def test_rotary_embeddings_are_found_under_autocast_and_in_checkpoints(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    build, plain_loss = zoo.MODELS["Llama"]
+    model = build().train()
+    model.config.use_cache = False
+    if how != "autocast":
+        model.gradient_checkpointing_enable()
+
+    def loss_of(model: torch.nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=how != "checkpointed"):
+            return plain_loss(model)
+
+    _, truth = zoo.oracle(model, plain_loss)
+    plain = _errors(zoo.step(model, loss_of)[1], truth)
+    with optimized(model) as report:
+        found = _errors(zoo.step(model, loss_of)[1], truth)
+    assert count(report.sites)["rope"] == zoo.LAYERS, f"{report}"
+    assert all(error <= 1.5 * plain[name] + (1e-6 if how == "checkpointed" else 0.01) for name, error in found.items())
+
+
 def test_a_graph_that_no_rule_can_read_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise IndexError("a bug in a rule")

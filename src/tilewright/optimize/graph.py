@@ -263,3 +263,21 @@ def bodies(module: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
     for child in module.children():
         if isinstance(child, torch.fx.GraphModule):
             yield from bodies(child)
+
+
+def sources(module: torch.fx.GraphModule) -> dict[Node, Node]:
+    """What the inputs of the bodies inside of a graph are outside: by placeholder, the node that is given for it."""
+    found, ambiguous = dict[Node, Node](), set[Node]()
+    for graph in bodies(module):
+        for node in graph.graph.nodes:
+            body = node.args[0] if calls(node, torch.ops.higher_order.tag_activation_checkpoint) else None
+            inner = getattr(graph, str(body.target), None) if isinstance(body, Node) else None
+            if not isinstance(inner, torch.fx.GraphModule):
+                continue
+            names = [each for each in inner.graph.nodes if each.op == "placeholder"]
+            for name, given in zip(names, node.args[1:], strict=False):
+                if name in found or not isinstance(given, Node):
+                    ambiguous.add(name)
+                elif len(names) == len(node.args) - 1:
+                    found[name] = given
+    return {name: given for name, given in found.items() if name not in ambiguous}

@@ -61,13 +61,13 @@ def rewrite(module: GraphModule, rules: Iterable[Rule], device: str, start: g.St
     """Replace every site of every rule that proves right, in a graph and in the bodies inside of it."""
     start = start or g.current_state(device)
     done = Rewritten(module)
-    rules = list(rules)
+    rules, sources = list(rules), g.sources(module)
     for body in g.bodies(module):
-        is_root = body is module
         for rule in rules:
             orphans = list[Node]()
             try:
-                _apply(rule, body, start, device, done, is_root, orphans)
+                view = View(body.graph, g.states(body.graph, start, device), start.gradients, sources)
+                _apply(rule, view, body, done, orphans)
             except Exception as error:  # what the rule has replaced so far is whole
                 done.failures.append(f"{rule.name}: {type(error).__name__}: {error}")
             _drop(body, orphans)
@@ -84,11 +84,9 @@ def _drop(body: GraphModule, nodes: Iterable[Node]) -> None:
             body.graph.erase_node(node)
 
 
-def _apply(
-    rule: Rule, body: GraphModule, start: g.State, device: str, done: Rewritten, is_root: bool, orphans: list[Node]
-) -> None:
-    state = g.states(body.graph, start, device)
-    view = View(body.graph, state, start.gradients)
+def _apply(rule: Rule, view: View, body: GraphModule, done: Rewritten, orphans: list[Node]) -> None:
+    """Replace the sites of one rule in one graph; what they were made of is added to `orphans`."""
+    state = dict(view.state)
     replaced = set[Node]()
     for found in rule.find(view):
         where = g.module_of(found.anchor)
@@ -97,7 +95,7 @@ def _apply(
             continue
         if replaced & set(found.outputs):
             continue
-        if found.deferred and not is_root:
+        if found.deferred and body is not done.module:
             done.sites.append(Site(rule.name, where, "", "its logits are wanted outside of a checkpointed region"))
             continue
         why, chosen = _choose(found, state)

@@ -60,6 +60,7 @@ class View:
     graph: Graph
     state: Mapping[Node, State]
     has_gradients: bool
+    sources: Mapping[Node, Node] = field(default_factory=dict)  # of the inputs of a body: what they are outside
 
 
 Find = Callable[[View], Iterator[Candidate | Declined]]

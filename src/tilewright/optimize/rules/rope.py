@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +43,13 @@ class _Rotated:
 def _find(view: View) -> Iterator[Candidate | Declined]:
     sites = list(_sites(view))
     for first, second in itertools.pairwise([*sites, None]):
-        if first is None:
+        if first is None or not first.out.users:  # it is replaced, as the second of a pair
             continue
         pair = second is not None and set(first.tables) == set(second.tables) and first.x is not second.x
         if pair and second is not None:
-            yield from _candidate(first, second)
-        yield from _candidate(first, None)
+            yield from _candidate(view, first, second)
+        if first.out.users:
+            yield from _candidate(view, first, None)
 
 
 def _sites(view: View) -> Iterator[_Rotated]:
@@ -107,14 +108,14 @@ def _tables(x: Node, out: Node) -> tuple[Node, Node] | None:
     return tuple(found) if len(found) == 2 else None  # type: ignore[return-value]
 
 
-def _candidate(first: _Rotated, second: _Rotated | None) -> Iterator[Candidate | Declined]:
+def _candidate(view: View, first: _Rotated, second: _Rotated | None) -> Iterator[Candidate | Declined]:
     xs, outs = [first.x], [first.out]
     if second is not None:
         xs, outs = [*xs, second.x], [*outs, second.out]
     own, table = g.tensor_of(first.x), g.tensor_of(first.tables[0])
     assert own is not None and table is not None
     width, rows = own.shape[-1], _layout(table)
-    if any(g.tensor_of(each).dtype != own.dtype for each in (*xs, *outs)):  # type: ignore[union-attr]
+    if any(not _is_of(each, own.dtype, view) for each in (*xs, *outs)):
         if second is None:
             yield Declined(first.anchor, f"its result is not of the dtype of what it rotates, {own.dtype}")
         return
@@ -128,7 +129,7 @@ def _candidate(first: _Rotated, second: _Rotated | None) -> Iterator[Candidate |
             constants=(2, 3),
         )
         for tables in (first.tables, first.tables[::-1])
-        for layout in _layouts(first.tables, width)
+        for layout in _layouts(view, first.tables, width)
     )  # fmt: skip
     if not choices:
         yield Declined(first.anchor, "the halves of its tables cannot be seen to be alike")
@@ -142,6 +143,14 @@ def _candidate(first: _Rotated, second: _Rotated | None) -> Iterator[Candidate |
     yield Candidate(first.anchor, tuple(outs), choices, sample=sample)
 
 
+def _is_of(node: Node, dtype: torch.dtype, view: View) -> bool:
+    """Whether a node has a dtype, or whoever reads it casts it to that, as attention does under autocast."""
+    tensor = g.tensor_of(node)
+    if tensor is None or tensor.dtype == dtype:
+        return tensor is not None
+    return view.state[node].autocast == dtype and g.becomes(node, dtype, dict(view.state))
+
+
 def _layout(table: Tensor) -> int | None:
     """Which dimension of a rotated tensor holds the positions: 2, heads first, or 1; None where that is not clear."""
     shape = (*(1,) * (4 - table.dim()), *table.shape)
@@ -151,9 +160,9 @@ def _layout(table: Tensor) -> int | None:
     return {(True, False): 2, (False, True): 1}.get((is_one[1], is_one[2]))
 
 
-def _layouts(tables: tuple[Node, Node], width: int) -> list[str]:
+def _layouts(view: View, tables: tuple[Node, Node], width: int) -> list[str]:
     """How a head's elements may be paired, given what the tables are made of."""
-    found = {_kind(table) for table in tables}
+    found = {_kind(table, view.sources) for table in tables}
     last = {g.shape_of(table)[-1] for table in tables}  # type: ignore[index]
     if len(last) == 1 and found == {""}:
         return ["halves, tables of one half", "neighbours, tables of one half"] if max(last) * 2 <= width else []
@@ -162,9 +171,10 @@ def _layouts(tables: tuple[Node, Node], width: int) -> list[str]:
     return []
 
 
-def _kind(node: Node) -> str:
+def _kind(node: Node, sources: Mapping[Node, Node]) -> str:
     """How a table repeats itself: its two halves, its neighbours, or not as far as the graph shows."""
-    for _ in range(12):
+    for _ in range(16):
+        node = sources.get(node, node)
         if g.calls(node, torch.cat) or g.calls(node, torch.concat):
             parts = node.args[0]
             same = isinstance(parts, (tuple, list)) and len(parts) == 2 and parts[0] is parts[1]
