@@ -81,7 +81,7 @@ def test_under_autocast_a_float32_bias_meets_bfloat16_activations():
         (GEGLU("tanh"), GATES["geglu_tanh"]),
         (GEGLU("none"), F.gelu),
     ],
-    ids=str,
+    ids=["swiglu", "geglu", "geglu tanh", "geglu erf"],
 )
 def test_a_gated_activation_takes_two_tensors_or_a_packed_one(module, gated):
     gate, up, upstream = (torch.randn(3, 24, device=DEVICE) for _ in range(3))

@@ -110,6 +110,9 @@ def test_a_batch_measures_each_rule_and_leaves_nothing_behind() -> None:
     assert all(each.grad is None for each in model.parameters())
     assert {gain.rule for gain in report.gains} == {"norm", "linear_cross_entropy"}
     assert report.before is not None and report.after is not None and report.before.seconds > 0
+    assert {each.rule for each in report.site_times} == {"norm", "linear_cross_entropy"}
+    assert all(each.before > 0 and each.after > 0 and each.count == 1 for each in report.site_times)
+    assert "one site, forward and backward" in str(report)
     kept = {gain.rule for gain in report.gains if gain.kept}
     assert set(report.rules) >= kept
     model(X, TARGETS)["loss"].backward()

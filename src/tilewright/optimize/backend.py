@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from tilewright.optimize.deferred import DeferredTensor
 from tilewright.optimize.graph import State, bodies, calls, current_state
-from tilewright.optimize.rewrite import Deferral, Rewritten, Site, rewrite
+from tilewright.optimize.rewrite import Deferral, Kind, Rewritten, Site, rewrite
 from tilewright.optimize.rule import Rule
 from tilewright.optimize.rules import chosen
 from tilewright.runtime.log import log
@@ -30,6 +30,7 @@ class Captured:
 
     graphs: list[list[Site]] = dataclasses.field(default_factory=list)
     failures: list[str] = dataclasses.field(default_factory=list)
+    kinds: dict[Site, Kind] = dataclasses.field(default_factory=dict)
 
     @property
     def sites(self) -> list[Site]:
@@ -71,6 +72,7 @@ class Backend:
         with self.lock:
             self.captured.graphs.append(done.sites)
             self.captured.failures.extend(done.failures)
+            self.captured.kinds.update(done.kinds)
         run = _inner(done.module, inputs, self.mode)
         return _with_deferred(run, done) if done.deferrals else run
 
@@ -130,7 +132,7 @@ def _deferred(deferral: Deferral, outputs: Sequence[Any]) -> DeferredTensor:
 
     def make(*given: Tensor) -> Tensor:
         with torch.autocast(given[0].device.type, deferral.autocast, enabled=deferral.autocast is not None):
-            return deferral.make(*given)  # type: ignore[no-any-return]
+            return deferral.make(*given)[0]  # type: ignore[no-any-return]
 
     return DeferredTensor.of(make, inputs, shape, deferral.dtype)
 

@@ -18,6 +18,7 @@ from tilewright.errors import UserError
 from tilewright.measure.clock import turns
 from tilewright.optimize.report import Gain, Report, Step
 from tilewright.optimize.rule import Rule
+from tilewright.optimize.site_time import time_sites
 
 _ROUNDS = 8
 _WORTH = 0.01  # of peak memory
@@ -42,6 +43,7 @@ def keep_what_gains(
         else:
             steps.measure("kept")
         report.before, report.gains = steps.summary("none"), gains
+        report.site_times = time_sites(whole.captured, steps.device)
         report.after = steps.summary("all" if report is whole else "kept")
     except BaseException:
         model._compiled_call_impl = None

@@ -41,8 +41,10 @@ class SiteTime:
     rule: str
     detail: str
     count: int
-    before: float
+    before: float  # seconds
     after: float
+    peak_before: int | None = None  # bytes beyond the inputs
+    peak_after: int | None = None
 
 
 @dataclass
@@ -150,7 +152,11 @@ def _gain(gain: Gain) -> str:
 
 
 def _time(each: SiteTime) -> str:
-    return f"{each.count} x {each.rule}, {each.detail}: {each.before * 1e6:,.0f} -> {each.after * 1e6:,.0f} us"
+    memory = ""
+    if each.peak_before is not None and each.peak_after is not None:
+        memory = f", {each.peak_before / 1e6:,.0f} -> {each.peak_after / 1e6:,.0f} MB"
+    time = f"{each.before * 1e6:,.0f} -> {each.after * 1e6:,.0f} us"
+    return f"{each.count} x {each.rule}, {each.detail}: {time}{memory}"
 
 
 def _grouped(sites: Sequence[Site]) -> list[tuple[int, str, str, str]]:

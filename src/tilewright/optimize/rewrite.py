@@ -7,8 +7,9 @@ that somebody still reads stays. So a hook, an adapter or an auxiliary loss that
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx
@@ -46,6 +47,26 @@ class Deferral:
     autocast: torch.dtype | None  # that it is made under
 
 
+@dataclass(frozen=True)
+class Kind:
+    """One kind of site: what it was and what it is, to be timed by themselves."""
+
+    before: GraphModule
+    target: Callable[..., Any]
+    options: Mapping[str, Any]
+    inputs: tuple[Input | None, ...]  # of the call; the site takes those that are there
+    autocast: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that a site takes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_gradient: bool
+
+
 @dataclass
 class Rewritten:
     """A graph after the rules."""
@@ -55,6 +76,7 @@ class Rewritten:
     deferrals: list[Deferral] = field(default_factory=list)
     outputs: int = 0  # how many of its outputs the caller knows
     failures: list[str] = field(default_factory=list)  # of rules that raised
+    kinds: dict[Site, Kind] = field(default_factory=dict)  # the first of each kind, its place left out
 
 
 def rewrite(module: GraphModule, rules: Iterable[Rule], device: str, start: g.State | None = None) -> Rewritten:
@@ -111,9 +133,37 @@ def _apply(rule: Rule, view: View, body: GraphModule, done: Rewritten, orphans: 
         given = [each for each in chosen.inputs if each is not None]
         for outputs in (found.outputs, *((node,) for node in found.deferred)):
             orphans += _nodes(outputs, given)
+        name = Site(rule.name, "", chosen.detail)
+        if name not in done.kinds and (kind := _kind(found, chosen, state)) is not None:
+            done.kinds[name] = kind
         _replace(body, found, chosen, state)
         replaced |= set(found.outputs)
         done.sites.append(Site(rule.name, where, chosen.detail))
+
+
+def _kind(found: Candidate, choice: Choice, state: dict[Node, g.State]) -> Kind | None:
+    """The site and its call by themselves; None where their sizes are known at run time only."""
+    tensors = [g.tensor_of(each) for each in choice.inputs]
+    if any(not isinstance(size, int) for each in tensors if each is not None for size in each.shape):
+        return None
+    inputs = tuple(
+        None if each is None else Input(tuple(each.shape), each.dtype, each.requires_grad or each.grad_fn is not None)
+        for each in tensors
+    )
+    given = [each for each in choice.inputs if each is not None]
+    before = take_out(_nodes(found.outputs, given), given, found.outputs)
+    return Kind(before, choice.target, choice.options, inputs, state[found.outputs[0]].autocast)
+
+
+def take_out(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
+    """Some nodes of a graph as a module of their own."""
+    graph, made = torch.fx.Graph(), dict[Node, Node]()
+    for number, each in enumerate(inputs):
+        made[each] = graph.placeholder(f"input_{number}")
+    for each in nodes:
+        made[each] = graph.node_copy(each, made.__getitem__)
+    graph.output(tuple(made[each] for each in outputs))
+    return GraphModule(torch.nn.Module(), graph)
 
 
 def _nodes(outputs: Sequence[Node], inputs: Sequence[Node]) -> tuple[Node, ...]:
@@ -227,12 +277,6 @@ def _deferral(
     lead = g.shape_of(inputs[0])
     if lead is None or list(map(str, lead[:-1])) != list(map(str, tensor.shape[:-1])):
         return None
-    small, made = torch.fx.Graph(), dict[Node, Node]()
-    for number, each in enumerate(inputs):
-        made[each] = small.placeholder(f"input_{number}")
-    for each in site.nodes:
-        made[each] = small.node_copy(each, made.__getitem__)
-    small.output(made[node])
     index, places = values.index(node), []
     for each in inputs:
         if each not in values:
@@ -240,8 +284,8 @@ def _deferral(
         places.append(values.index(each))
     values[index] = None
     output.args = (tuple(values),)
-    module, autocast = GraphModule(torch.nn.Module(), small), state[site.nodes[0]].autocast
-    deferral = Deferral(index, module, tuple(places), tensor.dtype, int(tensor.shape[-1]), autocast)
+    make, autocast = take_out(site.nodes, inputs, [node]), state[site.nodes[0]].autocast
+    deferral = Deferral(index, make, tuple(places), tensor.dtype, int(tensor.shape[-1]), autocast)
     done.deferrals.append(deferral)
     return deferral
 
