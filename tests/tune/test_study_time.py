@@ -177,11 +177,14 @@ def test_a_clock_that_is_set_changes_neither_the_budget_nor_what_is_tried(tmp_pa
 def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, preset, batch, tries):
     space = space_of(preset, batch)
     sure, given = [], []
-    for seed in range(2 if tries else 4):
+    for seed in range(4):
         world = World(space, seed, PROOF[preset], CACHED if tries else COMPILING)
         answer = tuned(tmp_path / str(seed), monkeypatch, world, BUDGET, tuple(map(space.parse, tries)))
 
-        assert BUDGET * 0.75 < world.now < BUDGET + 20.0  # what there is is used, and no more
+        # What there is is used, and no more. One of the four that run their peers first ends after 334 s: all that its
+        # best run has is shown, and the search sees nothing else worth a trial.
+        all_shown = bool(tries) and all(lever.tokens_per_second is not None for lever in answer.ablations)
+        assert (world.now > BUDGET * 0.75 or all_shown) and world.now < BUDGET + 20.0
         assert answer.proof.verdict == "same within rounding"
         assert answer.work  # its kernels were seen
         first = answer.reference.tokens_per_second
