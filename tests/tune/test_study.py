@@ -862,6 +862,16 @@ def test_whose_losses_are_compared_with_float32s(tmp_path):
         assert word in float32_losses(space, [given], own, noted)["no_float32"]
 
 
+def test_a_users_model_that_draws_nothing_is_compared_with_its_own_float32_baseline(tmp_path, monkeypatch):
+    space = open_space(read(None, ["global_batch=4", "precision=fp32", "threads=1"]), device="cpu", of_any_model=True)
+    measured = types.SimpleNamespace(losses=[3.0, 2.0])
+    records = [types.SimpleNamespace(purpose="reference", measurement=measured)]
+    assert float32_losses(space, records, "a:b", None, draws=False) == {"float32_losses": [3.0, 2.0]}
+    assert "other random numbers" in float32_losses(space, records, "a:b", None, draws=True)["no_float32"]
+    other = dataclasses.replace(space, start=dataclasses.replace(space.start, precision="bf16"))
+    assert "not in float32" in float32_losses(other, records, "a:b", None, draws=False)["no_float32"]
+
+
 def light_record(space):
     measured = Measurement(10, [0.1] * 5, 0.1, 0.0, [3.0, 2.0], 1)
     return Record(space.origin, "reference", "done", measurement=measured)

@@ -164,11 +164,7 @@ def show(answer: Answer, folder: Path, page: Path | None = None) -> None:
 def _notes(answer: Answer) -> list[str]:
     notes = [answer.about_losses]
     if any(record.measurement and record.measurement.mfu is None for record in answer.records):
-        notes.append(
-            "MFU is n/a: how many FLOPs a step of a model of your own takes is not known."
-            if answer.own_model
-            else "MFU is n/a: the peak of this machine is not known; give it with log.peak_tflops=TFLOPS."
-        )
+        notes.append("MFU is n/a: the peak of this machine is not known; give it with log.peak_tflops=TFLOPS.")
     if answer.phases:
         words = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in answer.phases.items() if seconds >= 0.5)
         notes.append(f"Where the time went: {words or 'less than a second'}.")

@@ -72,7 +72,10 @@ def test_the_table_has_mfu_and_how_far_losses_are_from_float32(capsys, tmp_path,
     ("changes", "sentence"),
     [
         ({}, "MFU is n/a: the peak of this machine is not known; give it with log.peak_tflops=TFLOPS."),
-        ({"own_model": "a:b"}, "MFU is n/a: how many FLOPs a step of a model of your own takes is not known."),
+        (
+            {"own_model": "a:b"},
+            "MFU is n/a: the peak of this machine is not known; give it with log.peak_tflops=TFLOPS.",
+        ),
         ({"no_float32": "it ran out of memory."}, "Loss diff is n/a: it ran out of memory. "),
         ({}, "Loss diff is n/a: the proof, which trains the standard model in float32, did not run. "),
     ],

@@ -59,13 +59,16 @@ def float32_losses(
     """
     if own_model and draws is None:
         return {"no_float32": "whether a model of your own draws random numbers is not known"}
-    if own_model and (draws or space.start != float32(space.start)):
-        why = "your model draws other random numbers in every run" if draws else "the baseline is not in float32"
-        return {"no_float32": why}
+    if own_model and draws:
+        return {"no_float32": "your model draws other random numbers in every run"}
+    if own_model and space.start.precision != "fp32":
+        return {"no_float32": "the baseline is not in float32"}
     if space.start.model.dropout > 0:
         return {"no_float32": "dropout drops something else in every run"}
     reference = next((each.measurement for each in records if each.purpose == "reference" and each.measurement), None)
-    plain = with_values(float32(space.start), {"micro_batch": space.start.micro_batch})
+    names = ("micro_batch", "threads") if own_model else ("micro_batch",)
+    same = {name: value_of(space.start, name) for name in names}
+    plain = with_values(float32(space.start), same)
     if plain == space.start and reference is not None:
         return {"float32_losses": reference.losses}
     return noted if isinstance(noted, dict) else {}
