@@ -107,7 +107,7 @@ FAULTS = {
 EXPECTED = {ROWS: ("done", "", ""), BEST: ("done", "", '{"event": "result"}'), **FAULTS}
 FIXED = (
     "device=auto", "compile=none", "precision=fp32", "cuda_graphs=false", "threads=1", "optimizer.name=adamw",
-    f"global_batch={ROWS}", f"micro_batch={ROWS}",
+    f"global_batch={ROWS}", f"micro_batch={ROWS}", "rules=none",
 )  # fmt: skip
 
 

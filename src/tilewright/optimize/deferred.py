@@ -101,6 +101,9 @@ class DeferredTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _HOOKS:
+            if str(getattr(args[-1], "__module__", "")).startswith("torch."):  # FSDP's, which the loss has as well
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
             raise RuntimeError(
                 "The loss does not go through these logits, which are computed when they are read: a hook on them sees "
                 "nothing of it. Optimize without the rule linear_cross_entropy to hook them."
