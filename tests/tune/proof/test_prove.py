@@ -230,7 +230,9 @@ def stream_lost(monkeypatch):
 
 def norm_of_another_epsilon(monkeypatch):
     init = DropoutAddNorm.__init__
-    monkeypatch.setattr(DropoutAddNorm, "__init__", lambda self, *a, **options: init(self, *a, **options | {"eps": 2e-5}))
+    monkeypatch.setattr(
+        DropoutAddNorm, "__init__", lambda self, *a, **options: init(self, *a, **options | {"eps": 2e-5})
+    )
 
 
 def _activating(monkeypatch, changed):

@@ -251,7 +251,7 @@ def test_the_probe_says_what_the_machine_can_do():
     assert found["host"]["cpu"] and found["device"] == "cpu" and found["machine"]["torch"] == torch.__version__
     own = {"global_batch": 4, "splits": True, "unit": "tokens", "count": 36, "parameters": 1056, "tensors": 3}
     counted = found["own_model"].pop("counted")  # of its first step: a matmul forward, and its two gradients
-    assert counted["matmul"] > 0 and counted["bytes"] > 0 and counted["ops"] > 10 and counted["peak"] > 0
+    assert counted["matmul"] > 0 and counted["bytes"] > 0 and counted["ops"] > 10 and counted["peak"] >= 0
     assert found["own_model"] == own | {"draws": False}
 
 

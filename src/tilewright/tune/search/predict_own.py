@@ -43,7 +43,7 @@ def predict_own(run: Train, baseline: Train, machine: Mapping[str, Any]) -> Pred
     >>> predict_own(fast, given, machine).seconds < predict_own(given, given, machine).seconds
     True
     """
-    own = machine["own_model"]
+    own = machine.get("own_model", {})
     counted = own.get("counted")
     if not counted:
         return None
