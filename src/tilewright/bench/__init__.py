@@ -2,5 +2,5 @@
 
 NAMES = (
     "activation", "attention", "cross_entropy", "dropout_add_norm", "gelu_mlp", "linear_cross_entropy", "loss_curves",
-    "memory", "rope", "shapes", "train",
+    "memory", "models", "rope", "shapes", "train",
 )  # fmt: skip
