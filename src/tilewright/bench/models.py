@@ -144,17 +144,17 @@ class _Training:
         torch.manual_seed(0)
         dtype = torch.bfloat16 if case["weights"] == "bf16" else torch.float32
         with torch.device("cuda"):
-            model = _OwnGPT() if implementation == "models.GPT" else build_model(case)
-        self.model = model.to("cuda", dtype).train()
+            model: Any = _OwnGPT() if implementation == "models.GPT" else build_model(case)
+        self.model: Any = model.to("cuda", dtype).train()
         kind = implementation.split(",")[0]
         if kind == "liger":
             apply_liger(self.model)
         self.report: Any = None
         if kind == OURS:
-            import tilewright
+            from tilewright.optimize import optimize
 
             mode = "default" if implementation.endswith("compile") else "none"
-            self.report = tilewright.optimize(self.model, compile=mode)
+            self.report = optimize(self.model, compile=mode)
         elif implementation.endswith("compile"):
             self.model.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
