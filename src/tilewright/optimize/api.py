@@ -205,7 +205,8 @@ def _settings(mode: str) -> dict[str, Any]:
     name = next((each for each in names if hasattr(config, each)), None)
     if name is not None:
         methods = {getattr(logging.Logger, each, None) for each in ("warning_once", "warning", "info", "debug")}
-        found[name] = {*getattr(config, name), *(methods - {None})}
+        # A frozenset: torch 2.11 sorts a set for its own log, which functions cannot be.
+        found[name] = frozenset({*getattr(config, name), *(methods - {None})})
     return found
 
 

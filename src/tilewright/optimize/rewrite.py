@@ -262,7 +262,7 @@ def _deferral(
     body: GraphModule, found: Candidate, choice: Choice, node: Node, done: Rewritten, state: dict[Node, g.State]
 ) -> Deferral | None:
     """Take a node out of the graph's outputs, and what it is made from into them."""
-    output = next(reversed(body.graph.nodes))
+    output = next(iter(reversed(body.graph.nodes)))
     values = list(output.args[0])  # type: ignore[arg-type]
     if not done.outputs:
         done.outputs = len(values)
