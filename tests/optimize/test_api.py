@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -347,3 +348,24 @@ def test_a_metric_in_inference_mode_spoils_no_gradient() -> None:
             found["logits"].argmax(-1)
         found["logits"].square().mean().backward()
     assert model.head.weight.grad is not None
+
+
+_log = logging.getLogger(__name__)
+
+
+class _Talking(_Head):
+    """Logs between its norm and its head."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.norm(x)
+        _log.warning("between norm and head")
+        return {"logits": self.head(y), "loss": F.cross_entropy(self.head(y).view(-1, 12), X.new_zeros(6).long())}
+
+
+def test_a_message_of_the_model_cuts_no_graph_and_dynamo_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    model = _Talking()
+    report = optimize(model)
+    with caplog.at_level(logging.ERROR):
+        model(X)
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert len(report.captured.graphs) == 1

@@ -194,6 +194,16 @@ def _say_outer(name: str) -> bool:
     return True
 
 
+class _Ignored(set[Any]):
+    """Functions that Dynamo ignores: it asks whether a logger's method is in it, and iterates for all others.
+
+    torch 2.11 also iterates to write its settings into a log, and fails at functions: those methods are left out.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        return (each for each in super().__iter__() if getattr(logging.Logger, each.__name__, None) is not each)
+
+
 def _settings(mode: str) -> dict[str, Any]:
     """Dynamo's settings while a model is called."""
     config = torch._dynamo.config
@@ -205,8 +215,7 @@ def _settings(mode: str) -> dict[str, Any]:
     name = next((each for each in names if hasattr(config, each)), None)
     if name is not None:
         methods = {getattr(logging.Logger, each, None) for each in ("warning_once", "warning", "info", "debug")}
-        # A frozenset: torch 2.11 sorts a set for its own log, which functions cannot be.
-        found[name] = frozenset({*getattr(config, name), *(methods - {None})})
+        found[name] = _Ignored({*getattr(config, name), *(methods - {None})})
     return found
 
 
