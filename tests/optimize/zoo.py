@@ -22,7 +22,7 @@ RECORD = Path(__file__).parents[2] / "results" / "optimize_sites.json"
 _DECODER = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": 0.0,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False,
 }  # fmt: skip
 _ENCODER = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,

@@ -108,7 +108,7 @@ class _OwnGPT(nn.Module):
         self.gpt = GPT(preset("125m", gpt_block="optimized", loss="fused"))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.gpt(input_ids[:, :-1], labels[:, 1:])}
+        return {"loss": self.gpt(input_ids, F.pad(labels[:, 1:], (0, 1), value=-100))}
 
 
 def build_model(case: dict[str, Any]) -> Any:

@@ -197,9 +197,10 @@ def writes_in_place(node: Node) -> bool:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return target is not torch.ops.higher_order.tag_activation_checkpoint
     name = getattr(target, "__name__", "")
-    if name.endswith("_") and not name.startswith("__"):
+    module = str(getattr(target, "__module__", None) or "")
+    if name.endswith("_") and not name.startswith("__") and module != "_operator":  # which has and_, or_, not_
         return True
-    if not str(getattr(target, "__module__", None) or "").startswith(_KNOWN):
+    if not module.startswith(_KNOWN):
         return "tilewright" not in node.meta  # a function of the user's: nobody knows
     return _is_told_to_write(node)
 

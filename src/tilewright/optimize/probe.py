@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.fx
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
@@ -39,7 +40,7 @@ _verdicts: dict[tuple[Any, ...], str] = {}  # by site and choice: a model has th
 def refusal(candidate: Candidate, choice: Choice) -> str:
     """Say why a choice does not compute what the site does; nothing where it does."""
     inputs = [each for each in choice.inputs if each is not None]
-    found = region(candidate.outputs, inputs)
+    found = region(candidate.outputs, [*inputs, *candidate.known])
     if found is None:
         return "the site is too large"
     if found.others:
@@ -54,7 +55,7 @@ def refusal(candidate: Candidate, choice: Choice) -> str:
         targets = tuple(node.target for node in found.nodes)  # themselves: two functions may have one name
         key = (
             targets, str(site.code), choice.target, repr(dict(choice.options)), repr(dict(choice.probe_options)),
-            repr([_description(each) for each in choice.inputs]),
+            repr([_description(each) for each in choice.inputs]), repr([each.tolist() for each in candidate.known.values()]),
         )  # fmt: skip
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         return f"it could not be taken out of the graph: {_short(error)}"
@@ -75,12 +76,15 @@ def _dropped(found: Region) -> list[float]:
             given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
             if given.get("training", given.get("train", True)) and given.get("p", 0.5) != 0.0:
                 probabilities.append(given.get("p", 0.5))
+        elif calls(node, F.scaled_dot_product_attention):
+            p = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+            probabilities += [p] if p else []
     return probabilities
 
 
 def _drops(choice: Choice) -> list[float]:
     """The probabilities that a choice drops by: of each branch, where it has a second."""
-    p = choice.options.get("p", 0.0)
+    p = choice.options.get("p", choice.options.get("dropout_p", 0.0))
     return [p] * (0 if p == 0.0 else choice.options.get("branches", 1))
 
 
@@ -172,23 +176,30 @@ def _inputs(candidate: Candidate, choice: Choice, generator: torch.Generator) ->
             continue
         if not tensor.is_floating_point():
             raise TypeError(f"{node} holds {tensor.dtype}")
-        shape = [_small(size, sizes, last=place == tensor.dim() - 1) for place, size in enumerate(tensor.shape)]
+        shape = [
+            _small(size, sizes, candidate, last=place == tensor.dim() - 1) for place, size in enumerate(tensor.shape)
+        ]
         found.append(torch.randn(shape, generator=generator, dtype=torch.float64))
     return found
 
 
-def _small(size: Any, sizes: dict[str, int], last: bool) -> int:
+def _small(size: Any, sizes: dict[str, int], candidate: Candidate, last: bool) -> int:
     """A small size that stands for a size, the same wherever it comes again; the last one is itself."""
-    if last or size == 1:
+    if last or size == 1 or size in candidate.exact:
         return int(size)
+    if size in candidate.literals:
+        return candidate.literals[size]
     return sizes.setdefault(str(size), _ROWS[len(sizes) % len(_ROWS)])
 
 
 def _site(found: Region, inputs: Sequence[Node], candidate: Candidate) -> torch.fx.GraphModule:
     """The site as a module of its own: in float64, without casts and dropout, on the CPU."""
-    graph, made = torch.fx.Graph(), dict[Node, Any]()
+    graph, made, root = torch.fx.Graph(), dict[Node, Any](), torch.nn.Module()
     for number, node in enumerate(inputs):
         made[node] = graph.placeholder(f"input_{number}")
+    for number, (node, value) in enumerate(candidate.known.items()):
+        root.register_buffer(f"known_{number}", value)
+        made[node] = graph.get_attr(f"known_{number}")
 
     def mapped(value: Any) -> Any:
         if isinstance(value, Node):
@@ -208,9 +219,18 @@ def _site(found: Region, inputs: Sequence[Node], candidate: Candidate) -> torch.
             continue
         arguments = torch.fx.node.map_aggregate(node.args, mapped)
         options = torch.fx.node.map_aggregate(node.kwargs, mapped)
+        if calls(node, F.scaled_dot_product_attention):
+            arguments, options = _without_dropout(arguments, options)
         made[node] = graph.create_node(node.op, node.target, arguments, options, f"node_{number}")
     graph.output(tuple(made[node] for node in candidate.outputs))
-    return torch.fx.GraphModule(torch.nn.Module(), graph)
+    return torch.fx.GraphModule(root, graph)
+
+
+def _without_dropout(arguments: Any, options: Any) -> tuple[Any, Any]:
+    """The arguments of attention, which drops out nothing: its fifth is the probability."""
+    if len(arguments) > 4:
+        return (*arguments[:4], 0.0, *arguments[5:]), options
+    return arguments, {**options, "dropout_p": 0.0}
 
 
 def _keeps_kind(node: Node) -> bool:

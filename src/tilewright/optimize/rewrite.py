@@ -130,9 +130,11 @@ def _apply(rule: Rule, view: View, body: GraphModule, done: Rewritten, orphans: 
         if None in deferrals:
             done.sites.append(Site(rule.name, where, chosen.detail, "its logits are no plain output of the model"))
             continue
-        given = [each for each in chosen.inputs if each is not None]
+        given = [*(each for each in chosen.inputs if each is not None), *found.known]
         for outputs in (found.outputs, *((node,) for node in found.deferred)):
             orphans += _nodes(outputs, given)
+        for node in found.known:
+            orphans += _nodes((node,), ())
         name = Site(rule.name, "", chosen.detail)
         if name not in done.kinds and (kind := _kind(found, chosen, state)) is not None:
             done.kinds[name] = kind
@@ -151,7 +153,10 @@ def _kind(found: Candidate, choice: Choice, state: dict[Node, g.State]) -> Kind 
         for each in tensors
     )
     given = [each for each in choice.inputs if each is not None]
-    before = take_out(_nodes(found.outputs, given), given, found.outputs)
+    nodes = _nodes(found.outputs, given)  # with those that compute what the rule knows
+    if not nodes:
+        return None
+    before = take_out(nodes, given, found.outputs)
     return Kind(before, choice.target, choice.options, inputs, state[found.outputs[0]].autocast)
 
 
@@ -197,6 +202,7 @@ def _obstacle(found: Candidate, choice: Choice, state: dict[Node, g.State]) -> s
     learned = (g.tensor_of(choice.inputs[index]) for index in choice.constants)
     if any(each is not None and each.requires_grad for each in learned):
         return "what it takes as constant, a table or a class's weight, has a gradient"
+    inputs += found.known
     site = g.region(found.outputs, inputs)
     if site is None:
         return "the site is too large"

@@ -18,6 +18,7 @@ from tilewright.optimize.rules import (
     glu,
     linear,
     linear_cross_entropy,
+    mask,
     norm,
     rope,
 )  # fmt: skip
@@ -25,7 +26,7 @@ from tilewright.optimize.rules import (
 ALL: dict[str, Rule] = {
     each.RULE.name: each.RULE
     for each in (
-        linear_cross_entropy, cross_entropy, add_norm, norm, glu, gelu, rope, embedding, attention, linear,
+        linear_cross_entropy, cross_entropy, add_norm, norm, glu, gelu, rope, embedding, mask, attention, linear,
     )
 }  # fmt: skip
 

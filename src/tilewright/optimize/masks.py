@@ -1,0 +1,112 @@
+"""What an attention mask of a graph is, where it depends on nothing but sizes: causal, a window, or no mask at all.
+
+A captured graph has its sizes as numbers. A mask that is made of them alone, by `arange` and comparisons, has the same
+value in every call: it is computed here once, on the CPU, and looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch.fx import Node
+
+from tilewright.optimize import graph as g
+
+LARGEST = 2**31  # elements of a mask that is looked at; so many bytes are needed for it
+_NODES = 200
+
+# What masks are made of. All of it is a function of its arguments alone.
+_KNOWN = frozenset({
+    "arange", "ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like",
+    "add", "sub", "mul", "neg", "abs", "floordiv", "diff", "cumsum", "eq", "__eq__", "ne", "le", "lt", "ge", "gt",
+    "and_", "or_", "not_", "invert", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or",
+    "bitwise_not", "__and__", "__or__", "__invert__", "where", "masked_fill", "tril", "triu", "getitem", "view",
+    "reshape", "unsqueeze", "squeeze", "expand", "transpose", "contiguous", "clone", "to", "bool", "float", "type_as",
+    "finfo",
+})  # fmt: skip
+
+
+def evaluate(mask: Node) -> Tensor | str:
+    """The mask's value; or, in a sentence, why it has none before the model is called."""
+    shape = g.shape_of(mask)
+    if shape is None or not all(isinstance(size, int) for size in shape):
+        return "its mask has a size that is known at run time only"
+    if torch.Size(shape).numel() > LARGEST:
+        return f"its mask has more than {LARGEST:,} elements"
+    nodes = _ancestors(mask)
+    if isinstance(nodes, str):
+        return nodes
+    values = dict[Node, Any]()
+
+    def valued(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, str) and value.split(":")[0] in ("cuda", "cpu"):
+            return "cpu"
+        return values[value] if isinstance(value, Node) else value
+
+    with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes(), torch.device("cpu"):
+        for node in nodes:
+            args = torch.fx.node.map_aggregate(node.args, valued)
+            kwargs = torch.fx.node.map_aggregate(node.kwargs, valued)
+            try:
+                if node.op == "call_method":
+                    values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                else:
+                    values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            except Exception as error:
+                return f"its mask could not be computed: {type(error).__name__}"
+    found = values[mask]
+    return found if isinstance(found, Tensor) and tuple(found.shape) == shape else "its mask is no tensor"
+
+
+def _ancestors(mask: Node) -> list[Node] | str:
+    """Everything that a mask is computed from, in order."""
+    found, stack = dict[Node, None](), [mask]
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        if node.op not in ("call_function", "call_method"):
+            return "its mask depends on what the model is called with"
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        if name not in _KNOWN or g.writes_in_place(node):
+            return f"its mask is made by {name}"
+        found[node] = None
+        if len(found) > _NODES:
+            return "its mask takes too many steps"
+        stack += node.all_input_nodes
+    written = [each for each in found if any(g.writes_in_place(user) for user in each.users)]
+    if written:
+        return "its mask is written to in place"
+    order = {node: number for number, node in enumerate(mask.graph.nodes)}
+    return sorted(found, key=order.__getitem__)
+
+
+def kind_of(mask: Tensor) -> str:
+    """What a mask lets see: "none" where everything, "causal" as `is_causal` of PyTorch's, else "".
+
+    >>> kind_of(torch.ones(3, 3).tril().bool()), kind_of(torch.ones(2, 3).bool()), kind_of(torch.eye(3).bool())
+    ('causal', 'none', '')
+    >>> kind_of(torch.full((2, 2), float("-inf")).triu(1))
+    'causal'
+    """
+    if mask.dtype == torch.bool:
+        seen = mask
+    elif mask.is_floating_point():
+        hidden = mask <= torch.finfo(mask.dtype).min
+        if not torch.equal(mask.masked_fill(hidden, 0.0), torch.zeros_like(mask)):
+            return ""
+        seen = ~hidden
+    else:
+        return ""
+    while seen.dim() > 2:  # a batch or a head of which the others are copies
+        if not torch.equal(seen, seen[:1].expand_as(seen)):
+            return ""
+        seen = seen[0]
+    if bool(seen.all()):
+        return "none"
+    return "causal" if torch.equal(seen, torch.ones_like(seen).tril()) else ""

@@ -1,0 +1,171 @@
+"""Attention masks that a model makes of positions: causal ones become `is_causal`, all others stay what they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilewright.optimize import optimized
+from tilewright.optimize.report import Report
+from tilewright.runtime import dispatch
+
+BATCH, SEQUENCE, WIDTH, HEADS = 2, 9, 24, 4
+Mask = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    torch._dynamo.reset()
+
+
+class _Attention(nn.Module):
+    """Two layers that share one mask; fewer heads of keys than of queries are repeated as Hugging Face does."""
+
+    def __init__(self, mask: Mask, key_heads: int = HEADS, keys: int = SEQUENCE, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mask, self.key_heads, self.keys, self.dropout = mask, key_heads, keys, dropout
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kv = nn.Linear(WIDTH, 2 * key_heads * WIDTH // HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.mask(x)
+        for _ in range(2):
+            q = self.q(x).view(BATCH, SEQUENCE, HEADS, -1).transpose(1, 2)
+            k, v = self.kv(x[:, : self.keys]).view(BATCH, self.keys, 2, self.key_heads, -1).permute(2, 0, 3, 1, 4)
+            k, v = (self._repeated(each) for each in (k, v))
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout)
+            x = x + self.out(y.transpose(1, 2).reshape(BATCH, SEQUENCE, WIDTH))
+        return x
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        if self.key_heads == HEADS:
+            return x
+        batch, heads, keys, width = x.shape
+        return x[:, :, None].expand(batch, heads, HEADS // heads, keys, width).reshape(batch, HEADS, keys, width)
+
+
+def _distance() -> Tensor:
+    return torch.arange(SEQUENCE)[:, None] - torch.arange(SEQUENCE)[None, :]
+
+
+def _float(mask: Tensor, hidden: float = -torch.inf) -> Tensor:
+    return torch.zeros(SEQUENCE, SEQUENCE).masked_fill(~mask, hidden)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """As transformers tells packed sequences apart, of which this is one."""
+    positions = torch.arange(SEQUENCE)[None].expand(BATCH, -1)
+    part = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    return ((_distance() >= 0) & (part[:, :, None] == part[:, None, :]))[:, None].expand(BATCH, 1, SEQUENCE, SEQUENCE)
+
+
+MASKS: dict[str, tuple[Mask, str]] = {
+    "by comparison": (lambda x: _distance() >= 0, "causal"),
+    "by tril": (lambda x: torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()[None, None], "causal"),
+    "of minus infinity": (lambda x: _float(_distance() >= 0), "causal"),
+    "of the smallest number": (lambda x: _float(_distance() >= 0, torch.finfo(torch.float32).min), "causal"),
+    "of one packed sequence": (_packed, "causal"),
+    "of nothing": (lambda x: _distance() > -SEQUENCE, "nothing hidden"),
+    "a wide window": (lambda x: (_distance() >= 0) & (_distance() < SEQUENCE), "causal"),
+    "a window": (lambda x: (_distance() >= 0) & (_distance() < SEQUENCE - 1), ""),
+    "one step into the future": (lambda x: _distance() >= -1, ""),
+    "of a bias": (lambda x: _float(_distance() >= 0) - 0.1 * _distance().abs(), ""),
+    "of minus thousand": (lambda x: _float(_distance() >= 0, -1000.0), ""),
+    "of two sequences": (lambda x: (_distance() >= 0) & (_distance() <= torch.arange(SEQUENCE)[:, None] % 5), ""),
+    "of what comes in": (lambda x: (_distance() >= 0) & (x[:, None, None, :, 0] < 9), ""),
+    "at random": (lambda x: (_distance() >= 0) | (torch.rand(SEQUENCE, SEQUENCE) < 0.0), ""),
+}
+
+
+def _grads(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.detach().clone().requires_grad_()
+    out = model(x)
+    model.zero_grad()
+    (out * torch.linspace(-1, 1, out.numel()).to(out).view(out.shape)).sum().backward()
+    return [out.detach(), *(each.grad.clone() for each in (x, *model.parameters()))]
+
+
+def _details(report: Report) -> set[str]:
+    return {site.detail for site in report.changed if site.rule == "mask"}
+
+
+@pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("name", MASKS)
+def test_only_a_mask_that_is_causal_in_every_call_becomes_is_causal(name: str, key_heads: int) -> None:
+    mask, kind = MASKS[name]
+    model, x = _Attention(mask, key_heads), torch.randn(BATCH, SEQUENCE, WIDTH)
+    truth = _grads(model, x)
+    double = _grads(copy.deepcopy(model).double(), x.double()) if name != "of what comes in" else truth
+    with optimized(model, rules=["mask"]) as report:
+        found = _grads(model, x)
+    groups = "" if key_heads == HEADS else f", {HEADS // key_heads} queries a key"
+    assert _details(report) == ({kind + groups} if kind else set()), f"{report}"
+    for ours, theirs, true in zip(found, truth, double, strict=True):
+        assert (ours - true).norm() <= 2 * (theirs - true).norm() + 1e-6 * true.norm()
+
+
+def test_nobody_computes_a_mask_that_nobody_reads() -> None:
+    def computed(model: nn.Module) -> set[str]:
+        with torch.profiler.profile() as profile:
+            model(x)
+        return {each.key for each in profile.key_averages()} & {"aten::cumsum", "aten::arange"}
+
+    model, x = _Attention(MASKS["of one packed sequence"][0]), torch.randn(BATCH, SEQUENCE, WIDTH)
+    assert computed(model) == {"aten::cumsum", "aten::arange"}
+    with optimized(model, rules=["mask"]):
+        model(x)
+        assert not computed(model)
+
+
+def test_fewer_keys_than_queries_are_hidden_as_is_causal_does() -> None:
+    for keys, change in ((5, True), (SEQUENCE, True)):
+        torch._dynamo.reset()
+        model = _Attention(lambda x, keys=keys: _distance()[:, :keys] >= 0, keys=keys)
+        x = torch.randn(BATCH, SEQUENCE, WIDTH)
+        truth = _grads(model, x)
+        with optimized(model, rules=["mask"]) as report:
+            found = _grads(model, x)
+        assert bool(_details(report)) == change
+        assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, truth, strict=True))
+
+
+def test_dropout_of_the_weights_is_still_there() -> None:
+    model, x = _Attention(MASKS["by comparison"][0], dropout=0.5), torch.randn(BATCH, SEQUENCE, WIDTH)
+    with optimized(model, rules=["mask"]) as report:
+        one, other = model(x), model(x)
+    assert _details(report) == {"causal"} and not torch.equal(one, other)
+
+
+def test_a_mask_that_somebody_else_reads_stays() -> None:
+    class _Reader(_Attention):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x), self.mask(x).sum()
+
+    model, x = _Reader(MASKS["by comparison"][0]), torch.randn(BATCH, SEQUENCE, WIDTH)
+    with optimized(model, rules=["mask"]) as report:
+        _, total = model(x)
+    assert _details(report) == {"causal"} and int(total) == SEQUENCE * (SEQUENCE + 1) // 2
+
+
+def test_a_length_that_changes_leaves_the_mask_alone() -> None:
+    """What a mask is at one length says nothing of another: a window of 8 is causal up to 8."""
+
+    class _Any(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])[None, :]
+            q = x[:, None]
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=(distance >= 0) & (distance < 8))
+
+    model, plain = _Any(), _Any()
+    with optimized(model, rules=["mask"], dynamic=True) as report:
+        for length in (5, 8, 12, 20):
+            x = torch.randn(2, length, 8)
+            assert torch.allclose(model(x), plain(x), atol=1e-6)
+    assert not _details(report)
