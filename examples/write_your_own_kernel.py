@@ -80,15 +80,15 @@ def _load_gates(gates, index, inside, STATE: tl.constexpr, COMPUTE: tl.constexpr
     return input_gate, output_gate, tl.load(first + 2 * STATE, inside, 0).to(COMPUTE)
 
 
-@triton.jit(do_not_specialize=["elements"])
+@triton.jit(do_not_specialize=["batch"])
 def tilewright_lltm_forward(
-    gates, old_cell, new_h, new_cell, elements: tl.int64, STATE: tl.constexpr, BLOCK: tl.constexpr,
+    gates, old_cell, new_h, new_cell, batch: tl.int64, STATE: tl.constexpr, BLOCK: tl.constexpr,
     DOUBLE: tl.constexpr,
 ):  # fmt: skip
     """Read 4 numbers an element and write 2."""
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < elements
+    inside = index < batch * STATE  # a multiple of STATE, which lets the compiler load 16 bytes at once
     input_gate, output_gate, raw = _load_gates(gates, index, inside, STATE, COMPUTE)
     candidate = tl.where(raw > 0, raw, tl.exp(tl.minimum(raw, 0)) - 1)
     # Rounded as it is stored: backward reads the stored one, and so differentiates what forward computed.
@@ -97,15 +97,15 @@ def tilewright_lltm_forward(
     tl.store(new_h + index, (_tanh(cell.to(COMPUTE)) * output_gate).to(new_h.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["elements"])
+@triton.jit(do_not_specialize=["batch"])
 def tilewright_lltm_backward(
-    grad_h, grad_cell, gates, new_cell, grad_gates, grad_old_cell, elements: tl.int64, STATE: tl.constexpr,
+    grad_h, grad_cell, gates, new_cell, grad_gates, grad_old_cell, batch: tl.int64, STATE: tl.constexpr,
     BLOCK: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
     """Read 6 numbers an element and write 4; computing sigmoid, ELU and tanh again costs no memory traffic."""
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < elements
+    inside = index < batch * STATE
     input_gate, output_gate, raw = _load_gates(gates, index, inside, STATE, COMPUTE)
     slope = tl.exp(tl.minimum(raw, 0))  # of ELU: 1 above 0
     candidate = tl.where(raw > 0, raw, slope - 1)
@@ -129,12 +129,12 @@ def _launch(kernel: Any, device: torch.device, dtypes: tuple[Any, ...], state: i
     return dispatch.Launch(kernel, device, (state, BLOCK, dtypes[0] == torch.float64), WARPS)
 
 
-def _start(kernel: Any, tensors: list[Tensor], state: int) -> None:
-    elements = tensors[-1].numel()
-    if elements:
+def _start(kernel: Any, tensors: list[Tensor]) -> None:
+    batch, state = tensors[-1].shape
+    if batch * state:
         tensors = dispatch.packed(tensors)  # contiguous: a copy of what is not
         launch = _launch(kernel, tensors[0].device, dispatch.dtypes(tensors), state)
-        launch((triton.cdiv(elements, BLOCK), 1), tensors, (elements,))
+        launch((triton.cdiv(batch * state, BLOCK), 1), tensors, (batch,))
 
 
 class Inputs(NamedTuple):
@@ -155,7 +155,7 @@ class Gradient(NamedTuple):
 
 def _forward(inputs: Inputs) -> Pair:
     new_h, new_cell = _fake_forward(inputs)
-    _start(tilewright_lltm_forward, [*inputs, new_h, new_cell], inputs.old_cell.shape[1])
+    _start(tilewright_lltm_forward, [*inputs, new_h, new_cell])
     return new_h, new_cell
 
 
@@ -167,7 +167,7 @@ def _fake_forward(inputs: Inputs) -> Pair:
 
 def _backward(gradient: Gradient) -> Pair:
     grad_gates, grad_old_cell = _fake_backward(gradient)
-    _start(tilewright_lltm_backward, [*gradient, grad_gates, grad_old_cell], gradient.new_cell.shape[1])
+    _start(tilewright_lltm_backward, [*gradient, grad_gates, grad_old_cell])
     return grad_gates, grad_old_cell
 
 
