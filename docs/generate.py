@@ -136,6 +136,43 @@ def rope(result: dict[str, Any]) -> str:
     return _op(result, f"bf16, {tokens} tokens", ("tilewright-inplace", "eager", "compile", "liger"), name)
 
 
+def lltm(result: dict[str, Any]) -> str:
+    """The guide's cell by both clocks, and its pointwise part beside the limit."""
+    names = ("eager", "compile", "tilewright", "cuda")
+    rows = []
+    for case in (case for case in result["cases"] if case["part"] == "cell"):
+        size = f"{case['dtype']}, {case['batch']} x ({case['features']} + {case['state']})"
+        for step in ("forward", "backward"):
+            cells = case[step]["implementations"]
+            clocks = {
+                "device": {name: cell["median"] for name, cell in cells.items() if "median" in cell},
+                "wall": {name: cell["wall"]["median"] for name, cell in cells.items() if "wall" in cell},
+            }
+            for clock, times in clocks.items():
+                row = [f"{times[n] * 1e6:.1f} µs{_over(times, n)}" if n in times else _failed(cells, n) for n in names]
+                rows.append([size, f"{step}, {clock}", *row])
+            rows.append([size, f"{step}, launches", *(str(cells.get(n, {}).get("launches", "")) for n in names)])
+    header = ["cell: batch x (features + state)", "", "eager", "compile", "Triton", "CUDA"]
+    missing = f" Without the CUDA op: {result['without_cuda']}." if result["without_cuda"] else ""
+    part = {**result, "cases": [case for case in result["cases"] if case["part"] == "pointwise"]}
+    pointwise = _op(
+        part, "pointwise part", ("eager", "compile", "cuda"),
+        lambda case: f"{case['dtype']}, {case['batch']} x {case['state']}",
+    )  # fmt: skip
+    alone = f"The pointwise part alone; time and share of the limit are Triton's.{missing}"
+    return f"{markdown(header, rows)}\n{alone}\n\n{pointwise}"
+
+
+def _failed(cells: dict[str, Any], name: str) -> str:
+    """What stands where there is no figure."""
+    return "failed" if name in cells else ""
+
+
+def _over(times: dict[str, float], name: str) -> str:
+    """Eager's time over this one's."""
+    return f" ({times['eager'] / times[name]:.2f}x)" if "eager" in times and name != "eager" else ""
+
+
 def attention(result: dict[str, Any]) -> str:
     """Every size."""
     return _op(
@@ -384,6 +421,7 @@ TABLES: dict[str, Callable[..., str]] = {
         dropout_add_norm_small,
         gelu_mlp,
         linear_cross_entropy,
+        lltm,
         loss_curves,
         memory,
         rope,
@@ -400,8 +438,11 @@ def render(text: str) -> str:
     """The text with every table made anew."""
 
     def table(match: re.Match[str]) -> str:
-        results = [json.loads((ROOT / path).read_text(encoding="utf-8")) for path in match["paths"].split()]
-        return match["begin"] + TABLES[match["name"]](*results) + match["end"]
+        make, paths = TABLES[match["name"]], [ROOT / path for path in match["paths"].split()]
+        missing = [path for path in paths if not path.exists()]
+        if missing:
+            return f"{match['begin']}Not measured yet: `tilewright bench {missing[0].stem}`.\n{match['end']}"
+        return match["begin"] + make(*(json.loads(path.read_text(encoding="utf-8")) for path in paths)) + match["end"]
 
     rendered, tables = BLOCK.subn(table, text)
     if tables != text.count("<!-- table: "):

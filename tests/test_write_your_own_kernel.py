@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import shutil
 import subprocess
@@ -12,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.autograd.gradcheck import GradcheckError
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from ops.contract import DEVICE, HOPPER, assert_compiles, assert_deterministic, assert_near_truth, layouts
+from ops.contract import DEVICE, assert_compiles, assert_deterministic, assert_near_truth, layouts
+from test_docs import generate
 from tilewright import ops
 from tilewright.bench import lltm
 
@@ -82,8 +84,7 @@ def test_any_layout_is_read_and_reruns_are_bit_equal(name):
 @pytest.mark.parametrize("name", FUSED)
 def test_a_compiler_sees_one_graph(name):
     inputs = example.example_inputs(3, 8, torch.float32)
-    if DEVICE == "cuda" or name == "triton":
-        assert_compiles(example.pointwise_functions()[name], inputs)
+    assert_compiles(example.pointwise_functions()[name], inputs)
 
 
 def test_the_cell_trains_alike_with_either_function():
@@ -140,10 +141,11 @@ def test_the_arithmetic_of_the_cuda_kernels_is_right_on_the_host(tmp_path):
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile the CUDA kernels with")
 def test_nvcc_makes_loads_of_16_bytes_and_spills_nothing(tmp_path):
     source = tmp_path / "kernels.cu"
-    both = (f"template __global__ void tilewright_lltm_cuda_{step}<__nv_bfloat16, 8>" for step in ("forward", "backward"))
-    types = "const __nv_bfloat16*, const __nv_bfloat16*, __nv_bfloat16*, __nv_bfloat16*, long long, int"
-    more = "const __nv_bfloat16*, const __nv_bfloat16*, " + types
-    source.write_text(example.CUDA_HEADERS + example.CUDA_KERNELS + f"{next(both)}({types});\n{next(both)}({more});\n")
+    name, kind = "template __global__ void tilewright_lltm_cuda_", "__nv_bfloat16"
+    arguments = f"const {kind}*, const {kind}*, {kind}*, {kind}*, long long, int"
+    forward = f"{name}forward<{kind}, 8>({arguments});\n"
+    backward = f"{name}backward<{kind}, 8>(const {kind}*, const {kind}*, {arguments});\n"
+    source.write_text(example.CUDA_HEADERS + example.CUDA_KERNELS + forward + backward)
     command = ["nvcc", "-std=c++17", "-arch=sm_90", "-ptx", "-o", str(tmp_path / "kernels.ptx"), str(source)]
     subprocess.run(command, check=True)
     ptx = (tmp_path / "kernels.ptx").read_text()
@@ -163,3 +165,65 @@ def test_the_benchmark_counts_what_the_guide_counts():
     labels = [lltm._label(case) for case in lltm.cases(quick=False)]
     assert len(set(labels)) == len(labels) == 8 and "cell fp32 16 x 32 + 128" in labels
     assert {case["part"] for case in lltm.cases(quick=True)} == {"cell", "pointwise"}
+
+
+class _Count(TorchDispatchMode):
+    """What PyTorch's ops read and write, and how many of them are no views."""
+
+    numbers = launches = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        if not function.is_view and function is not torch.ops.aten.detach.default:
+            tensors = [each for each in tree_leaves((arguments, result)) if isinstance(each, torch.Tensor)]
+            self.numbers += sum(tensor.numel() for tensor in tensors)
+            self.launches += 1
+        return result
+
+
+def test_eager_moves_and_launches_what_the_page_says():
+    gates, old_cell = example.example_inputs(16, 32, torch.float32)
+    with _Count() as forward:
+        outputs = example.pointwise_eager(gates, old_cell)
+    with _Count() as backward:
+        torch.autograd.grad(outputs, (gates, old_cell), [each.detach() for each in outputs])
+    for step, count, ours in (("forward", forward, 6), ("backward", backward, 10)):
+        numbers = count.numbers // old_cell.numel()
+        assert f"| {step}: numbers read and written an element | {numbers} | {ours} | {ours} |" in PAGE
+        assert f"| {step}: launches | {count.launches} | 1 | |" in PAGE
+    cell = example.LLTM(8, 32).to(DEVICE)
+    inputs = [torch.randn(16, width, device=DEVICE).requires_grad_() for width in (8, 32, 32)]
+    with _Count() as forward:
+        outputs = cell(*inputs)
+    with _Count() as backward:
+        torch.autograd.grad(outputs, [*inputs, *cell.parameters()], [each.detach() for each in outputs])
+    said = f"(concatenation, matmul, pointwise) replace {forward.launches}, and 4 backward replace {backward.launches}."
+    assert said in PAGE
+
+
+def test_the_code_on_the_page_is_the_example_s():
+    source = Path(example.__file__).read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 4 and all(block in source for block in blocks)
+
+
+def test_the_table_has_both_clocks_the_launches_and_what_is_missing():
+    def cell(median):
+        return {"median": median, "limit_share": 0.5, "wall": {"median": 2 * median}, "launches": 3}
+
+    step = {"implementations": {"eager": cell(4e-6), "tilewright": cell(2e-6), "compile": {"error": "none"}}}
+    sizes = {"dtype": "bf16", "batch": 2, "features": 3, "state": 4, "forward": step, "backward": step}
+    gpu = {"name": "H200"}
+    table = generate.lltm({
+        "cases": [{"part": "cell", **sizes}, {"part": "pointwise", **sizes}], "without_cuda": "there is no nvcc",
+        "machine": {"gpu": gpu, "torch": "2", "triton": "3", "commit": "c", "date": "2026-01-01T"}, "peers": {},
+        "ceilings": {"copy_bytes_per_second": 1e12, "bf16_flops": 1e15},
+    })  # fmt: skip
+    for row in (
+        "| bf16, 2 x (3 + 4) | forward, device | 4.0 µs | failed | 2.0 µs (2.00x) |  |",
+        "| bf16, 2 x (3 + 4) | backward, wall | 8.0 µs | failed | 4.0 µs (2.00x) |  |",
+        "| bf16, 2 x (3 + 4) | forward, launches | 3 |  | 3 |  |",
+        "Without the CUDA op: there is no nvcc.",
+        "| bf16, 2 x 4 | 2 µs, 50% | 2.00x | failed |  | 2 µs, 50% | 2.00x | failed |  |",
+    ):
+        assert row in table

@@ -1,4 +1,4 @@
-"""The LLTM cell of docs/write_your_own_kernel.md: a Triton and a CUDA kernel against eager PyTorch and torch.compile."""
+"""The cell of docs/write_your_own_kernel.md: a Triton and a CUDA kernel against eager PyTorch and torch.compile."""
 
 from __future__ import annotations
 
