@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH = 800
-_LEFT, _RIGHT, _GAP, _PANEL_HEIGHT = 64.0, 20.0, 28.0, 270.0
+_LEFT, _RIGHT, _GAP, _PANEL_HEIGHT = 64.0, 28.0, 44.0, 270.0
 _CHARACTER = 6.8  # pixels, of 12-pixel text, on the safe side
 # Colours that differ for those who see few of them, on white and on black; markers and dashes differ as well.
 _LIGHT = ("#0072b2", "#d55e00", "#007d5a", "#a8508a", "#8a6d00", "#555555", "#3b8ec4", "#8b2d00")
@@ -91,6 +91,8 @@ def draw(plot: Plot) -> str:
     if (plot.log_x and min(p.x for p in points) <= 0) or (plot.log_y and min(ys) <= 0):
         raise ValueError(f"{plot.title}: a log axis has no room for 0 or less")
     labels = list(dict.fromkeys(line.label for panel in plot.panels for line in panel.lines))
+    if len(labels) > len(_LIGHT):
+        raise ValueError(f"{plot.title}: {len(labels)} labels, and colours for {len(_LIGHT)}; leave some out")
     legend, legend_height = _legend(labels)
     top = 56.0 + legend_height + 24.0
     bottom = top + _PANEL_HEIGHT
@@ -119,13 +121,13 @@ def draw(plot: Plot) -> str:
 def _style(count: int) -> str:
     def colours(page: str, text: str, soft: str, grid: str, series: Sequence[str]) -> str:
         rules = [f".page{{fill:{page}}}text{{fill:{text}}}.note,.tick{{fill:{soft}}}.grid{{stroke:{grid}}}"]
-        rules += [f".c{i}{{stroke:{series[i % 8]};fill:{series[i % 8]}}}" for i in range(count)]
+        rules += [f".c{i}{{stroke:{series[i]};fill:{series[i]}}}" for i in range(count)]
         return "".join(rules)
 
     return (
         "text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:12px}"
-        ".title{font-size:16px;font-weight:600}.note{font-size:11px}.line{fill:none;stroke-width:2}"
-        ".spread{stroke-width:1.2}.grid{stroke-width:1;fill:none}\n"
+        ".title{font-size:16px;font-weight:600}.note{font-size:11px}.line{stroke-width:2}"
+        ".spread{stroke-width:1.2}.line,.spread{fill:none!important}.grid{stroke-width:1;fill:none}\n"
         f"{colours('#ffffff', '#1f2328', '#59636e', '#d8dee4', _LIGHT)}\n"
         f"@media (prefers-color-scheme:dark){{{colours('#0d1117', '#f0f6fc', '#9198a1', '#30363d', _DARK)}}}\n"
     )
@@ -140,7 +142,7 @@ def _legend(labels: Sequence[str]) -> tuple[list[str], float]:
     """Marks and names in rows, and the height of these."""
     parts, x, y = [], _LEFT, 68.0
     for number, label in enumerate(labels):
-        width = 44 + _CHARACTER * len(label)
+        width = 54 + _CHARACTER * len(label)
         if x > _LEFT and x + width > WIDTH - _RIGHT:
             x, y = _LEFT, y + 20
         parts.append(_stroke(f"M{x:.1f} {y - 4:.1f}H{x + 24:.1f}", number))
@@ -213,18 +215,16 @@ def _line(line: Line, number: int, x: _Axis, y: _Axis) -> list[str]:
     for p in points:
         if p.low is not None and p.high is not None:
             low, high = y(p.low), y(p.high)
-            parts.append(
-                f'<path class="spread c{number}" d="M{x(p.x) - 4:.1f} {low:.1f}h8m-4 0V{high:.1f}m-4 0h8" fill="none"/>'
-            )
+            bar = f"M{x(p.x) - 4:.1f} {low:.1f}h8m-4 0V{high:.1f}m-4 0h8"
+            parts.append(f'<path class="spread c{number}" d="{bar}"/>')
         parts.append(_marker(x(p.x), y(p.y), number))
     return parts
 
 
 def _stroke(path: str, number: int) -> str:
     dash = _DASHES[number % len(_DASHES)]
-    return f'<path class="line c{number}" style="fill:none" d="{path}"' + (
-        f' stroke-dasharray="{dash}"/>' if dash else "/>"
-    )
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<path class="line c{number}" d="{path}"{dashes}/>'
 
 
 def _marker(x: float, y: float, number: int) -> str:
@@ -234,4 +234,4 @@ def _marker(x: float, y: float, number: int) -> str:
         f'<path class="c{number}" d="M{x:.1f} {y - 5:.1f}l4.5 8h-9z"/>',
         f'<path class="c{number}" d="M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z"/>',
     )
-    return shapes[number % len(shapes)]
+    return shapes[(number + number // 4) % 4]
