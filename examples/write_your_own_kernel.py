@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from tilewright.bench.protocol import forward_backward
+from tilewright.bench.protocol import configure, forward_backward
 from tilewright.measure.clock import interleaved_graph_time, interleaved_wall_time
 from tilewright.measure.numerics import relative_error, tolerance
 from tilewright.runtime import dispatch, paths, register
@@ -458,7 +458,7 @@ def check(name: str) -> None:
     function = pointwise_functions()[name]
     assert torch.autograd.gradcheck(function, example_inputs(2, 3, torch.float64))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for batch, state in ((0, 4), (1, 1), (5, 127), (9, 128)):
+        for batch, state in ((0, 4), (1, 129), (5, 127), (9, 128)):
             inputs = example_inputs(batch, state, dtype)
             exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
             outputs, truth = function(*inputs), pointwise_eager(*exact)
@@ -505,6 +505,7 @@ def time_cells(batch: int, features: int, state: int, dtype: torch.dtype) -> Non
 
 def main() -> None:
     """Check every function; on a GPU, time every cell."""
+    torch.manual_seed(0)
     for name in pointwise_functions():
         check(name)
         print(f"{name}: gradients, agreement with float64{'' if name == 'eager' else ', registration'}: right")
@@ -513,7 +514,7 @@ def main() -> None:
     if DEVICE == "cpu":
         print("times: skipped, what Triton's interpreter takes says nothing about a GPU")
         return
-    torch._functorch.config.donated_buffer = False  # or compiled code lets backward run once only
+    configure(backward_alone=True)  # or compiled code lets backward run once only
     for size in ((16, 32, 128, torch.float32), (4096, 256, 256, torch.bfloat16), (16384, 512, 512, torch.bfloat16)):
         time_cells(*size)
 

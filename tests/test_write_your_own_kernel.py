@@ -154,6 +154,17 @@ def test_nvcc_makes_loads_of_16_bytes_and_spills_nothing(tmp_path):
     assert ".local" not in ptx
 
 
+def test_the_benchmark_prepares_the_cell_and_its_pointwise_part(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    for part in ("cell", "pointwise"):
+        steps, errors = lltm.prepare({"part": part, "dtype": "fp32", "batch": 2, "features": 3, "state": 4})
+        names = {"tilewright", "eager", "compile"} | ({"cuda"} if "cuda" in example.pointwise_functions() else set())
+        assert not errors and set(steps) == {"forward", "backward"}
+        assert all(set(runs) == names for runs in steps.values())
+        gradients = steps["backward"]["tilewright"]()
+        assert len(gradients) == (5 if part == "cell" else 2) and all(each.isfinite().all() for each in gradients)
+
+
 def test_the_benchmark_counts_what_the_guide_counts():
     sizes = 16384, 512, 1024, 2
     elements = 16384 * 1024
