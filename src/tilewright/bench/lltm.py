@@ -121,7 +121,9 @@ def _add_wall(case: Case) -> None:
             timed = {name: run for name, run in functions[step].items() if "median" in cells[name]}
             for name, timing in interleaved_wall_time(timed).items():
                 cells[name]["wall"] = timing.as_dict()
-                cells[name]["launches"] = count_launches(timed[name])
+                launches = count_launches(timed[name])
+                if launches:  # a profiler that sees no kernels has counted none
+                    cells[name]["launches"] = launches
 
 
 def run(ask: Ask) -> Case:
