@@ -1,7 +1,7 @@
-"""Write the tables in README.md and docs/ from the JSON in results/; with --check, fail where they have drifted.
+"""Write tables and pictures in README.md and docs/ from the JSON in results/; with --check, fail if they have drifted.
 
 A table stands between `<!-- table: NAME results/PATH.json ... -->` and `<!-- end -->`; NAME is a function below, of one
-result or of several.
+result or of several. A picture stands between `<!-- plot: NAME ... -->` and `<!-- end -->`, and is docs/plots/NAME.svg.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tilewright.measure.line_plot import Line, Panel, Plot, Point, draw
 from tilewright.tune.report.answer import Answer
 from tilewright.tune.search.choose import confirmed, latest
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
-    r"(?P<begin><!-- table: (?P<name>\w+) (?P<paths>\S+(?: \S+)*) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+    r"(?P<begin><!-- (?P<kind>table|plot): (?P<name>\w+) (?P<paths>\S+(?: \S+)*) -->\n).*?(?P<end><!-- end -->)",
+    re.DOTALL,
 )
 
 
@@ -134,6 +136,43 @@ def rope(result: dict[str, Any]) -> str:
 
     tokens = result["cases"][0]["batch"] * result["cases"][0]["sequence"]
     return _op(result, f"bf16, {tokens} tokens", ("tilewright-inplace", "eager", "compile", "liger"), name)
+
+
+def lltm(result: dict[str, Any]) -> str:
+    """The guide's cell by both clocks, and its pointwise part beside the limit."""
+    names = ("eager", "compile", "tilewright", "cuda")
+    rows = []
+    for case in (case for case in result["cases"] if case["part"] == "cell"):
+        size = f"{case['dtype']}, {case['batch']} x ({case['features']} + {case['state']})"
+        for step in ("forward", "backward"):
+            cells = case[step]["implementations"]
+            clocks = {
+                "device": {name: cell["median"] for name, cell in cells.items() if "median" in cell},
+                "wall": {name: cell["wall"]["median"] for name, cell in cells.items() if "wall" in cell},
+            }
+            for clock, times in clocks.items():
+                row = [f"{times[n] * 1e6:.1f} µs{_over(times, n)}" if n in times else _failed(cells, n) for n in names]
+                rows.append([size, f"{step}, {clock}", *row])
+            rows.append([size, f"{step}, launches", *(str(cells.get(n, {}).get("launches", "")) for n in names)])
+    header = ["cell: batch x (features + state)", "", "eager", "compile", "Triton", "CUDA"]
+    missing = f" Without the CUDA op: {result['without_cuda']}." if result["without_cuda"] else ""
+    part = {**result, "cases": [case for case in result["cases"] if case["part"] == "pointwise"]}
+    pointwise = _op(
+        part, "pointwise part", ("eager", "compile", "cuda"),
+        lambda case: f"{case['dtype']}, {case['batch']} x {case['state']}",
+    )  # fmt: skip
+    alone = f"The pointwise part alone; time and share of the limit are Triton's.{missing}"
+    return f"{markdown(header, rows)}\n{alone}\n\n{pointwise}"
+
+
+def _failed(cells: dict[str, Any], name: str) -> str:
+    """What stands where there is no figure."""
+    return "failed" if name in cells else ""
+
+
+def _over(times: dict[str, float], name: str) -> str:
+    """Eager's time over this one's."""
+    return f" ({times['eager'] / times[name]:.2f}x)" if "eager" in times and name != "eager" else ""
 
 
 def attention(result: dict[str, Any]) -> str:
@@ -384,6 +423,7 @@ TABLES: dict[str, Callable[..., str]] = {
         dropout_add_norm_small,
         gelu_mlp,
         linear_cross_entropy,
+        lltm,
         loss_curves,
         memory,
         rope,
@@ -396,29 +436,121 @@ TABLES: dict[str, Callable[..., str]] = {
 }
 
 
-def render(text: str) -> str:
-    """The text with every table made anew."""
+def lines(
+    cases: list[dict[str, Any]],
+    x: str,
+    step: str,
+    names: dict[str, str],
+    value: Callable[[dict[str, Any], float], float],
+) -> list[Line]:
+    """A line for each implementation that was measured, `names` being its label: `value(step, seconds)` by case[x]."""
+    found = []
+    for name, label in names.items():
+        points = []
+        for case in cases:
+            cell = case[step]["implementations"].get(name, {})
+            if "median" in cell:
+                middle, *ends = (value(case[step], cell[part]) for part in ("median", "low", "high"))
+                points.append(Point(case[x], middle, min(ends), max(ends)))
+        found += [Line(label, points)] if points else []
+    return found
 
-    def table(match: re.Match[str]) -> str:
-        results = [json.loads((ROOT / path).read_text(encoding="utf-8")) for path in match["paths"].split()]
-        return match["begin"] + TABLES[match["name"]](*results) + match["end"]
 
-    rendered, tables = BLOCK.subn(table, text)
-    if tables != text.count("<!-- table: "):
-        raise ValueError("a table has no `<!-- end -->`, or two begin before one")
+def dropout_add_norm_by_width(result: dict[str, Any]) -> Plot:
+    """Bytes a second by width, where dropout, residual add and LayerNorm are all there."""
+    kind = {"dtype": "bf16", "norm": "layer", "p": 0.1}
+    cases = [case for case in result["cases"] if kind.items() <= case.items() and case["width"] <= 16384]
+    copy = result["ceilings"]["copy_bytes_per_second"] / 1e9
+    ceiling = Line("a copy", [Point(case["width"], copy) for case in cases])
+    names = {"tilewright": "Tilewright", "eager": "PyTorch", "compile": "torch.compile", "liger": "Liger"}
+    panels = [
+        Panel(step, [*lines(cases, "width", step, names, lambda of, seconds: of["bytes"] / seconds / 1e9), ceiling])
+        for step in ("forward", "backward")
+    ]
+    note = f"{cases[0]['rows']:,} rows, bf16, LayerNorm, p = 0.1. Bars: quartiles. {_measured_on(result)}"
+    title = "dropout_add_norm: the fewest possible bytes over the time"
+    return Plot(title, "width", "GB/s", panels, note, log_y=False)
+
+
+def attention_by_length(result: dict[str, Any]) -> Plot:
+    """FLOP/s by sequence length, at 32,768 tokens in all."""
+    tokens, heads = 32768, 16
+    cases = [c for c in result["cases"] if c["batch"] * c["sequence"] == tokens and c["heads"] == heads]
+    names = {"tilewright": "Tilewright", "cudnn": "cuDNN", "flash": "FlashAttention in PyTorch"}
+    panels = [
+        Panel(step, lines(cases, "sequence", step, names, lambda of, seconds: of["flops"] / seconds / 1e12))
+        for step in ("forward", "backward")
+    ]
+    size = f"bf16, {heads} heads of {cases[0]['head_dim']}, {tokens:,} tokens"
+    note = f"{size}. Bars: quartiles. {_measured_on(result)}"
+    return Plot("attention, causal", "sequence length", "TFLOPS", panels, note, log_y=False)
+
+
+def _measured_on(result: dict[str, Any]) -> str:
+    facts = result["machine"]
+    return f"{facts['gpu']['name']}, torch {facts['torch'].split('+')[0]}, {facts['date'][:10]}."
+
+
+PLOTS: dict[str, Callable[..., Plot]] = {f.__name__: f for f in (attention_by_length, dropout_add_norm_by_width)}
+
+
+def _read(match: re.Match[str]) -> list[dict[str, Any]] | None:
+    """The results of a table or plot; None if one was not measured yet."""
+    paths = [ROOT / path for path in match["paths"].split()]
+    return [json.loads(p.read_text(encoding="utf-8")) for p in paths] if all(p.exists() for p in paths) else None
+
+
+def render(text: str, plots: str = "plots") -> str:
+    """The text with every table made anew, and links to its pictures, whose folder it calls `plots`."""
+
+    def block(match: re.Match[str]) -> str:
+        name, results = match["name"], _read(match)
+        if results is None:
+            content = f"Not measured yet: `tilewright bench {Path(match['paths'].split()[0]).stem}`.\n"
+        elif match["kind"] == "table":
+            content = TABLES[name](*results)
+        else:
+            plot = PLOTS[name](*results)
+            content = f"![{plot.title}: {plot.y_label} by {plot.x_label}]({plots}/{name}.svg)\n"
+        return match["begin"] + content + match["end"]
+
+    rendered, blocks = BLOCK.subn(block, text)
+    if blocks != text.count("<!-- table: ") + text.count("<!-- plot: "):
+        raise ValueError("a table or plot has no `<!-- end -->`, or two begin before one")
     return rendered
+
+
+def pictures(text: str) -> dict[str, str]:
+    """The pictures of a text as SVG, by name."""
+    blocks = [(match["name"], _read(match)) for match in BLOCK.finditer(text) if match["kind"] == "plot"]
+    return {name: draw(PLOTS[name](*results)) for name, results in blocks if results is not None}
+
+
+def fresh_files() -> dict[Path, str | None]:
+    """What every document and picture should be; None of a picture that no document shows."""
+    folder = ROOT / "docs" / "plots"
+    files: dict[Path, str | None] = dict.fromkeys(folder.glob("*"))
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        files[path] = render(text, "plots" if path.parent == folder.parent else "docs/plots")
+        files |= {folder / f"{name}.svg": svg for name, svg in pictures(text).items()}
+    return files
 
 
 def main() -> int:
     """Write what has drifted, or only say so."""
     drifted = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        text = path.read_text(encoding="utf-8")
-        fresh = render(text)
-        if fresh != text:
-            drifted.append(path.name)
-            if "--check" not in sys.argv:
-                path.write_text(fresh, encoding="utf-8")
+    for path, fresh in fresh_files().items():
+        if fresh == (path.read_text(encoding="utf-8") if path.exists() else None):
+            continue
+        drifted.append(path.name)
+        if "--check" in sys.argv:
+            continue
+        if fresh is None:
+            path.unlink()
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(fresh, encoding="utf-8")
     if drifted and "--check" in sys.argv:
         print(f"out of date: {', '.join(drifted)}; run `make docs`", file=sys.stderr)
         return 1

@@ -54,3 +54,41 @@ def test_a_peer_that_is_quicker_is_named_if_by_more_than_the_same_code_differs()
             one["forward"]["implementations"]["eager"]["seats"],
         )
     assert said(*level) == ""
+
+
+def test_pictures_follow_their_results_and_a_result_that_is_missing_is_named(tmp_path, monkeypatch):
+    def speed(result):
+        points = [generate.Point(x, y) for x, y in result["speed"]]
+        return generate.Plot("speed", "width", "GB/s", [generate.Panel("all", [generate.Line("ours", points)])])
+
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setitem(generate.PLOTS, "speed", speed)
+    monkeypatch.setattr("sys.argv", ["generate.py"])
+    text = "<!-- plot: speed a.json -->\nold\n<!-- end -->\n<!-- table: rope results/rope.json -->\n<!-- end -->\n"
+    (tmp_path / "docs" / "plots").mkdir(parents=True)
+    (tmp_path / "a.json").write_text(json.dumps({"speed": [(1, 2.0), (4, 8.0)]}))
+    (tmp_path / "docs" / "page.md").write_text(text)
+    (tmp_path / "README.md").write_text(text)
+    unused, picture = (tmp_path / "docs" / "plots" / f"{name}.svg" for name in ("unused", "speed"))
+    unused.write_text("<svg/>")
+    assert generate.main() == 0
+    assert "![speed: GB/s by width](plots/speed.svg)" in (tmp_path / "docs" / "page.md").read_text()
+    assert "](docs/plots/speed.svg)" in (tmp_path / "README.md").read_text()
+    assert "Not measured yet: `tilewright bench rope`." in (tmp_path / "README.md").read_text()
+    assert picture.read_text().startswith("<svg") and not unused.exists()
+    monkeypatch.setattr("sys.argv", ["generate.py", "--check"])
+    assert generate.main() == 0
+    (tmp_path / "a.json").write_text(json.dumps({"speed": [(1, 2.0), (4, 9.0)]}))
+    before = picture.read_text()
+    assert generate.main() == 1 and picture.read_text() == before
+    picture.unlink()
+    assert generate.main() == 1
+
+
+def test_every_picture_is_up_to_date_and_names_what_it_compares():
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
+    pictures = {name: svg for page in pages for name, svg in generate.pictures(page).items()}
+    assert set(pictures) == set(generate.PLOTS) == {path.stem for path in (ROOT / "docs" / "plots").iterdir()}
+    for name, svg in pictures.items():
+        assert (ROOT / "docs" / "plots" / f"{name}.svg").read_text(encoding="utf-8") == svg
+        assert ">Tilewright</text>" in svg and "NVIDIA H200" in svg

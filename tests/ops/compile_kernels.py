@@ -4,6 +4,7 @@ interpreter, by tests that want to know that the real compiler takes what the in
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tilewright.bench import lltm as lltm_bench
 from tilewright.ops.activation import kernels as activation_kernels
 from tilewright.ops.attention import kernels as attention_kernels
 from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
@@ -154,15 +156,23 @@ def optimizer(rule: str):
         yield name, resources(launch, ["*i64", "*i32", None, given, given] + ["fp32"] * 9)
 
 
+def lltm(dtype: torch.dtype, state: int):
+    """The kernels of the guide's example, which turns the interpreter on where there is no GPU."""
+    os.environ["TRITON_INTERPRET"] = "0"
+    example = lltm_bench._example()
+    for step, tensors in (("forward", 4), ("backward", 6)):
+        launch = example._launch(getattr(example, f"tilewright_lltm_{step}"), H200, (dtype,), state)
+        yield step, resources(launch, [POINTER[dtype]] * tensors + ["i64"])
+
+
 if __name__ == "__main__":
     dispatch.multiprocessors = lambda device: 132
     dispatch.shared_memory = lambda device: 232_448
     for line in sys.stdin:
         op, *arguments = json.loads(line)
         arguments = [getattr(torch, a, a) if isinstance(a, str) and "float" in a else a for a in arguments]
-        ops = {
-            f.__name__: f for f in (activation, attention, cross_entropy, dropout_add_norm, embedding, optimizer, rope)
-        }
+        functions = (activation, attention, cross_entropy, dropout_add_norm, embedding, lltm, optimizer, rope)
+        ops = {f.__name__: f for f in functions}
         for name, usage in ops[op](*arguments):
             print(json.dumps({"kernel": name, **usage}))
         print(flush=True)  # all of a case

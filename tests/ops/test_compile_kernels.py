@@ -104,3 +104,12 @@ def test_an_optimizer_reads_vectors_whether_or_not_a_step_can_be_taken_back(comp
     for rule, tensors in (("lion", 3), ("adamw", 4)):  # parameter, gradient and states
         for kernel in compiled(("optimizer", rule)):
             assert kernel["vectors"] == 2 * tensors and not kernel["spilled"], kernel  # eight numbers: 16 bytes twice
+
+
+@needs_assembler
+def test_the_guide_s_kernels_load_16_bytes_at_once_where_rows_are_aligned(compiled):
+    """Its mask ends at a multiple of the state; at a number known at run time only, every load would be of 2 bytes."""
+    for dtype, state, a_tensor in ((BF, 384, 1), (BF, 127, 0)):
+        forward, backward = compiled(("lltm", dtype, state))
+        assert (forward["vectors"], backward["vectors"]) == (4 * a_tensor, 6 * a_tensor)
+        assert not forward["spilled"] and not backward["spilled"]
