@@ -55,7 +55,8 @@ def refusal(candidate: Candidate, choice: Choice) -> str:
         targets = tuple(node.target for node in found.nodes)  # themselves: two functions may have one name
         key = (
             targets, str(site.code), choice.target, repr(dict(choice.options)), repr(dict(choice.probe_options)),
-            repr([_description(each) for each in choice.inputs]), repr([each.tolist() for each in candidate.known.values()]),
+            repr([_description(each) for each in choice.inputs]),
+            repr([each.tolist() for each in candidate.known.values()]),
         )  # fmt: skip
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         return f"it could not be taken out of the graph: {_short(error)}"

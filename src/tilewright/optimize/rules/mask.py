@@ -67,7 +67,7 @@ def _candidate(node: Node, given: dict[str, Any], mask: Node, small: Tensor | st
         return Declined(node, "its queries, keys and values are no tensors of four known sizes")
     if mask.meta.get("example_value") is not None and mask.meta["example_value"].requires_grad:
         return Declined(node, "its mask has a gradient")
-    (*_, rows, width), (*_, columns, _), _ = shapes  # type: ignore[misc]
+    (*_, rows, _), (*_, columns, _), _ = shapes  # type: ignore[misc]
     others = {size for shape in shapes for size in (shape[0], shape[1], shape[3])}  # type: ignore[index]
     literals = {size: _SMALL for size in (rows, columns) if size > _SMALL}
     if literals.keys() & others:
