@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
+import random
 import shutil
 import subprocess
 from ctypes import c_char_p, c_float, c_int, c_longlong, c_void_p
@@ -16,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ops.contract import DEVICE, on_hopper
+from ops.contract import DEVICE, assert_deterministic, assert_equal, assert_no_worse, on_hopper
 from tilewright.ops.attention import hopper
 
 EMULATOR = Path(__file__).with_name("hopper_emulator")
@@ -107,7 +109,7 @@ def compiled(tmp_path_factory):
             folder = tmp_path_factory.mktemp("emulated")
             shutil.copy(hopper.SOURCE, folder / "kernel.cu")
             (folder / "run.cpp").write_text(WRAPPER)
-            macros = [f"-D{name}={value}" for name, value in config.macros.items()]
+            macros = [f"-D{name}={value}" for name, value in {**config.macros, "BOUNDED_WAITS": 1}.items()]
             command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{EMULATOR}", *macros]
             subprocess.run([*command, "-o", folder / "run.so", folder / "run.cpp"], check=True)
             built[config] = ctypes.CDLL(str(folder / "run.so"))
@@ -154,3 +156,137 @@ def test_the_source_is_right_whatever_the_order(case, compiled):
     expected = truth(q, k, v, causal, window)
     for seed, (blocks, section) in enumerate([(3, None), (2, 1)]):
         assert_true(emulate(compiled, q, k, v, causal, window, None, blocks, section, seed), expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here to build the emulator with")
+def test_every_bit_is_the_same_whoever_computes_it(compiled):
+    parts = inputs(2, 200, 200, 2, 2, 64)
+    first = emulate(compiled, *parts, True)
+    for blocks in (1, 5):
+        assert_equal(emulate(compiled, *parts, True, blocks=blocks, section=2, seed=blocks), first)
+
+
+def test_what_keeps_the_kernel_from_a_call():
+    """Each reason by itself, on meta tensors of what it would take on a Hopper."""
+    q, k = (torch.empty(2, 300, heads, 64, dtype=BF16, device="meta") for heads in (4, 2))
+
+    def why(q=q, k=k, v=None, causal=True, **more):
+        return hopper.why_not(q, k, k if v is None else v, causal, **more)
+
+    assert why() == "the kernel is for a Hopper, and needs NVRTC 13"  # and nothing else
+    assert why(q=q.float()) == why(k=k[..., :32]) == "the kernel takes bfloat16 and float16, and heads of 64 or 128"
+    for other in (q.half(), q[:1], q.new_empty(2, 300, 4, 128)):
+        assert why(q=other).startswith("queries, keys and values differ")
+    assert why(v=k[:, :200]).startswith("queries, keys and values differ")
+    assert why(q=q[:, :, :3]) == "the query heads are no multiple of the key heads"
+    assert why(window=0) == why(window=9, causal=False) == "a window needs a causal mask and at least one key"
+    assert why(window=9).startswith("the kernel is for a Hopper")
+    for scale in (0.0, -1.0, math.inf, math.nan):
+        assert why(scale=scale) == "the scale is no positive number"
+    for badly in (q.new_empty(2, 300, 4, 68)[..., :64], q[:, :, :1].expand_as(q), q.mT.contiguous().mT):
+        assert why(q=badly).startswith("a head's columns do not lie")
+    assert why(q=q.new_empty(2, 300, 12, 64)[:, :, 4:8]).startswith("the kernel is for a Hopper")
+    assert why(q=q.new_empty(1, 300, 4, 64).as_strided((1, 300, 4, 64), (3, 256, 64, 1)), k=k[:1]).startswith("the kernel")
+
+
+def test_shared_memory_holds_every_config():
+    for head_dim in hopper.HEADS:
+        for causal in (True, False):
+            config = hopper.launch_config(head_dim, causal, BF16)
+            assert config.shared_bytes <= 232_448 and config.keys % 16 == 0 and config.keys <= 256
+            assert config == hopper.launch_config(head_dim, causal, FP16) or not config.half
+
+
+LENGTHS = (1, 63, 64, 65, 127, 129, 200, 1000, 4096)
+HEADS = ((32, 8), (4, 1), (2, 2))
+
+
+@pytest.fixture
+def bounded(monkeypatch):
+    """A wait for what never comes ends in an error, and not with the GPU lost."""
+    monkeypatch.setattr(hopper, "BOUNDED_WAITS", 1)
+
+
+def run(q, k, v, causal, window=None, scale=None):
+    assert hopper.why_not(q, k, v, causal, window, scale) == ""
+    return hopper.forward(q, k, v, causal, window, scale)
+
+
+def draws(head_dim, causal, count):
+    """Shapes, others in each run, of every length as queries and as keys."""
+    dice = random.Random(f"{os.environ['TILEWRIGHT_SEED']} {head_dim} {causal}")
+    for number in range(count):
+        queries, keys = LENGTHS[number % len(LENGTHS)], dice.choice(LENGTHS)
+        if number >= len(LENGTHS):
+            queries, keys = keys, queries
+        window = dice.choice((None, None, 1, 100, 128, 1000)) if causal else None
+        yield (dice.choice((1, 3)), queries, keys, *dice.choice(HEADS), head_dim), window, dice.choice((1.0, 10.0))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", hopper.HEADS)
+def test_float64_agrees(head_dim, causal, dtype, bounded):
+    for shape, window, grown in draws(head_dim, causal, 2 * len(LENGTHS) if dtype == BF16 else 4):
+        q, k, v = inputs(*shape, dtype)
+        q = q * grown
+        scale = 0.3 if grown == 1.0 else None
+        try:
+            assert_true(run(q, k, v, causal, window, scale), truth(q, k, v, causal, window, scale))
+        except AssertionError as error:
+            raise AssertionError(f"{shape}, window {window}, queries times {grown}") from error
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", hopper.HEADS)
+@pytest.mark.parametrize("how", ["packed", "heads first"])
+def test_views_are_read_as_they_lie(how, head_dim, causal, bounded):
+    q, k, v = inputs(3, 333, 333, 8, 2, head_dim, how=how)
+    assert not q.is_contiguous()
+    first = run(q, k, v, causal)
+    assert_true(first, truth(q, k, v, causal))
+    assert_equal(first, run(q.contiguous(), k.contiguous(), v.contiguous(), causal))
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", hopper.HEADS)
+def test_every_bit_is_written_and_the_same_on_every_run(head_dim, causal):
+    parts = inputs(2, 2000, 2000, 32, 8, head_dim)
+    assert_deterministic(lambda: run(*parts, causal), times=50)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", hopper.HEADS)
+def test_no_further_from_the_truth_than_cudnn_and_with_its_logarithm(head_dim):
+    """Backward takes either: the natural logarithm."""
+    q, k, v = inputs(2, 1024, 1024, 4, 4, head_dim)
+    by_head = [t.transpose(1, 2) for t in (q, k, v)]
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*by_head, None, True, 0.0, True, False)
+    ours, expected = run(q, k, v, True), truth(q, k, v, True)
+    assert_no_worse(ours[:1], [out.transpose(1, 2)], expected[:1])
+    torch.testing.assert_close(ours[1], lse.view_as(ours[1]), rtol=1e-5, atol=1e-5)
+
+
+@on_hopper
+def test_nothing_to_do_and_nothing_to_see(bounded):
+    q, k, v = inputs(2, 5, 5, 2, 1, 64)
+    for empty in (q[:0], k[:0], v[:0]), (q[:, :0], k, v):
+        assert [t.numel() for t in run(*empty, True)] == [0, 0]
+    out, lse = run(q, k[:, :0], v[:, :0], False)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+@on_hopper
+def test_a_graph_replays_it(bounded):
+    q, k, v = inputs(1, 300, 300, 4, 2, 128)
+    expected = run(q, k, v, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run(q, k, v, True)
+    for t in replayed:
+        t.fill_(math.nan)
+    graph.replay()
+    assert_equal(expected, replayed)

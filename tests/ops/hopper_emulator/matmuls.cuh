@@ -56,6 +56,8 @@ inline void multiply(const Matmul& it, const Matmul* of_quad[4]) {
 }
 template <int LEFT>
 inline void wait_wgmma() {
+  if (threadIdx.x % 32 == 0)
+    for (int late = dice() % 8; late > 0; late--) moved = true, yield();
   synchronise_warp();
   std::vector<Matmul>& mine = begun[threadIdx.x];
   const int ready = committed[threadIdx.x] - LEFT, quad = threadIdx.x / 4 * 4;

@@ -6,7 +6,6 @@ import ctypes
 import functools
 from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass
-
 from pathlib import Path
 
 import torch
