@@ -53,6 +53,11 @@ __device__ __forceinline__ int begin_of(const Sizes& sizes, int row) {
   return CAUSAL ? row + sizes.keys - sizes.queries + 1 - sizes.window : 0;
 }
 
+// Blocks of keys up to the last one that any of these queries sees.
+__device__ __forceinline__ int blocks_for(const Sizes& sizes, int row, int count) {
+  return row < sizes.queries ? (max(0, end_of(sizes, min(row + count, sizes.queries) - 1)) + KEYS - 1) / KEYS : 0;
+}
+
 // The tile of a block in its turn: the longest come first, and who had the longest of a turn has the shortest of the next.
 __device__ __forceinline__ bool find(Tile& tile, const Sizes& sizes, int turn) {
   const int down = (sizes.queries + ROWS - 1) / ROWS, across = sizes.batch * sizes.heads;
@@ -65,7 +70,7 @@ __device__ __forceinline__ bool find(Tile& tile, const Sizes& sizes, int turn) {
   tile.batch = head / sizes.heads, tile.head = head % sizes.heads;
   tile.row = (CAUSAL ? down - 1 - block : block) * ROWS;
   tile.first = max(0, begin_of(sizes, tile.row)) / KEYS;
-  tile.last = (max(0, end_of(sizes, min(tile.row + ROWS, sizes.queries) - 1)) + KEYS - 1) / KEYS;
+  tile.last = blocks_for(sizes, tile.row, ROWS);
   return true;
 }
 
@@ -278,6 +283,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < HEAD / 2; i++) sum[i] = 0.0f;
     int block = tile.last - 1;
     if (block >= tile.first) {
+      // Keys that only other groups see; but one block is taken by all, for Q is freed with it.
+#pragma unroll 1
+      for (const int seen = max(blocks_for(sizes, row, 64), tile.first + 1); block >= seen; block--) {
+        wait(barriers + 8 * (FULL_K + k.stage), k.parity);
+        release(EMPTY_K + k.stage);
+        k.advance();
+        synchronise(1 + mine, 256);
+        announce(1 + (mine + 1) % GROUPS, 256);
+        wait(barriers + 8 * (FULL_V + v.stage), v.parity);
+        release(EMPTY_V + v.stage);
+        v.advance();
+      }
       wait(barriers + 8 * (FULL_K + k.stage), k.parity);
       wait(barriers + 8 * (FULL_Q + mine), query_parity);
       query_parity ^= 1;
