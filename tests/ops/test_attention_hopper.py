@@ -1,7 +1,7 @@
 """Forward of attention on a Hopper, against float64.
 
-Without a Hopper the kernel's own source runs on the CPU, by `hopper_emulator`: indices, masks, barriers and the order of
-tiles are the kernel's, what a Hopper does beside its threads is the emulator's.
+Without a Hopper the kernel's own source runs on the CPU, by `hopper_emulator`: indices, masks, barriers and the order
+of tiles are the kernel's, what a Hopper does beside its threads is the emulator's.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ static float* logs;
 static Sizes asked;
 static float by;
 static void start() { tilewright_attention_forward(maps[0], maps[1], maps[2], to, logs, asked, by); }
-extern "C" const char* run(int blocks, const Map* three, void* out, float* lse, const Sizes* sizes, float scale, int seed) {
+extern "C" const char* run(int blocks, const Map* three, void* out, float* lse, const Sizes* sizes, float scale,
+                           int seed) {
   std::copy(three, three + 3, maps);
   to = out, logs = lse, asked = *sizes, by = scale;
   dice.seed(seed);
@@ -186,7 +187,8 @@ def test_what_keeps_the_kernel_from_a_call():
     for badly in (q.new_empty(2, 300, 4, 68)[..., :64], q[:, :, :1].expand_as(q), q.mT.contiguous().mT):
         assert why(q=badly).startswith("a head's columns do not lie")
     assert why(q=q.new_empty(2, 300, 12, 64)[:, :, 4:8]).startswith("the kernel is for a Hopper")
-    assert why(q=q.new_empty(1, 300, 4, 64).as_strided((1, 300, 4, 64), (3, 256, 64, 1)), k=k[:1]).startswith("the kernel")
+    alone = q[:1].as_strided((1, 300, 4, 64), (3, 256, 64, 1))  # nobody looks at the stride of one batch
+    assert why(q=alone, k=k[:1]).startswith("the kernel is for a Hopper")
 
 
 def test_shared_memory_holds_every_config():

@@ -21,7 +21,6 @@ from tilewright.ops.cross_entropy.hopper import launch_config
 from tilewright.ops.linear_cross_entropy import kernels
 from tilewright.runtime import hopper, nvrtc
 
-
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile them with")
 
 

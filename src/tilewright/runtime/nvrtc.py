@@ -246,8 +246,8 @@ def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:
 def head_map(heads: torch.Tensor, rows: int) -> Any:
     """How TMA finds so many rows of 64 columns of one head in a tensor of 16 bits: (batch, sequence, heads, head_dim).
 
-    Coordinates are column, head, row and batch. What a box has beyond its sequence is read as 0. Columns are contiguous,
-    and other strides a multiple of 8.
+    Coordinates are column, head, row and batch. What a box has beyond its sequence is read as 0. Columns are
+    contiguous, and other strides a multiple of 8.
     """
     batch, sequence, count, width = heads.shape
     sizes = width, count, sequence, batch

@@ -162,14 +162,16 @@ inline bool __any_sync(u32, bool value) {
 }
 
 // Numbers.
+inline float __uint_as_float(u32 bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
 inline float widen(uint16_t x) {
 #if HALF
   return (float)*(_Float16*)&x;
 #else
-  const u32 bits = (u32)x << 16;
-  float y;
-  memcpy(&y, &bits, 4);
-  return y;
+  return __uint_as_float((u32)x << 16);
 #endif
 }
 inline uint16_t narrow(float x) {

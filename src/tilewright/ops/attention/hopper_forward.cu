@@ -28,7 +28,8 @@ constexpr int FULL_Q = 0, EMPTY_Q = FULL_Q + GROUPS, FULL_K = EMPTY_Q + GROUPS, 
 static_assert(AT_BARRIERS + 8 * BARRIERS == SHARED_BYTES, "what the host gives");
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int FEW_REGISTERS = GROUPS == 2 ? 24 : 32, MANY_REGISTERS = GROUPS == 2 ? 240 : 160;
-constexpr float NOTHING = -__builtin_huge_valf(), SLACK = 8.0f;  // powers of two
+constexpr float SLACK = 8.0f;  // powers of two
+#define NOTHING __uint_as_float(0xFF800000u)  // -inf
 
 struct Sizes {  // of what is asked
   int batch, heads, shared_by, queries, keys, window;  // `shared_by` heads have their keys in common; `window` may be huge
@@ -319,6 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (block == tile.first) release(EMPTY_Q + mine);
         mask(block, row);
         exponentiate(by);
+        // The wait is in both branches: before them the assembler would move it ahead of the exponentials.
         if (__any_sync(0xFFFFFFFFu, by[0] != 1.0f || by[1] != 1.0f)) {
           wait_wgmma<0>();
 #pragma unroll
