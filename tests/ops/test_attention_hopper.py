@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import subprocess
-from ctypes import c_char_p, c_float, c_int, c_longlong, c_void_p
+from ctypes import c_char_p, c_int, c_longlong, c_void_p
 from pathlib import Path
 
 import pytest
@@ -120,18 +120,29 @@ def compiled(tmp_path_factory):
     return build
 
 
-def emulate(build, q, k, v, causal, window=None, scale=None, blocks=3, section=None, seed=0):
-    config = hopper.launch_config(q.shape[3], causal, q.dtype)
-    out = torch.full(q.shape, math.nan, dtype=q.dtype)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan)
-    maps = (_Map * 3)(_Map(q, 64), _Map(k, config.keys), _Map(v, config.keys))
-    sizes = hopper._sizes(q, k, window)
-    sizes.section = sizes.section if section is None else section
-    scale = c_float(q.shape[3] ** -0.5 if scale is None else scale)
-    pointers = c_void_p(out.data_ptr()), c_void_p(lse.data_ptr())
-    failure = build(config).run(blocks, maps, *pointers, ctypes.byref(sizes), scale, seed)
-    assert failure is None, failure
-    return out, lse
+@pytest.fixture
+def emulate(compiled, monkeypatch):
+    """`hopper.forward` on the CPU, on so many processors, with so many heads to a section."""
+    monkeypatch.setattr(hopper.nvrtc, "head_map", _Map)
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *size, **how: empty(t, *size, **how).fill_(math.nan))
+
+    def forward(*call, blocks=3, section=None, seed=0):
+        def kernel(device, config):
+            def start(programs, arguments):
+                assert 1 <= programs <= blocks
+                *maps, out, lse, sizes, scale = arguments
+                sizes.section = sizes.section if section is None else section
+                failure = compiled(config).run(programs, (_Map * 3)(*maps), out, lse, ctypes.byref(sizes), scale, seed)
+                assert failure is None, failure
+
+            return start
+
+        monkeypatch.setattr(hopper, "_kernel", kernel)
+        monkeypatch.setattr(hopper.dispatch, "multiprocessors", lambda device: blocks)
+        return hopper.forward(*call)
+
+    return forward
 
 
 CASES = {  # batch, queries, keys, heads, key heads, head_dim; causal, window; dtype, how queries are scaled
@@ -148,23 +159,46 @@ CASES = {  # batch, queries, keys, heads, key heads, head_dim; causal, window; d
 }
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here to build the emulator with")
+needs_compiler = pytest.mark.skipif(
+    DEVICE != "cpu" or shutil.which("g++") is None, reason="the emulator is for where there is no GPU, and needs g++"
+)
+
+
+@needs_compiler
 @pytest.mark.parametrize("case", CASES)
-def test_the_source_is_right_whatever_the_order(case, compiled):
+def test_the_source_is_right_whatever_the_order(case, emulate):
     shape, causal, window, dtype, grown = CASES[case]
     q, k, v = inputs(*shape, dtype)
     q = q * grown
     expected = truth(q, k, v, causal, window)
     for seed, (blocks, section) in enumerate([(3, None), (2, 1)]):
-        assert_true(emulate(compiled, q, k, v, causal, window, None, blocks, section, seed), expected)
+        out, lse = emulate(q, k, v, causal, window, blocks=blocks, section=section, seed=seed)
+        assert_true((out, lse), expected)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here to build the emulator with")
-def test_every_bit_is_the_same_whoever_computes_it(compiled):
+@needs_compiler
+def test_every_bit_is_the_same_whoever_computes_it(emulate):
     parts = inputs(2, 200, 200, 2, 2, 64)
-    first = emulate(compiled, *parts, True)
+    first = emulate(*parts, True)
     for blocks in (1, 5):
-        assert_equal(emulate(compiled, *parts, True, blocks=blocks, section=2, seed=blocks), first)
+        assert_equal(emulate(*parts, True, blocks=blocks, section=2, seed=blocks), first)
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["packed", "heads first"])
+def test_views_are_read_as_they_lie_and_scores_are_scaled(how, emulate):
+    q, k, v = inputs(2, 90, 90, 4, 2, 64, how=how)
+    assert not q.is_contiguous()
+    assert_true(emulate(q, k, v, True, None, 0.3), truth(q, k, v, True, None, 0.3))
+
+
+@needs_compiler
+def test_no_keys_and_no_queries(emulate):
+    q, k, v = inputs(2, 5, 5, 2, 1, 64)
+    for nothing in (q[:0], k[:0], v[:0]), (q[:, :0], k, v):
+        assert [t.numel() for t in emulate(*nothing, True)] == [0, 0]
+    out, lse = emulate(q, k[:, :0], v[:, :0], False)
+    assert not out.any() and (lse == -torch.inf).all()
 
 
 def test_what_keeps_the_kernel_from_a_call():
@@ -270,15 +304,6 @@ def test_no_further_from_the_truth_than_cudnn_and_with_its_logarithm(head_dim):
     ours, expected = run(q, k, v, True), truth(q, k, v, True)
     assert_no_worse(ours[:1], [out.transpose(1, 2)], expected[:1])
     torch.testing.assert_close(ours[1], lse.view_as(ours[1]), rtol=1e-5, atol=1e-5)
-
-
-@on_hopper
-def test_nothing_to_do_and_nothing_to_see(bounded):
-    q, k, v = inputs(2, 5, 5, 2, 1, 64)
-    for empty in (q[:0], k[:0], v[:0]), (q[:, :0], k, v):
-        assert [t.numel() for t in run(*empty, True)] == [0, 0]
-    out, lse = run(q, k[:, :0], v[:, :0], False)
-    assert not out.any() and (lse == -torch.inf).all()
 
 
 @on_hopper
