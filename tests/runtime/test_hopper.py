@@ -6,20 +6,39 @@ import re
 import shutil
 import subprocess
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from ops.contract import DEVICE, assert_equal, on_hopper
 from tilewright.measure.work import Observation
+from tilewright.ops.attention import hopper as attention_hopper
 from tilewright.ops.attention import op as attention
 from tilewright.ops.cross_entropy import hopper as cross_entropy_hopper
 from tilewright.ops.cross_entropy.hopper import launch_config
 from tilewright.ops.linear_cross_entropy import kernels
 from tilewright.runtime import hopper, nvrtc
 
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile them with")
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile them with")
+
+def compile_kernels(source, macros, names, most, to):
+    """Registers that spill by the tile, or matmuls that run one after the other, would be a warning or a number."""
+    included = [f"-I{folder}" for folder in nvrtc._folders(source)]
+    defined = [f"-D{name}={value}" for name, value in macros.items()]
+    command = ["nvcc", "-arch=sm_90a", *included, *defined, "-cubin", "-Xptxas", "-v", "-o", str(to)]
+    done = subprocess.run([*command, source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for word in ("warning", "serialized", "(c75"):  # of which the latter two are the assembler's, and no warning
+        assert word not in done.stderr.lower(), done.stderr
+    spilled = [int(size) for size in re.findall(r"(\d+) bytes spill stores", done.stderr)]
+    assert len(spilled) == len(names) and max(spilled) <= most, done.stderr
+    assert set(re.findall(r"entry function '(\w+)'", done.stderr)) == set(names)
+
+
+@needs_nvcc
 @pytest.mark.parametrize(
     ("source", "macros", "names", "most"),
     [
@@ -31,17 +50,23 @@ from tilewright.runtime import hopper, nvrtc
     ids=["matmuls", "rows", "longest rows", "attention"],
 )
 def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(source, macros, names, most, tmp_path):
-    """Registers that spill by the tile, or matmuls that run one after the other, would be a warning or a number."""
-    included = [f"-I{folder}" for folder in nvrtc._folders(source)]
-    defined = [f"-D{name}={value}" for name, value in macros.items()]
-    command = ["nvcc", "-arch=sm_90a", *included, *defined, "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "kernels")]
-    done = subprocess.run([*command, source], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for word in ("warning", "serialized", "(c75"):  # of which the latter two are the assembler's, and no warning
-        assert word not in done.stderr.lower(), done.stderr
-    spilled = [int(size) for size in re.findall(r"(\d+) bytes spill stores", done.stderr)]
-    assert len(spilled) == len(names) and max(spilled) <= most, done.stderr
-    assert set(re.findall(r"entry function '(\w+)'", done.stderr)) == set(names)
+    compile_kernels(source, macros, names, most, tmp_path / "kernels")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", attention_hopper.HEADS)
+def test_exponentials_of_attention_run_beside_its_second_matmul(head_dim, causal, tmp_path):
+    """Left to itself the assembler waits for that matmul as soon as scores are there, before it uses them."""
+    config = attention_hopper.launch_config(head_dim, causal, torch.float16 if causal else torch.bfloat16)
+    code = tmp_path / "kernels"
+    compile_kernels(attention_hopper.SOURCE, config.macros, (attention_hopper.NAME,), 0, code)
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not disassembler.exists():
+        pytest.skip("Triton has brought no cuobjdump")
+    text = subprocess.run([disassembler, "-sass", code], capture_output=True, text=True, check=True).stdout
+    beside = re.findall(r"DEPBAR\.LE gsb0, 0x1 ;(.*?)DEPBAR\.LE gsb0, 0x0 ;", text, re.DOTALL)
+    assert len(beside) == 1 and beside[0].count("MUFU.EX2") >= config.keys // 2
 
 
 def test_where_the_kernels_do_not_compile_it_is_said_once_and_done_without_them(monkeypatch):
@@ -105,7 +130,7 @@ def test_nothing_is_compiled_ahead_for_another_device(device, monkeypatch):
     hopper.compile_ahead(torch.device("cpu") if device == "cpu" else torch.device("cuda", 0))
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile them with")
+@needs_nvcc
 @pytest.mark.parametrize("name", hopper._NAMES)
 def test_a_macro_leaves_one_kernel(name):
     defined = [f"-D{macro}={value}" for macro, value in hopper._MACROS[name].items()]

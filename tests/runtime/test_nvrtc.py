@@ -281,6 +281,18 @@ def test_a_matrix_is_described_once_as_long_as_it_is_the_same(emulator):
     assert all(nvrtc.tensor_map(*other) is not first for other in others) and len(emulator.maps) == 7
 
 
+def test_a_head_is_described_within_its_sequence(emulator):
+    packed = torch.zeros(2, 40, 3, 4, 128, dtype=torch.float16).unbind(2)[1]  # keys beside queries and values
+    assert bytes(nvrtc.head_map(packed, 176))[:3] == b"map"
+    strides = [128 * 2, 3 * 4 * 128 * 2, 40 * 3 * 4 * 128 * 2]
+    assert emulator.maps == [
+        (6, 4, packed.data_ptr(), [128, 4, 40, 2], strides, [64, 1, 176, 1], [1, 1, 1, 1], (0, 3, 3, 0))
+    ]
+    alone = torch.zeros(64, dtype=torch.bfloat16).as_strided((1, 1, 1, 64), (3, 5, 7, 1))
+    nvrtc.head_map(alone, 64)
+    assert emulator.maps[1][3:5] == ([64, 1, 1, 1], [128, 128, 128])
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here, and so no cuda.h")
 def test_the_constants_and_arguments_are_those_of_the_header(tmp_path):
     sizes = {ctypes.c_void_p: 8, ctypes.c_char_p: 8, c_int: 4, ctypes.c_uint32: 4, ctypes.c_size_t: 8}
@@ -303,7 +315,8 @@ template <class... A> struct Sizes<CUresult(A...)> {{
 }};
 template <class F> constexpr bool same(std::initializer_list<int> told) {{ return Sizes<F>::same(told); }}
 {told}
-static_assert(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 == {nvrtc._BFLOAT16});
+static_assert(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 == {nvrtc._KINDS[torch.bfloat16]});
+static_assert(CU_TENSOR_MAP_DATA_TYPE_FLOAT16 == {nvrtc._KINDS[torch.float16]});
 static_assert(CU_TENSOR_MAP_SWIZZLE_64B == {nvrtc._SWIZZLES[64]});
 static_assert(CU_TENSOR_MAP_SWIZZLE_128B == {nvrtc._SWIZZLES[128]});
 static_assert(CU_TENSOR_MAP_L2_PROMOTION_L2_256B == {nvrtc._L2_256B});

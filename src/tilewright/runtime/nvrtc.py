@@ -23,7 +23,7 @@ from tilewright.runtime import disk_cache
 from tilewright.runtime.background import Job
 from tilewright.runtime.log import log
 
-_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+_KINDS = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_*B
 _L2_256B = 3  # CU_TENSOR_MAP_L2_PROMOTION_*
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_*
@@ -240,16 +240,34 @@ def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:
     height, width = matrix.shape
     # Of a row alone the distance to the next means nothing, but is looked at: it must be a multiple of 16 bytes.
     stride = matrix.stride(0) if height > 1 else -(-width // 8) * 8
-    return _tensor_map(matrix.data_ptr(), height, width, stride, columns, rows)
+    return _tensor_map(matrix.data_ptr(), torch.bfloat16, (width, height), (stride,), (columns, rows))
+
+
+def head_map(heads: torch.Tensor, rows: int) -> Any:
+    """How TMA finds so many rows of 64 columns of one head in a tensor of 16 bits: (batch, sequence, heads, head_dim).
+
+    Coordinates are column, head, row and batch. What a box has beyond its sequence is read as 0. Columns are
+    contiguous, and other strides a multiple of 8.
+    """
+    batch, sequence, count, width = heads.shape
+    sizes = width, count, sequence, batch
+    # As of a row alone: where there is one, the distance to the next is any that TMA takes.
+    strides = tuple(heads.stride(i) if heads.shape[i] > 1 else width for i in (2, 1, 0))
+    return _tensor_map(heads.data_ptr(), heads.dtype, sizes, strides, (64, 1, rows, 1))
 
 
 @functools.lru_cache(4096)  # a step asks for the same again, and asking takes the driver as long as a launch
-def _tensor_map(address: int, height: int, width: int, stride: int, columns: int, rows: int) -> Any:
+def _tensor_map(
+    address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> Any:
+    """Sizes, strides and box are in elements, the contiguous dimension first, which has no stride."""
     whole = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     encoded = (ctypes.c_char * _MAP_BYTES).from_buffer(whole, -ctypes.addressof(whole) % _MAP_ALIGNMENT)
+    rank = len(sizes)
     arguments = (
-        byref(encoded), _BFLOAT16, 2, address, (c_uint64 * 2)(width, height), (c_uint64 * 1)(stride * 2),
-        (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1), 0, _SWIZZLES[columns * 2], _L2_256B, 0,
+        byref(encoded), _KINDS[dtype], rank, address, (c_uint64 * rank)(*sizes),
+        (c_uint64 * (rank - 1))(*(2 * stride for stride in strides)), (c_uint32 * rank)(*box),
+        (c_uint32 * rank)(*[1] * rank), 0, _SWIZZLES[box[0] * 2], _L2_256B, 0,
     )  # fmt: skip
-    _must_in_context(lambda: _driver().cuTensorMapEncodeTiled(*arguments), "describe a matrix to TMA")
+    _must_in_context(lambda: _driver().cuTensorMapEncodeTiled(*arguments), "describe a tensor to TMA")
     return encoded

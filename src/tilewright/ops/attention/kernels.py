@@ -1,4 +1,4 @@
-"""What goes before and behind the backward of `attention`; the kernel between them is `hopper.cu`.
+"""What goes before and behind the backward of `attention`; the kernel between them is `hopper_backward.cu`.
 
 Rows are a multiple of 8 elements apart, and told in eights: so the compiler knows that they may be read by vectors.
 

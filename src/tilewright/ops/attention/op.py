@@ -4,7 +4,7 @@
     dP = dout v^T,  dS = P (dP - delta),  delta = sum of out dout
     dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout
 
-Forward is cuDNN's, as torch has it. Backward is a kernel in CUDA C++ (`hopper.cu`), for Triton neither puts
+Forward is cuDNN's, as torch has it. Backward is a kernel in CUDA C++ (`hopper_backward.cu`), for Triton neither puts
 matmuls of registers beside each other as that does nor adds to memory by TMA. It runs between two small ones:
 the first sums up out dout, the last rounds dq, which is added up in float32. The order of every sum is always the same.
 
@@ -34,7 +34,7 @@ from tilewright.runtime import dispatch, hopper, nvrtc, paths
 
 __all__ = ["attention", "cost", "reference"]
 
-SOURCE = Path(__file__).with_name("hopper.cu")
+SOURCE = Path(__file__).with_name("hopper_backward.cu")
 NAME = "tilewright_attention_backward"
 _THREADS, _SHARED_BYTES = 384, 215_672
 MACROS = {"SHARED_BYTES": _SHARED_BYTES}

@@ -14,11 +14,28 @@ __device__ __forceinline__ void initialise(u32 barrier, u32 count) {
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+#if BOUNDED_WAITS  // what would wait forever ends in a trap: a kernel that hangs takes the GPU with it
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  const u64 begin = nanoseconds();
+  for (u32 done = 0; !done;) {
+    asm volatile(
+        "{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    if (!done && nanoseconds() - begin > 2000000000ull) asm volatile("trap;");
+  }
+}
+#else
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
+#endif
 
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -26,6 +43,17 @@ __device__ __forceinline__ void arrive(u32 barrier) {
 __device__ __forceinline__ void synchronise(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+__device__ __forceinline__ void announce(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void fence_barriers() {  // after they were initialised
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Registers of each thread of a warpgroup, once its role is known.
+template <int COUNT>
+__device__ __forceinline__ void shrink_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+__device__ __forceinline__ void grow_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
 // Bulk copies, of boxes of a matrix. Rows of 128 bytes are swizzled: 16 bytes c of row r are where c ^ (r % 8) would be, so
 // that neither side meets a bank twice.
@@ -35,6 +63,12 @@ __device__ __forceinline__ void load(u32 to, const Map* map, u32 barrier, int co
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
       "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
+}
+// Of a head: rows are of its batch, and what is beyond them is read as 0.
+__device__ __forceinline__ void load(u32 to, const Map* map, u32 barrier, int column, int head, int row, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
+          "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(row), "r"(batch) : "memory");
 }
 __device__ __forceinline__ void store(const Map* map, u32 from, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
@@ -90,12 +124,18 @@ __device__ __forceinline__ float2 read_shared(u32 at) {
   return x;
 }
 
-// Two numbers of bfloat16.
-__device__ __forceinline__ u32 pack(float low, float high) {
+// Numbers of 16 bits are of bfloat16, or of float16 where HALF is 1.
+#if HALF
+#define NUMBER "f16"
+#else
+#define NUMBER "bf16"
+#endif
+__device__ __forceinline__ u32 pack(float low, float high) {  // two of them
   u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  asm("cvt.rn." NUMBER "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
+// Of two of bfloat16.
 __device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
 __device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
 

@@ -20,7 +20,7 @@
 // such order, and lose more time waiting for each other than they save.)
 //
 // Of a third group one thread loads, and one for each of the others adds its part of dQ.
-#include "hopper.cuh"
+#include "matmuls.cuh"
 
 constexpr int BLOCK = 128, WIDTH = 64, TILE = BLOCK * WIDTH * 2;  // bytes
 constexpr int QUERIES = 3, GRADIENTS = 2;                         // stages
@@ -61,38 +61,6 @@ __device__ __forceinline__ void write_four(u32 at, const float* x) {
                : "memory");
 }
 
-#define N32                                                                                                             \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
-  "%25, %26, %27, %28, %29, %30, %31}"
-#define N64                                                                                                             \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
-  "%25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "  \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
-#define W4(x, i) "=f"(x[i]), "=f"(x[i + 1]), "=f"(x[i + 2]), "=f"(x[i + 3])
-#define W16(x, i) W4(x, i), W4(x, i + 4), W4(x, i + 8), W4(x, i + 12)
-#define PRODUCT(keep) "{\n.reg .pred keep;\nsetp.ne.b32 keep, 0, " keep ";\nwgmma.mma_async.sync.aligned.m64n"
-
-// sum += left right^T, 64 x 128 x 16: rows of both follow the inner dimension.
-__device__ __forceinline__ void multiply_long(float (&sum)[64], u64 left, u64 right) {
-  asm volatile(PRODUCT("1") "128k16.f32.bf16.bf16 " N64 ", %64, %65, keep, 1, 1, 0, 0;\n}"
-               : R16(sum, 0), R16(sum, 16), R16(sum, 32), R16(sum, 48) : "l"(left), "l"(right));
-}
-// sum += left right, 64 x 64 x 16: left in registers, rows of right across the inner dimension.
-__device__ __forceinline__ void multiply_registers(float (&sum)[32], const u32 (&left)[4], u64 right) {
-  asm volatile(PRODUCT("1") "64k16.f32.bf16.bf16 " N32 ", {%32, %33, %34, %35}, %36, keep, 1, 1, 1;\n}"
-               : R16(sum, 0), R16(sum, 16)
-               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));
-}
-// sum = left^T right, or where not FIRST that added to it, 64 x 64 x 16: rows of both across the inner dimension.
-template <bool FIRST>
-__device__ __forceinline__ void multiply_across(float (&sum)[32], u64 left, u64 right) {
-  if (FIRST)
-    asm volatile(PRODUCT("0") "64k16.f32.bf16.bf16 " N32 ", %32, %33, keep, 1, 1, 1, 1;\n}"
-                 : W16(sum, 0), W16(sum, 16) : "l"(left), "l"(right));
-  else
-    asm volatile(PRODUCT("1") "64k16.f32.bf16.bf16 " N32 ", %32, %33, keep, 1, 1, 1, 1;\n}"
-                 : R16(sum, 0), R16(sum, 16) : "l"(left), "l"(right));
-}
 // What a column begins with, in all rows: a thread has two neighbours of every eight, in two rows.
 __device__ __forceinline__ void begin_columns(float (&sum)[64], u32 from, int lane) {
 #pragma unroll
@@ -130,12 +98,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       initialise(barriers + 8 * (EMPTY_DQ + i), 1);
     }
     initialise(barriers + 8 * KEYS, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barriers();
   }
   __syncthreads();
 
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    shrink_registers<24>();
     if (thread == 0) {
       expect(barriers + 8 * KEYS, 2 * TILE);
       load(base + AT_K, &keys, barriers + 8 * KEYS, column, first_row + block * BLOCK);
@@ -169,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  grow_registers<240>();
   const int mine = group - 1, lane = thread % 32, warp = thread / 32;
   const u32 at_line = line(thread), part = base + AT_DQ + mine * PART;
   const float factor = scale * LOG2E;
@@ -185,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     begin_columns(s, base + AT_STARTS + q * ROW, lane);
     fence_wgmma();
 #pragma unroll
-    for (int k = 0; k < WIDTH / 16; k++) multiply_long(s, left + 2 * k, right + 2 * k);
+    for (int k = 0; k < WIDTH / 16; k++) multiply_rows<true>(s, left + 2 * k, right + 2 * k);
     commit_wgmma();
   };
   auto start_slopes = [&](int turn) {  // dP^T
@@ -195,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     begin_columns(dp, base + AT_SLOPE_STARTS + g * ROW, lane);
     fence_wgmma();
 #pragma unroll
-    for (int k = 0; k < WIDTH / 16; k++) multiply_long(dp, left + 2 * k, right + 2 * k);
+    for (int k = 0; k < WIDTH / 16; k++) multiply_rows<true>(dp, left + 2 * k, right + 2 * k);
     commit_wgmma();
   };
   auto take_scores = [&](int turn, bool masked) {  // P^T, dV and dS^T
@@ -233,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     fence_wgmma();
 #pragma unroll
     for (int k = 0; k < BLOCK / 16; k++)
-      k == 0 ? multiply_across<true>(dq, left, right) : multiply_across<false>(dq, left + 128 * k, right + 128 * k);
+      k == 0 ? multiply_across<false>(dq, left, right) : multiply_across<true>(dq, left + 128 * k, right + 128 * k);
     commit_wgmma();
 #pragma unroll
     for (int k = 0; k < BLOCK / 16; k++) multiply_registers(dk, ds[k], query + 128 * k);
