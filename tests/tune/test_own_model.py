@@ -337,7 +337,10 @@ SOURCES = {
     "mine:build:lauers=2": "The factory mine:build takes no argument 'lauers'; did you mean layers?",
     "mine:plain:rows=2": "takes no argument 'rows'; it takes none",
     "mine:needs": "The factory mine:needs needs 'rows'; give --model-arg rows=VALUE",
-    "no_such_thing:make": "no_such_thing cannot be imported .ModuleNotFoundError: No module named 'no_such_thing'.; check",
+    "mind:build": "No module named 'mind'; did you mean mine..; check",
+    "folder/mine.py:build": "write package.module:factory, such as folder.mine:build",
+    "mine.py:build": "such as mine:build",
+    "no_such_thing:make": "cannot be imported .ModuleNotFoundError: No module named 'no_such_thing'.; check its name",
     "package.nothing:make": "No module named 'package.nothing'",
     "mine.build:make": "No module named 'mine.build'",
     "broken:make": "broken cannot be imported .SyntaxError: .*, line 2.; check",
@@ -369,9 +372,12 @@ def test_a_model_that_cannot_be_there_is_refused_without_running_anything(source
 
 @pytest.mark.parametrize(
     "text",
-    ["mine:build:layers=2", "mine:other", "mine:needs:rows=1", "unknown:make", "package.model:Made", "package:anything"]
-    + ["tune.factories:sized:rows=3", "tilewright.optimize.huggingface:build:folder=x,batch=2", "math:sin"],
-)
+    [
+        "mine:build:layers=2", "mine:other", "mine:needs:rows=1", "unknown:make", "package.model:Made",
+        "package:anything", "tune.factories:sized:rows=3",
+        "tilewright.optimize.huggingface:build:folder=x,batch=2", "math:sin",
+    ],
+)  # fmt: skip
 def test_a_model_that_may_be_there_is_left_to_its_import(sources, text):
     if text == "package:anything":
         Path("package/__init__.py").write_text("def __getattr__(name):\n    return None\n")

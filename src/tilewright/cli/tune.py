@@ -228,10 +228,8 @@ def _files(answer: Answer, folder: Path, page: Path) -> list[str]:
         train = f"Train: tilewright train {folder / 'best.yaml'}"
         files.append(f"Levers for your own training: {folder / 'best.yaml'}" if answer.own_model else train)
     if answer.own_model and answer.recommended and answer.best is not None:
-        from tilewright.tune.report.code import lines
-
-        device = answer.ceilings.get("device", "cuda")
-        files += ["In your own script:", *(f"    {line}" for line in lines(answer.best.point, device, answer.rule_names))]
+        if answer.own_lines:
+            files += ["In your own script:", *(f"    {line}" for line in answer.own_lines)]
         if (folder / "best.py").is_file():
             files.append(f"Run it as it was measured: python {folder / 'best.py'}")
     return files

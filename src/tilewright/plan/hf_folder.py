@@ -52,7 +52,9 @@ def _read(folder: Path) -> dict[str, Any]:
     """The config.json of a folder, as plain data."""
     path = folder / "config.json"
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; give the folder that holds a model's config.json.")
+        raise UserError(
+            f"{folder} is no folder, and nothing is downloaded; give the folder that holds a model's config.json."
+        )
     if not path.is_file():
         raise UserError(f"{folder} has no config.json; give the folder that holds a model's.")
     if path.stat().st_size > _LARGEST:

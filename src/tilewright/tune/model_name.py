@@ -27,8 +27,11 @@ def check_name(text: str) -> tuple[str, str]:
     """
     where, _, rest = text.partition(":")
     name, _, given = rest.partition(":")
-    if not re.fullmatch(r"\w+(\.\w+)*", where) or not name.isidentifier():
-        raise UserError(f"The model is {text!r}; write package.module:factory, such as my_project.model:small.")
+    if not re.fullmatch(r"\w+(\.\w+)*", where) or where.endswith(".py") or not name.isidentifier():
+        such = "my_project.model:small"
+        if re.fullmatch(r"(\w+/)*\w+\.py:\w+", f"{where}:{name}"):
+            such = f"{where.removesuffix('.py').replace('/', '.')}:{name}"
+        raise UserError(f"The model is {text!r}; write package.module:factory, such as {such}.")
     _parse(text, given)
     return where, name
 
@@ -124,9 +127,9 @@ def check_source(text: str, path: Sequence[str] = ()) -> None:
         text: package.module:factory.
         path: folders to look in before `sys.path`.
 
-    >>> check_source("this:nothing")
+    >>> check_source("this:make")
     Traceback (most recent call last):
-    tilewright.errors.UserError: The model is 'this:nothing' and this has no 'nothing'; give the name of a function of it.
+    tilewright.errors.UserError: The model is 'this:make' and this has no 'make'; give the name of a function of it.
     """
     where, name = check_name(text)
     if where in sys.modules:
@@ -161,7 +164,10 @@ def _spec(text: str, where: str, path: Sequence[str]) -> ModuleSpec | None:
         dotted += f".{name}"
         spec = PathFinder.find_spec(dotted, spec.submodule_search_locations or [])
     if spec is None:
-        raise say_not_importable(text, f"ModuleNotFoundError: No module named {dotted!r}")
+        there = [each.stem for each in Path(path[0] if path else ".").glob("*.py")]
+        near = difflib.get_close_matches(where, there, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise say_not_importable(text, f"ModuleNotFoundError: No module named {dotted!r}{hint}")
     return spec
 
 

@@ -8,7 +8,8 @@
     prove      the best run beside the standard float32 model; what turns out wrong is struck, and the next is proved
 
 The search ends when `search.reserve` needs what is left. With what the others leave it begins again, until nothing is
-left to try, from the best or from any other run. Then one step of the best is observed, kernel by kernel. Nothing may take more than the budget and a tenth.
+left to try, from the best or from any other run. Then one step of the best is observed, kernel by kernel. Nothing may
+take more than the budget and a tenth.
 
 Every trial is a process of its own, and every finished one is in the ledger at once: whoever is killed loses the trial
 at hand and nothing else. Several workers may run the same study through one storage; each compares its trials with its
@@ -192,15 +193,15 @@ class _Study:
         self.runner.run_wanted(self.untried, "ablation", self.reserve.end_takes)
 
     def _measure_rules(self) -> None:
-        """See what each rule of the best run gives, where there is time to run it without those that give nothing."""
+        """See what each rule gives beside the best, where there is time to run it without those that give nothing."""
         best = self.known.best()
-        if best is None or best.point.get("rules", "none") == "none" or self.known.rules_of(best) is not None:
+        if best is None or self.known.rules_of(best) is not None:
             return
         self.runner.heed()
-        whole, takes = with_all_rules(best), self.reserve.rules_take()
+        whole, run, takes = with_all_rules(best), self.known.with_all_rules(), self.reserve.rules_take()
         found = read_gains(self.ledger.noted(name := note_of("rules", whole)))
-        if found is None and 0 < takes < self.pace.left - self.reserve.must_take():
-            found = self.jobs.measure_rules(best.point, takes - self.reserve.expected(best.point)) or RuleGains()
+        if found is None and run is not None and takes < self.pace.left - self.reserve.must_take():
+            found = self.jobs.measure_rules(run.point, takes - self.reserve.expected(run.point)) or RuleGains()
             self.ledger.note(name, dataclasses.asdict(found))  # what failed is not tried again
         if found is not None:
             self.known.rules[key(whole.point)] = found

@@ -416,5 +416,7 @@ def test_the_gain_of_each_rule_is_measured_as_far_as_there_is_time(within):
     run = {**OWN["configuration"], "rules": "all", "precision": "bf16", "micro_batch": 2}
     result, _ = done(kind="rules", own_model="tune.factories:sized:rows=4", configuration=run, within=within)
     found = read_gains(result["value"])
-    assert found.found == ["add_norm", "gelu"] and [each.rule for each in found.gains] == (found.found if within else [])
+    assert found.found == ["add_norm", "gelu"] and [each.rule for each in found.gains] == (
+        found.found if within else []
+    )
     assert all(each.spread >= 0 and each.bytes is None for each in found.gains)

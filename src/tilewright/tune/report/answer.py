@@ -16,7 +16,7 @@ from tilewright.measure.checked import Amount, Count, Like, Scalar
 from tilewright.measure.markup import clean
 from tilewright.measure.results import write_text
 from tilewright.train.load_config import write_yaml
-from tilewright.tune.report.code import script
+from tilewright.tune.report.code import lines, script
 from tilewright.tune.search.choose import confirmed, latest
 from tilewright.tune.search.space import Space
 from tilewright.tune.store.proof import VERDICTS, Proof
@@ -175,6 +175,15 @@ class Answer:
         return {name: seconds for name, seconds in totals.items() if seconds}
 
     @property
+    def own_lines(self) -> list[str]:
+        """What to write into the user's own script; nothing where the baseline is the answer."""
+        if self.best is None or not self.changes:
+            return []
+        whole = self.best.point.get("micro_batch") == self.start.get("global_batch")
+        levers = {name: value for name, value in self.best.point.items() if not (whole and name == "micro_batch")}
+        return lines(levers, self.ceilings.get("device", "cuda"), self.rule_names)
+
+    @property
     def rule_names(self) -> list[str]:
         """The rules of `tilewright.optimize` that the best run has; empty where it has none, or nobody measured which.
 
@@ -326,6 +335,8 @@ def alone(answer: Answer) -> str:
     if any(record.measurement for record in others):
         return ""
     failed = next((record.error for record in others if record.error), None)
+    if failed and all(record.outcome == "timed out" for record in others):
+        return "no other run ended in the time it had; give more --budget, and --resume goes on"
     if failed:
         return f"all others failed, the first of them so: {failed.rstrip('.')}"
     if answer.interrupted or answer.elapsed >= answer.budget or not answer.discarded:

@@ -109,12 +109,12 @@ class Reserve:
         return self.proof_takes() + sum(map(self.expected, without_main_lever(self._known, self._search)))
 
     def rules_take(self) -> float:
-        """Seconds to find out which rules of the best give something, and to run it with those; none where it has no
-        choice of rules, or that is known."""
-        best = self._known.best()
-        if best is None or best.point.get("rules") != "all" or self._known.rules_of(best) is not None:
+        """Seconds to find out which rules give something beside the best, and to run it with those; none where it has
+        no choice of rules, or that is known."""
+        run = self._known.with_all_rules()
+        if run is None or self._known.rules_of(run) is not None:
             return 0.0
-        return min(_RULES * self.expected(best.point), _RULES_MOST * self.pace.budget)
+        return min(_RULES * self.expected(run.point), _RULES_MOST * self.pace.budget)
 
     def observing_takes(self) -> float:
         """Seconds to leave for observing the best, beside what that may overrun the budget by."""
