@@ -12,7 +12,8 @@ import torch
 
 from tilewright.errors import UserError
 from tilewright.optimize.huggingface import build
-from tilewright.tune.own_model import load, with_arguments
+from tilewright.tune.model_name import with_arguments
+from tilewright.tune.own_model import load
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32,

@@ -17,6 +17,7 @@ job["light"] if it is there, or else the first argument on the command line, JSO
         step_seconds, bytes  of the baseline; each lever with that value multiplies both
         pace                 seconds that each step really takes, for a test that wants to come in between
         faults               the first whose levers are all so is what happens
+        gains                what single rules give, as tune.store.record.RuleGains has it
 
 Measured times move by a thousandth from step to step, in the same way each time. "probe" and "prove" have answers too.
 """
@@ -365,6 +366,10 @@ def observe(job):
     result("done", value={"work": [{**work, "seconds": 0.01, "flops": 128.0, "bytes": 224.0}]})
 
 
+def rules(job):
+    result("done", value=job["light"].get("gains", {"gains": [], "not_measured": []}))
+
+
 def end_with_parent():
     while os.read(0, 1 << 16):
         pass
@@ -377,7 +382,8 @@ def main():
     if "configuration" in job:
         job.setdefault("light", json.loads(sys.argv[1]) if len(sys.argv) > 1 else {})
     start_new_thread(end_with_parent, ())
-    {"measure": measure, "probe": probe, "prove": prove, "observe": observe}[job["kind"]](job)
+    kinds = {"measure": measure, "probe": probe, "prove": prove, "observe": observe, "rules": rules}
+    kinds[job["kind"]](job)
 
 
 if __name__ == "__main__":

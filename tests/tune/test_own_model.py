@@ -18,18 +18,8 @@ from tilewright.train.load_config import read
 from tilewright.train.loop import Shown
 from tilewright.train.schema import OPTIMIZERS, Optimizer, Schedule, Train
 from tilewright.tune import study
-from tilewright.tune.own_model import (
-    Batch,
-    arguments_of,
-    check_name,
-    check_step,
-    draws,
-    load,
-    loss_of,
-    name_of,
-    train,
-    with_arguments,
-)  # fmt: skip
+from tilewright.tune.model_name import arguments_of, check_name, check_source, name_of, with_arguments
+from tilewright.tune.own_model import Batch, check_step, draws, load, loss_of, train
 from tilewright.tune.report.code import script
 from tilewright.tune.search.space import open_space
 from tilewright.tune.worker import forkserver
@@ -339,3 +329,56 @@ def test_the_model_on_the_first_page_of_the_readme_runs(tmp_path, monkeypatch):
     own = load("my_model:build", [str(tmp_path)])
     check_step(own, RUN)
     assert own.facts()["unit"] == "samples"
+
+
+SOURCES = {
+    "mine:buidl": "has no 'buidl'; did you mean build?",
+    "mine:zzzzzzzz": "has no 'zzzzzzzz'; give the name of a function",
+    "mine:build:lauers=2": "The factory mine:build takes no argument 'lauers'; did you mean layers?",
+    "mine:plain:rows=2": "takes no argument 'rows'; it takes none",
+    "mine:needs": "The factory mine:needs needs 'rows'; give --model-arg rows=VALUE",
+    "mind:build": "No module named 'mind'; did you mean mine..; check",
+    "folder/mine.py:build": "write package.module:factory, such as folder.mine:build",
+    "mine.py:build": "such as mine:build",
+    "no_such_thing:make": "cannot be imported .ModuleNotFoundError: No module named 'no_such_thing'.; check its name",
+    "package.nothing:make": "No module named 'package.nothing'",
+    "mine.build:make": "No module named 'mine.build'",
+    "broken:make": "broken cannot be imported .SyntaxError: .*, line 2.; check",
+}
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """Modules that write a file when they are imported."""
+    ran = "open('ran', 'w')\n"
+    build = "def build(layers=1, *, name=''):\n    pass\ndef plain():\n    pass\ndef needs(rows):\n    pass\n"
+    (tmp_path / "mine.py").write_text(f"{ran}{build}if True:\n    other = build\n")
+    (tmp_path / "broken.py").write_text("import torch\ndef make(:\n")
+    (tmp_path / "unknown.py").write_text(f"{ran}from torch import *\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text(ran)
+    (tmp_path / "package/model.py").write_text(f"{ran}class Made:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    yield [str(tmp_path)]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("text", SOURCES)
+def test_a_model_that_cannot_be_there_is_refused_without_running_anything(sources, text):
+    with pytest.raises(UserError, match=SOURCES[text]) as refused:
+        check_source(text, sources)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mine:build:layers=2", "mine:other", "mine:needs:rows=1", "unknown:make", "package.model:Made",
+        "package:anything", "tune.factories:sized:rows=3",
+        "tilewright.optimize.huggingface:build:folder=x,batch=2", "math:sin",
+    ],
+)  # fmt: skip
+def test_a_model_that_may_be_there_is_left_to_its_import(sources, text):
+    if text == "package:anything":
+        Path("package/__init__.py").write_text("def __getattr__(name):\n    return None\n")
+    check_source(text, sources)

@@ -125,6 +125,44 @@ def test_a_lever_that_gives_nothing_is_put_back(tmp_path):
     assert answer.changes == BEST
 
 
+GAINS = {
+    "gains": [
+        {"rule": "add_norm", "seconds": 0.03, "spread": 0.001, "bytes": None, "kept": True},
+        {"rule": "norm", "seconds": -0.02, "spread": 0.001, "bytes": None, "kept": False},
+    ],
+    "not_measured": ["glu"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("whole", "narrowed", "changes"), [
+    (0.8, 0.8, "add_norm+glu"), (0.8, 0.85, "all"), (1.05, 0.9, "add_norm+glu"), (1.3, 0.9, None),
+])  # fmt: skip
+def test_rules_of_a_users_model_that_give_nothing_are_dropped(tmp_path, whole, narrowed, changes):
+    """Measured in one process, and the run with the others counts only where it is as fast in a trial of its own."""
+    fixed = ["global_batch=2", "micro_batch=2", "threads=1", "compile=none", "precision=fp32", "optimizer.name=adamw"]
+    space = open_space(read(None, fixed), device="cpu", numerics="same", of_any_model=True)
+    factors = {"all": [whole, 1.0], "add_norm+glu": [narrowed, 1.0]}
+    rule = {"step_seconds": 0.4, "levers": {"rules": factors}, "gains": GAINS}
+    given = settings(tmp_path / "study", rule, space=space, own_model="somebody:model")
+    answer = run(given)
+    searched = [record.point["rules"] for record in answer.records if record.purpose in ("search", "ablation")]
+    if changes is None:  # too slow for a part of it to win
+        assert searched == ["all"] and answer.rules is None and not answer.own_lines
+        return
+    assert searched == ["all", "add_norm+glu"]  # one more trial, whatever the number of rules
+    assert answer.changes == {"rules": changes} and answer.recommended
+    assert answer.rule_names == (["add_norm", "glu"] if changes != "all" else ["add_norm", "norm", "glu"])
+    assert [each.rule for each in answer.rules.gains] == ["add_norm", "norm"]
+    assert f"optimize(model, rules={json.dumps(answer.rule_names)})" in (tmp_path / "study/best.py").read_text()
+    if changes == "all":
+        return
+    assert "no time to measure it" in page(answer)
+    (tmp_path / "study/answer.json").unlink()
+    assert reread(tmp_path / "study", "study").rules == answer.rules
+    again = run(dataclasses.replace(given, resume=True))
+    assert again.rules == answer.rules and again.changes == answer.changes
+
+
 def test_no_point_runs_twice_and_the_reference_runs_again_and_again(tmp_path):
     answer = run(settings(tmp_path / "study"))
     searched = [key(record.point) for record in answer.records if record.purpose in ("search", "ablation")]

@@ -82,6 +82,9 @@ class World:
         if job["kind"] == "observe":
             self.now += min(15.0, limits.seconds)
             return Ended("done", None, "", {"work": [OBSERVED]})
+        if job["kind"] == "rules":
+            self.now += min(10.0, limits.seconds)
+            return Ended("done", None, "", {"gains": [], "not_measured": ["glu"]})
         point = {name: reduce(dict.__getitem__, name.split("."), job["configuration"]) for name in self.space.levers}
         run = self.space.at(point)  # reading a configuration takes longer than the rest of a trial
         self.trials += 1
@@ -181,10 +184,7 @@ def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, 
         world = World(space, seed, PROOF[preset], CACHED if tries else COMPILING)
         answer = tuned(tmp_path / str(seed), monkeypatch, world, BUDGET, tuple(map(space.parse, tries)))
 
-        # What there is is used, and no more. One of the four that run their peers first ends after 334 s: all that its
-        # best run has is shown, and the search sees nothing else worth a trial.
-        all_shown = bool(tries) and all(lever.tokens_per_second is not None for lever in answer.ablations)
-        assert (world.now > BUDGET * 0.75 or all_shown) and world.now < BUDGET + 20.0
+        assert BUDGET * 0.75 < world.now < BUDGET + 20.0  # what there is is used, and no more
         assert answer.proof.verdict == "same within rounding"
         assert answer.work  # its kernels were seen
         first = answer.reference.tokens_per_second

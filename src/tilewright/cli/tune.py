@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,14 @@ from tilewright.cli import output
 from tilewright.cli.output import ProgressConsole, gigabytes
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
+from tilewright.plan.hf_folder import check_folder
 from tilewright.tune.api import DEFAULT_BUDGET, REHEARSAL_BUDGET, amount, seconds
 from tilewright.tune.search.choose import UNKNOWN, at_least, is_known, latest
 from tilewright.tune.search.space import label
 
 if TYPE_CHECKING:
     from tilewright.tune.report.answer import Answer
-    from tilewright.tune.store.record import Prediction, Record
+    from tilewright.tune.store.record import Prediction, Record, RuleGains
 
 HF_FACTORY = "tilewright.optimize.huggingface:build"
 _ROWS = 12  # of the table
@@ -123,12 +124,13 @@ def _model(model: str, arguments: list[str], folder: str) -> str:
         if "=" not in each:
             raise UserError(f"--model-arg is {each!r}; write NAME=VALUE.")
     if folder:
+        check_folder(Path(folder))
         model, arguments = HF_FACTORY, [f"folder={Path(folder).resolve()}", *arguments]
     if arguments and not model:
         raise UserError("--model-arg is for the factory of --model or --hf; name one.")
     if not arguments:
         return model
-    from tilewright.tune.own_model import with_arguments
+    from tilewright.tune.model_name import with_arguments
 
     return with_arguments(model, arguments)
 
@@ -153,12 +155,24 @@ def show(answer: Answer, folder: Path, page: Path | None = None) -> None:
             gives = f"{rate / best - 1:+.1%}" if rate and best else each.error or "n/a"
             table.add_row(label({each.lever: each.value}), Text(gives))
         console.print(table)
+    if answer.rules is not None and answer.rules.gains:
+        console.print(_rules(answer.rules, answer.rule_names))
     if answer.on_gpu.get("rows"):
         console.print(_predicted(answer.on_gpu))
     for sentence in answer.sentences:
         console.print(sentence, highlight=False, markup=False, style="bold")
     for note in (*_notes(answer), *_files(answer, folder, page or folder / "report.html")):
         console.print(note, highlight=False, markup=False)
+
+
+def _rules(found: RuleGains, kept: Collection[str]) -> Table:
+    table = Table("rule", "without it", "", title="What each rule gives in a step", title_justify="left")
+    table.columns[1].justify = "right"
+    for each in found.gains:
+        table.add_row(Text(each.rule), f"{each.seconds * 1e3:+.2f} ms", "kept" if each.rule in kept else "undone")
+    for name in found.not_measured:
+        table.add_row(Text(name), "not measured", "kept")
+    return table
 
 
 def _notes(answer: Answer) -> list[str]:
@@ -214,10 +228,8 @@ def _files(answer: Answer, folder: Path, page: Path) -> list[str]:
         train = f"Train: tilewright train {folder / 'best.yaml'}"
         files.append(f"Levers for your own training: {folder / 'best.yaml'}" if answer.own_model else train)
     if answer.own_model and answer.recommended and answer.best is not None:
-        from tilewright.tune.report.code import lines
-
-        device = answer.ceilings.get("device", "cuda")
-        files += ["In your own script:", *(f"    {line}" for line in lines(answer.best.point, device))]
+        if answer.own_lines:
+            files += ["In your own script:", *(f"    {line}" for line in answer.own_lines)]
         if (folder / "best.py").is_file():
             files.append(f"Run it as it was measured: python {folder / 'best.py'}")
     return files
@@ -305,7 +317,7 @@ class _Progress:
 
     def trial(self, what: str, point: dict[str, Any], prediction: Prediction | None) -> None:
         name = self._label(point) if what != "reference" else "baseline, again"
-        self.now, self.steps = f"{what}: {name}" if what in ("proof", "kernels") else name, 0
+        self.now, self.steps = f"{what}: {name}" if what in ("proof", "kernels", "rules") else name, 0
 
     def event(self, event: dict[str, Any]) -> None:
         if event.get("event") == "step":

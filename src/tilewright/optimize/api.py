@@ -71,10 +71,10 @@ def optimize(
     found = chosen(rules)
     _check(model)
     if batch is None:
-        return _install(model, found, compile, dynamic)
+        return install(model, found, compile, dynamic)
     from tilewright.optimize.gain import keep_what_gains
 
-    return keep_what_gains(model, batch, found, compile, lambda kept: _install(model, kept, compile, dynamic))
+    return keep_what_gains(model, batch, found, compile, lambda kept: install(model, kept, compile, dynamic))
 
 
 @contextlib.contextmanager
@@ -219,7 +219,8 @@ def _settings(mode: str) -> dict[str, Any]:
     return found
 
 
-def _install(model: nn.Module, rules: Sequence[Rule], mode: str, dynamic: bool | None) -> Report:
+def install(model: nn.Module, rules: Sequence[Rule], mode: str, dynamic: bool | None = None) -> Report:
+    """Put rules into a model without measuring what they give."""
     captured = Captured()
     call = Call(model, Backend(rules, mode, captured), dynamic)
     model._compiled_call_impl = call  # type: ignore[assignment]

@@ -6,6 +6,7 @@ slower by more than the spread, or takes at least a hundredth more memory at the
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -30,11 +31,8 @@ def keep_what_gains(
     """Install the rules that gain on this batch, and report what every one of them gives."""
     steps = _Steps(model, batch, install)
     try:
-        whole = steps.add("all", rules)
-        steps.add("none", None if mode == "none" else ())
-        found = [rule for rule in rules if any(site.rule == rule.name for site in whole.changed)]
-        for rule in found if len(found) > 1 else ():
-            steps.add(rule.name, [each for each in rules if each is not rule])
+        steps.add_none(mode)
+        whole, found = steps.add_each(rules)
         steps.measure()
         kept, gains = steps.judge(found)
         report = whole if len(kept) == len(found) else steps.add("kept", kept)
@@ -57,6 +55,39 @@ def keep_what_gains(
     return report
 
 
+def measure_gains(
+    model: nn.Module,
+    batch: Any,
+    rules: Sequence[Rule],
+    mode: str,
+    install: Callable[[Sequence[Rule]], Report],
+    within: float,
+) -> tuple[list[Gain], list[str]]:
+    """What each rule gives; the model is left as it was.
+
+    Args:
+        within: seconds; a rule whose step cannot be prepared and timed by then is not measured.
+
+    Returns:
+        The gains, and the rules that have sites and were not measured.
+    """
+    steps = _Steps(model, batch, install)
+    try:
+        whole, found = steps.add_each(rules, time.monotonic() + within)
+        left = [rule.name for rule in _with_sites(rules, whole) if rule not in found]
+        if len(found) == 1 and not left:
+            steps.add_none(mode)
+        steps.measure()
+        return steps.judge(found)[1], left
+    finally:
+        model._compiled_call_impl = None
+        steps.restore()
+
+
+def _with_sites(rules: Sequence[Rule], report: Report) -> list[Rule]:
+    return [rule for rule in rules if any(site.rule == rule.name for site in report.changed)]
+
+
 class _Steps:
     """Training steps of one model under different rules, measured in turns."""
 
@@ -72,6 +103,7 @@ class _Steps:
         self.calls: dict[str, Any] = {}
         self.times: dict[str, list[float]] = {}
         self.peaks: dict[str, int | None] = {}
+        self.takes = 0.0  # seconds of a step of the last that was added
 
     def add(self, name: str, rules: Sequence[Rule] | None) -> Any:
         """Prepare a step: install its rules, and run it until nothing is compiled any more."""
@@ -82,9 +114,26 @@ class _Steps:
             self.reports[name] = report
         for _ in range(2):
             self._step()
+        self.takes = self._timed()
         self.peaks[name] = self._peak()
         self.times[name] = []
         return report
+
+    def add_none(self, mode: str) -> None:
+        """Prepare the step without rules: as the model was, or as Inductor alone has it."""
+        self.add("none", None if mode == "none" else ())
+
+    def add_each(self, rules: Sequence[Rule], until: float = math.inf) -> tuple[Report, list[Rule]]:
+        """Prepare the step with all rules, and one without each that has sites, as far as time allows."""
+        began = time.monotonic()
+        whole = self.add("all", rules)
+        found = _with_sites(rules, whole)
+        for index, rule in enumerate(found if len(found) > 1 else ()):
+            each = (time.monotonic() - began) / (index + 1)
+            if time.monotonic() + each + (index + 2) * _ROUNDS * self.takes > until:
+                return whole, found[:index]
+            self.add(rule.name, [other for other in rules if other is not rule])
+        return whole, found
 
     def activate(self, name: str) -> None:
         self.model._compiled_call_impl = self.calls[name]
@@ -104,7 +153,7 @@ class _Steps:
         kept, gains = [], []
         whole = self.times["all"]
         for rule in found:
-            name = rule.name if len(found) > 1 else "none"
+            name = rule.name if rule.name in self.times else "none"  # of a single rule that is the same
             without = self.times[name]
             lost = median(one - other for one, other in zip(without, whole, strict=True))
             spread = max(_spread(without), _spread(whole))

@@ -5,7 +5,6 @@ Nothing of the folder is run: its code is never trusted, pickles are never read,
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch import nn
 
 from tilewright.errors import UserError
 from tilewright.measure.machine import host_memory_bytes
+from tilewright.plan.hf_folder import check_folder
 
-_LARGEST = 1 << 20  # bytes of a config.json
 _SEQUENCE = 2048  # tokens, unless told otherwise or the model takes fewer
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,22 +32,13 @@ def build(
         attention: as transformers calls it: sdpa or eager.
     """
     where = Path(folder)
-    config = _read(where)
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError("--hf needs transformers: pip install 'tilewright[hf]'.") from error
+    check_folder(where)
+    import transformers
+
     if dtype not in _DTYPES:
         raise UserError(f"dtype is {dtype!r}; choose {', '.join(_DTYPES)}.")
     if attention not in ("sdpa", "eager"):
         raise UserError(f"attention is {attention!r}; choose sdpa or eager.")
-    family = config.get("model_type")
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not isinstance(family, str) or family not in known:
-        raise UserError(
-            f"{where}/config.json is of the family {family!r}, which this transformers has no causal language model "
-            "for; write a factory for it and use --model."
-        )
     transformers.logging.set_verbosity_error()
     try:
         parsed = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=True)
@@ -90,43 +80,3 @@ def _check_size(transformers: Any, config: Any, dtype: torch.dtype, attention: s
             f"The model of {folder} has {needed / 1e9:,.0f} GB of weights, and this machine {there / 1e9:,.0f} GB of "
             "memory; give a smaller one."
         )
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder, as plain data."""
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; give the folder that holds a model's config.json.")
-    if not path.is_file():
-        raise UserError(f"{folder} has no config.json; give the folder that holds a model's.")
-    if path.stat().st_size > _LARGEST:
-        raise UserError(f"{path} has more than {_LARGEST:,} bytes, which is no config.json.")
-    pickles = sorted(each.name for each in folder.iterdir() if each.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-    if pickles and not any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder} has its weights in {pickles[0]}, a pickle, which is not read; save safetensors.")
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is no JSON; save the model again.") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object; save the model again.")
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(f"{folder} holds an adapter; give the folder of the model it is for.")
-    if (named := _code_named_in(config)) is not None:
-        raise UserError(f"{path} asks for code from elsewhere, {named!r:.100}, which is not run; leave that out of it.")
-    if config.get("quantization_config"):
-        raise UserError(f"{path} describes quantised weights, which are not trained; give the folder they came from.")
-    return config
-
-
-def _code_named_in(value: Any) -> str | None:
-    """An implementation that a configuration names by a path of a hub; None where it names none."""
-    if isinstance(value, dict):
-        for name, each in value.items():
-            if "implementation" in str(name) and isinstance(each, str) and "/" in each:
-                return each
-            if (found := _code_named_in(each)) is not None:
-                return found
-    elif isinstance(value, list):
-        return next((found for each in value if (found := _code_named_in(each)) is not None), None)
-    return None

@@ -221,10 +221,11 @@ class Train:
         "none", COMPILE, "torch.compile's mode.",
         lever=Lever(devices=dict.fromkeys(COMPILE[2:], "cuda")),
     )  # fmt: skip
-    rules: str = one_of(
-        "none", ("none", "all"), "all: what tilewright.optimize finds in the model runs by fused kernels.",
-        lever=Lever(is_of_others=True),
-    )  # fmt: skip
+    rules: str = told(
+        "none",
+        "all: what tilewright.optimize finds in the model runs by fused kernels; or some rules: add_norm+glu.",
+        lever=Lever(values=("none", "all"), is_of_others=True),
+    )
     cuda_graphs: bool = told(
         False, "Record forward and backward once, replay them each step.", lever=Lever(devices={True: "cuda"})
     )
@@ -250,6 +251,10 @@ class Train:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.rules not in ("none", "all"):
+            from tilewright.optimize.rules import chosen
+
+            chosen(self.rules)
 
     def batch_sizes(self, ranks: int) -> Batches:
         """Micro batch, global batch and accumulation on so many data ranks, each given or derived."""

@@ -45,7 +45,10 @@ def read_text(path: Path, asked: str) -> str:
             with path.open("rb") as file:
                 data = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
-        raise UserError(f"{asked}there is no file {path}; give the path of a YAML file.") from None
+        hint = "give the path of a YAML file."
+        if re.fullmatch(r"[\w.]+:\w+", str(path)):
+            hint = f"give the path of a YAML file, or --model {path} to tune a model of your own."
+        raise UserError(f"{asked}there is no file {path}; {hint}") from None
     except OSError as error:
         raise UserError(f"{asked}cannot read {path}: {error.strerror}; give the path of a YAML file.") from None
     if not stat.S_ISREG(mode):

@@ -72,7 +72,8 @@ def tune(
         answer = tilewright.tune("model.preset=1b", "global_batch=16", budget="8m")
         print(answer.sentences)
     """
-    from tilewright.tune.own_model import check_name, name_of, refuse_while_importing
+    from tilewright.tune.model_name import check_source, name_of
+    from tilewright.tune.own_model import refuse_while_importing
     from tilewright.tune.rehearsal import find_gpu, nearest_recorded, rehearsal
     from tilewright.tune.report.reread import prediction_in
     from tilewright.tune.search.space import open_space
@@ -88,7 +89,7 @@ def tune(
     accelerator = find_gpu(gpu)
     own, folders = name_of(model) if callable(model) else (model, [])
     if own:
-        check_name(own)
+        check_source(own, [*folders, str(Path.cwd())])
     limit, cap = None if budget is None else seconds(budget), None if memory is None else amount(memory)
     name = _name(study, Path(out), resume, storage is not None)
     folder = Path(out) / name

@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import math
 import random
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
@@ -44,6 +41,7 @@ from tilewright.train.profile import STEPS, WARM, memory_of_a_step
 from tilewright.train.schedule import learning_rate
 from tilewright.train.schema import RECORDING, Train
 from tilewright.train.world import World
+from tilewright.tune.model_name import arguments_of, check_name, say_no_factory, say_not_importable
 from tilewright.tune.outcome import outcome_of
 
 
@@ -175,88 +173,6 @@ def load(text: str, path: Sequence[str] = (), *, seed: int = 0) -> Own:
     return Own(module, batch)
 
 
-def check_name(text: str) -> tuple[str, str]:
-    """The module and the name in it that a text means; nothing is imported.
-
-    >>> check_name("my_project.model:small")
-    ('my_project.model', 'small')
-    """
-    where, _, rest = text.partition(":")
-    name, _, given = rest.partition(":")
-    if not re.fullmatch(r"\w+(\.\w+)*", where) or not name.isidentifier():
-        raise UserError(f"The model is {text!r}; write package.module:factory, such as my_project.model:small.")
-    _parse(text, given)
-    return where, name
-
-
-def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments that a text has for its factory, behind a second colon.
-
-    >>> arguments_of("my_project.model:build:layers=2,name=a%2Cb")
-    {'layers': 2, 'name': 'a,b'}
-    """
-    return _parse(text, text.split(":", 2)[2] if text.count(":") > 1 else "")
-
-
-def with_arguments(text: str, arguments: Sequence[str]) -> str:
-    """A model's text with more arguments, each `name=value`.
-
-    >>> with_arguments("my_project.model:build", ["layers=2", "name=a,b"])
-    'my_project.model:build:layers=2,name=a%2Cb'
-    """
-    for each in arguments:
-        text += (":" if text.count(":") < 2 else ",") + "=".join(quote(part) for part in each.split("=", 1))
-    check_name(text)
-    return text
-
-
-def _parse(text: str, given: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for each in filter(None, given.split(",")):
-        name, equals, value = each.partition("=")
-        if not name.isidentifier() or not equals or name in found:
-            raise UserError(f"The model is {text!r} and {each!r} is no argument; write name=value, each name once.")
-        found[name] = _value(unquote(value))
-    return found
-
-
-def _value(text: str) -> Any:
-    """An argument as its text says it: a whole number, a number, true, false, null, or the text.
-
-    >>> [_value(each) for each in ("12", "1e-3", "true", "null", "010", "a: b #c")]
-    [12, 0.001, True, None, '010', 'a: b #c']
-    """
-    words = {"true": True, "false": False, "null": None}
-    if text in words:
-        return words[text]
-    if re.fullmatch(r"-?(0|[1-9][0-9]{0,17})", text):
-        return int(text)
-    is_number = re.fullmatch(r"-?(0|[1-9][0-9]{0,17})?(\.[0-9]{1,18})?(e[-+]?[0-9]{1,3})?", text) and text.strip("-e+")
-    return float(text) if is_number and text.strip("-")[0] in "0123456789." else text
-
-
-def name_of(factory: Callable[[], Any]) -> tuple[str, list[str]]:
-    """The `package.module:factory` that a function has, and the folders to look for it in beside `sys.path`.
-
-    A trial is a process of its own that imports the function by this name.
-
-    >>> name_of(check_name)
-    ('tilewright.tune.own_model:check_name', [])
-    """
-    where, name, folders = getattr(factory, "__module__", None), getattr(factory, "__qualname__", ""), list[str]()
-    main = sys.modules["__main__"]
-    if where == "__main__":
-        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-        where = spec.name if spec is not None else Path(file).stem if file else None
-        folders = [str(Path(file).resolve().parent)] if file and spec is None else []
-    if not where or not name.isidentifier() or not re.fullmatch(r"\w+(\.\w+)*", where):
-        raise UserError(
-            f"The model is {str(factory)[:80]}, which other processes cannot import; define a function at the top of a "
-            "module, such as my_model.py, and give that."
-        )
-    return f"{where}:{name}", folders
-
-
 _importing = False  # whether a user's module is being imported right now
 
 
@@ -279,18 +195,12 @@ def _find(text: str, path: Sequence[str]) -> Callable[[], Any]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"The model is {text!r} and {where} cannot be imported ({_one_line(error)}); check its name, install it, "
-            "or run where it is."
-        ) from error
+        raise say_not_importable(text, _one_line(error)) from error
     finally:
         _importing = False
     factory = getattr(module, name, None)
     if factory is None:
-        known = [each for each, value in vars(module).items() if callable(value)]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else "give the name of a function of it."
-        raise UserError(f"The model is {text!r} and {where} has no {name!r}; {hint}")
+        raise say_no_factory(text, [each for each, value in vars(module).items() if callable(value)])
     if not callable(factory):
         raise UserError(f"The model is {text!r} and {name} is no function; give one that returns a module and a batch.")
     return factory

@@ -3,11 +3,13 @@
     search     reference, then what the plan predicts to be best, what was asked for, and what `Search` finds most
                promising; the reference again now and then
     confirm    the best run once more, between two of the reference, and whatever may still be faster than it
-    refine     the best run with each of its levers put back; one that gave nothing is put back for good
+    refine     the best run with each of its levers put back; one that gave nothing is put back for good. Of a user's
+               own model, what each rule gives, and the best run with those alone that give something
     prove      the best run beside the standard float32 model; what turns out wrong is struck, and the next is proved
 
 The search ends when `search.reserve` needs what is left. With what the others leave it begins again, until nothing is
-left to try. Then one step of the best is observed, kernel by kernel. Nothing may take more than the budget and a tenth.
+left to try, from the best or from any other run. Then one step of the best is observed, kernel by kernel. Nothing may
+take more than the budget and a tenth.
 
 Every trial is a process of its own, and every finished one is in the ledger at once: whoever is killed loses the trial
 at hand and nothing else. Several workers may run the same study through one storage; each compares its trials with its
@@ -17,6 +19,7 @@ own runs of the reference, so that a slower machine, or one that drifts, does no
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -28,8 +31,8 @@ from tilewright.tune.facts import facts_of, head_of
 from tilewright.tune.proof.prove_best import BestProver
 from tilewright.tune.report.answer import Answer
 from tilewright.tune.report.conclude import conclude
-from tilewright.tune.search.ablations import untried, without_main_lever
-from tilewright.tune.search.candidates import most_promising, predicted_best, unconfirmed
+from tilewright.tune.search.ablations import untried, with_gaining_rules, without_main_lever
+from tilewright.tune.search.candidates import most_promising, predicted_best, unconfirmed, worth_the_rest
 from tilewright.tune.search.known import Known
 from tilewright.tune.search.pace import Pace, kind_of
 from tilewright.tune.search.predict import misfit, predict
@@ -39,7 +42,7 @@ from tilewright.tune.search.search import Search
 from tilewright.tune.search.space import Point
 from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.store.ledger import Ledger
-from tilewright.tune.store.record import CONFIRMATION, Prediction, key, note_of
+from tilewright.tune.store.record import CONFIRMATION, Prediction, RuleGains, key, note_of, read_gains, with_all_rules
 from tilewright.tune.store.storage import StorageLost
 from tilewright.tune.worker import forkserver
 from tilewright.tune.worker.jobs import Jobs
@@ -137,6 +140,8 @@ class _Study:
             self._confirm()  # where the proof had to come first
             # Whatever else is found has to be run and proved as well.
             nothing_new = len(self.known.read()) == known and len(self.known.proofs) == proofs
+            if nothing_new and self._use_the_rest():
+                continue
             if nothing_new or self.pace.left < self.pace.another:
                 # The rest needs no proof. What observes the best may overrun.
                 self.runner.run_wanted(self.untried, "ablation", self.reserve.observing_takes)
@@ -183,7 +188,37 @@ class _Study:
     def _refine(self) -> None:
         """Put each lever of the best run back; without one that gave nothing, see what the others give."""
         self.runner.run_wanted(self.without_main_lever, "ablation", self.reserve.proof_takes)
+        self._measure_rules()
+        self.runner.run_wanted(partial(with_gaining_rules, self.known), "ablation", self.reserve.proof_takes)
         self.runner.run_wanted(self.untried, "ablation", self.reserve.end_takes)
+
+    def _measure_rules(self) -> None:
+        """See what each rule gives beside the best, where there is time to run it without those that give nothing."""
+        best = self.known.best()
+        if best is None or self.known.rules_of(best) is not None:
+            return
+        self.runner.heed()
+        whole, run, takes = with_all_rules(best), self.known.with_all_rules(), self.reserve.rules_take()
+        found = read_gains(self.ledger.noted(name := note_of("rules", whole)))
+        if found is None and run is not None and takes < self.pace.left - self.reserve.must_take():
+            found = self.jobs.measure_rules(run.point, takes - self.reserve.expected(run.point)) or RuleGains()
+            self.ledger.note(name, dataclasses.asdict(found))  # what failed is not tried again
+        if found is not None:
+            self.known.rules[key(whole.point)] = found
+
+    def _use_the_rest(self) -> bool:
+        """Run what was asked for and has waited, then what may still beat the best; whether anything ran."""
+
+        def until() -> float:
+            return max((self.reserve.winner_takes(point) for point in wanted()), default=0.0)
+
+        self.ledger.recover()
+        claim = self.runner.take("search", self.reserve.fits_at_the_end)
+        if claim is not None:
+            self.runner.run(claim)
+            return True
+        wanted = partial(worth_the_rest, self.known, self.search, self.reserve)
+        return self.runner.run_wanted(wanted, "search", until)
 
     def _observe(self) -> None:
         """See what each kernel of the best run has to do, for the report; it may overrun the budget by a little."""

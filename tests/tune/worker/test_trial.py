@@ -18,7 +18,7 @@ from tilewright.train import loop
 from tilewright.train.metrics import Metrics
 from tilewright.train.profile import TAKES
 from tilewright.tune.store.proof import Proof
-from tilewright.tune.store.record import OUTCOMES, PHASES, Measurement
+from tilewright.tune.store.record import OUTCOMES, PHASES, Measurement, read_gains
 from tilewright.tune.worker import trial
 from tilewright.tune.worker.trial import LOSSES, attempt
 from train.tiny import RUN, as_on_a_cpu  # noqa: F401
@@ -409,3 +409,14 @@ def _alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("within", [600.0, 0.0])
+def test_the_gain_of_each_rule_is_measured_as_far_as_there_is_time(within):
+    run = {**OWN["configuration"], "rules": "all", "precision": "bf16", "micro_batch": 2}
+    result, _ = done(kind="rules", own_model="tune.factories:sized:rows=4", configuration=run, within=within)
+    found = read_gains(result["value"])
+    assert found.found == ["add_norm", "gelu"] and [each.rule for each in found.gains] == (
+        found.found if within else []
+    )
+    assert all(each.spread >= 0 and each.bytes is None for each in found.gains)

@@ -5,6 +5,7 @@ A new rule is a file here with a `RULE`, and an entry in `ALL`.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 from tilewright.errors import UserError
@@ -34,14 +35,17 @@ ALL: dict[str, Rule] = {
 def chosen(rules: Sequence[str] | str | None) -> list[Rule]:
     """The rules of these names, in the order they run in; all of them for None.
 
-    >>> [rule.name for rule in chosen("norm,glu")]
-    ['norm', 'glu']
+    >>> [rule.name for rule in chosen("norm,glu")], chosen("glu+norm") == chosen(["norm", "glu"])
+    (['norm', 'glu'], True)
     """
     if rules is None or rules == "all":
         return list(ALL.values())
-    names = [each.strip() for each in rules.split(",") if each.strip()] if isinstance(rules, str) else list(rules)
+    words = rules.replace("+", ",").split(",") if isinstance(rules, str) else rules
+    names = [each.strip() for each in words if each.strip()]
     names = [] if names == ["none"] else names
     for name in names:
         if name not in ALL:
-            raise UserError(f"There is no rule {name!r}; choose from {', '.join(ALL)}.")
+            near = difflib.get_close_matches(name, ALL, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose all, none, or some of {', '.join(ALL)}."
+            raise UserError(f"There is no rule {name!r}; {hint}")
     return [rule for name, rule in ALL.items() if name in names]

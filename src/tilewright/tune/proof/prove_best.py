@@ -40,9 +40,10 @@ class BestProver:
         self._prove, self._heed, self._say = prove, heed, say
 
     def prove(self) -> None:
-        """Prove the best; one that was found later, with no time to confirm and prove it, leaves the proof as it is."""
+        """Prove the best; one that was found later, with no time to prove it, leaves the proof as it is."""
         known, pace = self._known, self._reserve.pace
-        if any(map(_is_sound, known.proofs.values())) and pace.left < self._reserve.end_takes():
+        takes = self._reserve.must_take() + self._reserve.observing_takes()
+        if any(map(_is_sound, known.proofs.values())) and pace.left < takes:
             return
         if known.has_baseline_only():
             return  # there is nothing but the baseline, which is proved only where something was compared with it

@@ -16,11 +16,11 @@ from tilewright.measure.checked import Amount, Count, Like, Scalar
 from tilewright.measure.markup import clean
 from tilewright.measure.results import write_text
 from tilewright.train.load_config import write_yaml
-from tilewright.tune.report.code import script
+from tilewright.tune.report.code import lines, script
 from tilewright.tune.search.choose import confirmed, latest
 from tilewright.tune.search.space import Space
 from tilewright.tune.store.proof import VERDICTS, Proof
-from tilewright.tune.store.record import PHASES, Record, first_step, key
+from tilewright.tune.store.record import PHASES, Record, RuleGains, first_step, key
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Answer:
     best: Record | None
     ablations: list[Ablation] = field(default_factory=list)
     proof: Proof | None = None
+    rules: RuleGains | None = None  # what single rules give, of a user's own model
     work: list[Annotated[dict[str, Any], Like("tilewright.measure.work:Work")]] = field(default_factory=list)
     discarded: dict[str, Count] = field(default_factory=dict)  # why the plan left points out, and how many
     budget: Amount = 0.0  # seconds
@@ -174,6 +175,27 @@ class Answer:
         return {name: seconds for name, seconds in totals.items() if seconds}
 
     @property
+    def own_lines(self) -> list[str]:
+        """What to write into the user's own script; nothing where the baseline is the answer."""
+        if self.best is None or not self.changes:
+            return []
+        whole = self.best.point.get("micro_batch") == self.start.get("global_batch")
+        levers = {name: value for name, value in self.best.point.items() if not (whole and name == "micro_batch")}
+        return lines(levers, self.ceilings.get("device", "cuda"), self.rule_names)
+
+    @property
+    def rule_names(self) -> list[str]:
+        """The rules of `tilewright.optimize` that the best run has; empty where it has none, or nobody measured which.
+
+        >>> Answer("", {}, {}, {}, {}, [], None, Record({"rules": "glu+norm"}, "search", "done")).rule_names
+        ['glu', 'norm']
+        """
+        given = str(self.best.point.get("rules", "none")) if self.best is not None else "none"
+        if given != "all":
+            return given.split("+") if given != "none" else []
+        return self.rules.found if self.rules is not None else []
+
+    @property
     def drift(self) -> float | None:
         """How far the speed of the baseline has been from its first, at most; None where it ran once."""
         ran = [record.drift for record in self.records if record.purpose == "reference" and record.measurement]
@@ -241,7 +263,7 @@ def write_best(answer: Answer, space: Space, folder: Path, *, code: bool = False
     else:
         write_text(path, yaml.safe_dump(own_levers(answer), sort_keys=False))
         if code:
-            write_text(program, script(answer.own_model, answer.best.point, space.device))
+            write_text(program, script(answer.own_model, answer.best.point, space.device, answer.rule_names))
 
 
 def own_levers(answer: Answer) -> dict[str, Any]:
@@ -313,6 +335,8 @@ def alone(answer: Answer) -> str:
     if any(record.measurement for record in others):
         return ""
     failed = next((record.error for record in others if record.error), None)
+    if failed and all(record.outcome == "timed out" for record in others):
+        return "no other run ended in the time it had; give more --budget, and --resume goes on"
     if failed:
         return f"all others failed, the first of them so: {failed.rstrip('.')}"
     if answer.interrupted or answer.elapsed >= answer.budget or not answer.discarded:

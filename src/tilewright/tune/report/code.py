@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _OPTIMIZERS = {
@@ -11,11 +12,17 @@ _OPTIMIZERS = {
 }
 
 
-def lines(levers: Mapping[str, Any], device: str) -> list[str]:
+def lines(levers: Mapping[str, Any], device: str, rules: Sequence[str] = ()) -> list[str]:
     """What to write into a training script for these levers, by their dotted names.
 
-    >>> for line in lines({"rules": "all", "compile": "default", "precision": "bf16"}, "cuda"): print(line)
-    report = tilewright.optimize(model, compile='default')
+    Args:
+        levers: of the run.
+        device: "cuda" or "cpu".
+        rules: that the run has; empty for all.
+
+    >>> levers = {"rules": "all", "compile": "default", "precision": "bf16"}
+    >>> for line in lines(levers, "cuda", ["add_norm", "glu"]): print(line)
+    report = tilewright.optimize(model, rules=["add_norm", "glu"], compile="default")
     with torch.autocast("cuda", torch.bfloat16):
         loss = model(...)
     """
@@ -25,10 +32,11 @@ def lines(levers: Mapping[str, Any], device: str) -> list[str]:
     if precision.startswith("bf16_"):
         found.append("model.bfloat16()")
     if levers.get("rules", "none") != "none":
-        more = f", compile={compile!r}" if compile != "none" else ""
+        more = f", rules={json.dumps(list(rules))}" if rules else ""
+        more += f", compile={json.dumps(compile)}" if compile != "none" else ""
         found.append(f"report = tilewright.optimize(model{more})")
     elif compile != "none":
-        found.append(f"model.compile(mode={compile!r})")
+        found.append(f"model.compile(mode={json.dumps(compile)})")
     name = levers.get("optimizer.name")
     if name in _OPTIMIZERS:
         found.append("optimizer = " + _OPTIMIZERS[name].format(fused=device == "cuda"))
@@ -45,9 +53,9 @@ def lines(levers: Mapping[str, Any], device: str) -> list[str]:
     return found
 
 
-def script(own_model: str, levers: Mapping[str, Any], device: str) -> str:
+def script(own_model: str, levers: Mapping[str, Any], device: str, rules: Sequence[str] = ()) -> str:
     """A program that trains the factory's model under these levers, as the study did, and prints its metrics."""
-    paste = "\n".join(f"#     {part}" for line in lines(levers, device) for part in line.splitlines())
+    paste = "\n".join(f"#     {part}" for line in lines(levers, device, rules) for part in line.splitlines())
     return f'''"""The fastest run that `tilewright tune` found, of the model below.
 
 `python best.py` runs it as it was measured.

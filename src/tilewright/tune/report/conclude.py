@@ -31,7 +31,7 @@ def conclude(
         known.space, known.records, best, name=settings.name, proof=proof,
         budget=settings.budget, elapsed=elapsed, interrupted=interrupted,
         discarded=dict(Counter(search.discarded.values())),
-        work=known.work.get(key(best.point), []) if best is not None else [],
+        rules=known.rules_of(best), work=known.work.get(key(best.point), []) if best is not None else [],
         **known.float32(), **facts,
     )  # fmt: skip
     write_json(settings.folder / "answer.json", {"schema": SCHEMA, "command": "tune", **answer.as_dict()})

@@ -17,7 +17,6 @@ from tilewright.measure.results import write_text
 from tilewright.tune.report import anatomy, plots
 from tilewright.tune.report import html as piece
 from tilewright.tune.report.answer import Answer
-from tilewright.tune.report.code import lines
 from tilewright.tune.report.head import badge, head, ratio, verdict
 from tilewright.tune.report.html import Form, Section, number, plot, section, sentence, table, words
 from tilewright.tune.report.plots import changes, has_speed, milliseconds, size
@@ -87,7 +86,29 @@ def _waterfall(answer: Answer, figures: dict[str, Any]) -> Section:
         "the sum of that, so the bars add up from the baseline to the best."
     )
     drawn = plot("waterfall", "Waterfall", plots.waterfall(answer), figures)
-    return section("What each lever gives", note, drawn, [sentence(each) for each in missing])
+    return section("What each lever gives", note, drawn, [sentence(each) for each in missing], _rules(answer))
+
+
+def _rules(answer: Answer) -> list[Element]:
+    """What each rule of `optimize` gives in the best run, where that was measured."""
+    found = answer.rules
+    if found is None or not (found.gains or found.not_measured):
+        return []
+    kept = answer.rule_names
+    rows = [
+        [
+            words(each.rule), number(each.seconds, piece.signed(milliseconds)), number(each.spread, milliseconds),
+            number(each.bytes, piece.signed(size)), words("kept" if each.rule in kept else "undone: it gives nothing"),
+        ]
+        for each in found.gains
+    ]  # fmt: skip
+    rows += [
+        [words(each), *[number(None, str)] * 3, words("kept: there was no time to measure it")]
+        for each in found.not_measured
+    ]
+    note = "A step, forward and backward, with all rules beside one without each: what it takes more."
+    header = ["Rule", "More time", "Spread", "More memory", "Outcome"]
+    return [tag("h3", "Rules"), tag("p", note, class_="note"), table(header, rows)]
 
 
 def _tradeoff(answer: Answer, figures: dict[str, Any]) -> Section:
@@ -358,6 +379,6 @@ def _best(answer: Answer) -> Section:
     note = [f"{whose}, as ", tag("code", "tilewright train"), " takes it."]
     if answer.own_model:
         note = [f"{whose}: its levers, to set in your own training of ", tag("code", answer.own_model), "."]
-        pasted = "\n".join(lines(answer.best.point, answer.ceilings.get("device", "cuda"))) if answer.best else ""
+        pasted = "\n".join(answer.own_lines)
         note.append(tag("pre", pasted) if pasted else "")
     return section("Configuration", note, tag("button", "Copy", type="button", id="copy"), tag("pre", text, id="yaml"))

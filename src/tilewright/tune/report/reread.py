@@ -1,7 +1,8 @@
 """A study read again: by who wants its report, or goes on with it.
 
 What a study knows beside its trials is in notes of its storage: the `facts` it was begun with, runs that are `wrong`,
-the losses of the standard model in `float32`, and of each run that was looked at its `proof` and its `work`.
+the losses of the standard model in `float32`, and of each run that was looked at its `proof`, its
+`work` and what its `rules` give.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tilewright.tune.search.space import Space
 from tilewright.tune.search.standard import float32_losses
 from tilewright.tune.store.ledger import Ledger
 from tilewright.tune.store.proof import Proof
-from tilewright.tune.store.record import Record, key, note_of
+from tilewright.tune.store.record import Record, key, note_of, read_gains, with_all_rules
 from tilewright.tune.store.storage import in_folder
 
 _LARGEST = 64 * 10**6  # bytes of an answer; the largest on record has 0.7 MB
@@ -53,9 +54,10 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
     noted = {key(r.point): notes.get(note_of("proof", r)) for r in records}
     proofs = {name: Proof.from_dict(proof) for name, proof in noted.items() if proof is not None}
     best, proof = proved(space, records, proofs, cap, wrong)
+    rules = read_gains(notes.get(note_of("rules", with_all_rules(best)))) if best is not None else None
     seen = notes.get(note_of("work", best)) if best is not None else None
     answer = answered(
-        space, records, best, name=name, proof=proof, work=seen or [],
+        space, records, best, name=name, proof=proof, work=seen or [], rules=rules,
         **facts, **float32_losses(space, records, facts["own_model"], notes.get("float32"), draws),
     )  # fmt: skip
     with contextlib.suppress(UserError, OSError):  # a study that one may only read keeps the best.yaml it has

@@ -18,6 +18,14 @@ def without_main_lever(known: Known, search: Search) -> list[Point]:
     return _not_yet_run(known, _ablations(known, search)[-1:])
 
 
+def with_gaining_rules(known: Known) -> list[Point]:
+    """The best run with those rules alone that give it something; nothing where that has run, or is not known."""
+    run = known.with_all_rules()
+    gains = known.rules_of(run)
+    narrowed = gains.narrowed(run.point) if run is not None and gains is not None else None
+    return _not_yet_run(known, [narrowed] if narrowed is not None else [])
+
+
 def _ablations(known: Known, search: Search) -> list[Point]:
     best, space = known.best(), known.space
     names = space.changes(best.point) if best is not None else ()

@@ -47,3 +47,8 @@ def unconfirmed(known: Known, running: Collection[Point] = ()) -> list[Point]:
     best = known.best()
     record = doubted(known.records, best, known.cap, known.wrong) if best is not None else None
     return [record.point] if record is not None and record.point not in running else []
+
+
+def worth_the_rest(known: Known, search: Search, reserve: Reserve) -> list[Point]:
+    """What may still beat a best of which all is shown, where there is time for it and for all that follows."""
+    return [point for point in search.worth_the_rest(known.records) if reserve.can_win_at_the_end(point)][:1]

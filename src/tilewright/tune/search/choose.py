@@ -98,8 +98,11 @@ def best_of(space: Space, records: Sequence[Record], cap: float = math.inf, wron
     ran = {key(record.point): record for record in _sound(records, cap, wrong)}
     chosen = fastest(record for record in ran.values() if confirmed(records, record) and _as_fast(record, top)) or top
     while True:
-        without = [key({**chosen.point, name: space.origin[name]}) for name in space.changes(chosen.point)]
-        simpler = fastest(ran[name] for name in without if name in ran and _as_fast(ran[name], top))
+        without = [{**chosen.point, name: space.origin[name]} for name in space.changes(chosen.point)]
+        if chosen.point.get("rules") == "all":  # or some of them
+            without += [run.point for run in ran.values() if run.point == {**chosen.point, "rules": run.point["rules"]}]
+        names = {key(point) for point in without} - {key(chosen.point)}
+        simpler = fastest(ran[name] for name in names if name in ran and _as_fast(ran[name], top))
         if simpler is None:
             return chosen
         chosen = simpler

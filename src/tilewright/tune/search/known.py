@@ -6,14 +6,16 @@ import contextlib
 import math
 from typing import Any
 
-from tilewright.tune.search.choose import best_of, proved
+from tilewright.tune.search.choose import at_least, best_of, latest, proved
 from tilewright.tune.search.drift import corrected
 from tilewright.tune.search.space import Space
 from tilewright.tune.search.standard import float32_losses
 from tilewright.tune.store.ledger import Ledger
 from tilewright.tune.store.proof import Proof
-from tilewright.tune.store.record import Record
+from tilewright.tune.store.record import Record, RuleGains, key, with_all_rules
 from tilewright.tune.store.storage import StorageLost
+
+_NEARLY = 1.1  # times slower than the best: what its rules are worth is of interest still
 
 
 class Known:
@@ -34,6 +36,7 @@ class Known:
         self.records: list[Record] = []  # as they were last read
         self.proofs: dict[str, Proof] = {}  # by the key of the run's point
         self.work: dict[str, list[dict[str, Any]]] = {}  # likewise: of a step, as `measure.work` has it
+        self.rules: dict[str, RuleGains] = {}  # likewise
         self.wrong: set[str] = set()  # keys of points
         self._noted: Any = None  # of the losses of the standard model in float32
 
@@ -49,6 +52,19 @@ class Known:
     def best(self) -> Record | None:
         """The best run of the records as they were last read."""
         return best_of(self.space, self.records, self.cap, self.wrong)
+
+    def rules_of(self, run: Record | None) -> RuleGains | None:
+        """What single rules give: measured in the run, or in the one with all rules that it was narrowed from."""
+        return self.rules.get(key(with_all_rules(run).point)) if run is not None else None
+
+    def with_all_rules(self) -> Record | None:
+        """The best run, or that with all rules, where some of them may pay: it was measured, and is not much slower."""
+        if (best := self.best()) is None:
+            return None
+        run = latest(self.records).get(key(with_all_rules(best).point))
+        if run is None or run.outcome != "done" or not run.measurement:
+            return None
+        return run if _NEARLY * at_least(run) >= at_least(best) else None
 
     def proved(self) -> tuple[Record | None, Proof | None]:
         """The best run and its proof, or the best that has one."""

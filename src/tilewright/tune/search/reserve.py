@@ -21,6 +21,7 @@ from tilewright.tune.store.record import first_step, key
 _SEARCH = 0.5  # of the time, at least, is for searching, whatever comes after it would take
 _CURVE = 0.04  # of the time, at most, for a few steps of the standard model in float32
 _CURVE_STEPS = 4  # that it takes as long as: three, and what is before them
+_RULES, _RULES_MOST = 3.0, 0.3  # trials that it takes to choose among rules, up to this share of the time
 _FIRST = 30.0  # seconds that the first run may take, whatever the budget: without it there is no answer
 
 
@@ -87,11 +88,33 @@ class Reserve:
         takes = min(self.expected(point), self.pace.limit(kind_of(self._space.at(point))))
         return takes < self.to_search()
 
+    def fits_at_the_end(self, point: Point) -> bool:
+        """Whether a run that was asked for can end in what is left, when all that the best run has is shown."""
+        return min(self.expected(point), self.pace.limit(kind_of(self._space.at(point)))) < self.pace.left
+
+    def can_win_at_the_end(self, point: Point) -> bool:
+        """Whether there is then time for a run, and for all that follows if it wins."""
+        return self.expected(point) < self.pace.left - self.winner_takes(point)
+
     # What is kept
+
+    def winner_takes(self, point: Point) -> float:
+        """Seconds to leave for a run that wins at the end: once more, a proof, and a run without its main lever."""
+        records, best = self._known.records, self._known.best()
+        compiling = first_step(records, best) if best is not None else 0.0
+        return 2 * self.expected(point) + self.pace.proof(first_step=compiling)
 
     def must_take(self) -> float:
         """Seconds that are kept whatever else is of interest: to prove the best, and to put its main lever back."""
         return self.proof_takes() + sum(map(self.expected, without_main_lever(self._known, self._search)))
+
+    def rules_take(self) -> float:
+        """Seconds to find out which rules give something beside the best, and to run it with those; none where it has
+        no choice of rules, or that is known."""
+        run = self._known.with_all_rules()
+        if run is None or self._known.rules_of(run) is not None:
+            return 0.0
+        return min(_RULES * self.expected(run.point), _RULES_MOST * self.pace.budget)
 
     def observing_takes(self) -> float:
         """Seconds to leave for observing the best, beside what that may overrun the budget by."""
@@ -130,7 +153,7 @@ class Reserve:
         if searching and self._known.has_baseline_only():
             return must  # the first that is tried is worth more than all the rest
         again = self.expected(self._space.origin) + self.expected(best.point)
-        more = self.expected(best.point)
+        more = self.expected(best.point) + self.rules_take()
         if searching:
             left = untried(self._known, self._search)
             more += again + sum(map(self.expected, left)) + (again if left else 0.0)

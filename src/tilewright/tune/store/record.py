@@ -167,6 +167,48 @@ class Record:
             raise UserError(f"{where} is {self.outcome!r} and has no time of a step.")
 
 
+@dataclass(frozen=True)
+class RuleGain:
+    """What a rule of `tilewright.optimize` gives in a run: a step with all rules, and one without this."""
+
+    rule: str
+    seconds: Annotated[float, Between(-1e9, 1e9)]  # that the step takes longer without it
+    spread: Amount  # of that difference, in seconds
+    bytes: Annotated[int, Between(-1e18, 1e18)] | None  # of memory that the step takes more without it
+    kept: bool
+
+
+@dataclass(frozen=True)
+class RuleGains:
+    """What the rules of a run give, as far as there was time to measure it."""
+
+    gains: list[RuleGain] = field(default_factory=list)
+    not_measured: list[str] = field(default_factory=list)  # rules that changed something, and stay
+
+    @property
+    def found(self) -> list[str]:
+        """The rules that changed something in the model."""
+        return [each.rule for each in self.gains] + self.not_measured
+
+    def narrowed(self, point: Point) -> Point | None:
+        """A run with all rules with those alone that stay; None where all do.
+
+        >>> found = RuleGains([RuleGain("glu", 1e-3, 1e-5, None, True), RuleGain("norm", 0.0, 1e-5, None, False)])
+        >>> found.narrowed({"rules": "all"}), RuleGains([], ["glu"]).narrowed({"rules": "all"})
+        ({'rules': 'glu'}, None)
+        """
+        if all(each.kept for each in self.gains):
+            return None
+        staying = [each.rule for each in self.gains if each.kept] + self.not_measured
+        return {**point, "rules": "+".join(staying) or "none"}
+
+
+def read_gains(noted: Any) -> RuleGains | None:
+    """What rules give, as a study has noted it, checked: its storage may be anybody's; None where nothing is noted."""
+    found: RuleGains | None = None if noted is None else checked.read(RuleGains, noted, "What rules give")
+    return found
+
+
 def key(point: Mapping[str, Any]) -> str:
     """The same text for the same point, whatever its order.
 
@@ -179,6 +221,11 @@ def key(point: Mapping[str, Any]) -> str:
 def note_of(what: str, run: Record) -> str:
     """The name of a note of a run: each has its own, whoever else proves another."""
     return f"{what} {hashlib.sha256(key(run.point).encode()).hexdigest()[:16]}"
+
+
+def with_all_rules(run: Record) -> Record:
+    """The run that a run with some rules was narrowed from, for the names of its notes."""
+    return dataclasses.replace(run, point={**run.point, "rules": "all"})
 
 
 def first_step(records: Sequence[Record], record: Record) -> float:

@@ -18,10 +18,11 @@ from tilewright.tune.settings import TRIAL, Settings, Shown
 from tilewright.tune.store import cache
 from tilewright.tune.store.ledger import Claim
 from tilewright.tune.store.proof import Proof
-from tilewright.tune.store.record import CONFIRMATION, Measurement, Prediction, Record, key
+from tilewright.tune.store.record import CONFIRMATION, Measurement, Prediction, Record, RuleGains, key, read_gains
 from tilewright.tune.worker.process import Ended, Limits, run_child
 
 HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
+_RULES_SHARE = 0.75  # of a limit: what measures rules begins none that it may not end
 SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
 
 
@@ -150,6 +151,15 @@ class Jobs:
         if not proofs:
             self.pace.note_proof(self.pace.elapsed - began)
         return dataclasses.replace(Proof.from_dict(ended.value, ended.error), phases=ended.phases)
+
+    def measure_rules(self, point: Point, limit: float) -> RuleGains | None:
+        """What each rule of a run gives; None where that did not come to an end."""
+        self.shown.trial("rules", point, None)
+        ended = self._run({**self._job("rules", point), "within": _RULES_SHARE * limit}, limit, limit)
+        if ended.value is None:
+            self.shown.say(f"What single rules give was not measured: {ended.error}")
+            return None
+        return read_gains(ended.value)
 
     def observe(self, point: Point, limit: float) -> list[dict[str, Any]]:
         """The work of a step of the run; nothing where that did not come to an end."""

@@ -119,7 +119,7 @@ def begin_phase(say: Say, name: str) -> None:
 
 def attempt(line: str, say: Say) -> dict[str, Any]:
     """Do a job, whatever comes of it: the event of its result. What went wrong in full goes to standard error."""
-    kinds = {"measure": measure, "probe": _probe, "prove": _prove, "observe": observe}
+    kinds = {"measure": measure, "probe": _probe, "prove": _prove, "observe": observe, "rules": _rules}
     try:
         job = json.loads(line)
         with own_compile_cache():
@@ -352,6 +352,16 @@ def _probe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
 
     begin_phase(say, "measure")
     return "done", probe(job, say)
+
+
+def _rules(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
+    say({"event": "alive", "what": "starting"})
+    from tilewright.train.load_config import from_dict
+    from tilewright.tune.worker.rules import measure_rules
+
+    begin_phase(say, "device")
+    open_device(from_dict(job["configuration"]))
+    return "done", measure_rules(job, say)
 
 
 def _prove(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
