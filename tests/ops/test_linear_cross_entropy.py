@@ -177,9 +177,9 @@ def test_the_host_never_asks_the_device(memory):
 
     for ignored in (0, 7, 40):
         targets[:ignored] = -100
-        options = (-100, 0.0, 0.0, 0.0, True, memory, False, False, True, True, True)
+        options = (-100, 0.0, 0.0, 0.0, "mean", memory, False, False, True, True, True, None)
         with torch.no_grad(), Reads():
-            loss, *_ = OP._run(True, None, *leaves, targets, None, *options)
+            loss, *_ = OP._launch(OP.Inputs(*leaves, targets, None, *options))
         assert loss.isfinite()
 
 
@@ -454,9 +454,10 @@ def test_without_a_gradient_only_the_loss_is_computed():
 def test_opcheck(needs):
     (x, weight, bias), targets, _ = problem(torch.float32, {}, tokens=6, width=4, classes=9, ignored=False)
     x, weight, bias = (t.detach().requires_grad_(n) for t, n in zip((x, weight, bias), needs, strict=True))
-    arguments = (x, weight, bias, targets, None, -100, 0.1, 0.0, 0.0, True, 10**6, False, True, *needs)
-    for reduced in (True, False):
-        torch.library.opcheck(torch.ops.tilewright.linear_cross_entropy.default, (reduced, None, *arguments))
+    first, rest = (x, weight, bias, targets, None, -100, 0.1, 0.0, 0.0), (10**6, False, True)
+    for reduction, computed in (("mean", needs), ("none", (False, False, False))):
+        arguments = (*first, reduction, *rest, *computed, None)
+        torch.library.opcheck(torch.ops.tilewright.linear_cross_entropy.default, arguments)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewright.ops.cross_entropy.launch import ONCE, Options, begin, launch
+from tilewright.ops.cross_entropy.launch import Options, begin, launch
 from tilewright.ops.cross_entropy.reference import reference
-from tilewright.runtime import dispatch
+from tilewright.runtime import dispatch, register
 
 
 class _Parallel(torch.autograd.Function):
@@ -50,8 +50,7 @@ class _Parallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Any, _: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(ONCE)
+        register.refuse_second_derivative("cross_entropy")
         logits, targets, weight, denominator, *given = ctx.saved_tensors
         (packed,) = dispatch.packed((logits,))
         gradient = packed if ctx.inplace or packed is not logits else torch.empty_like(packed)

@@ -251,8 +251,7 @@ def _gradient(ctx: Any, saved: Sequence[Any], dout: torch.Tensor, dresidual_out:
 
 def _differentiate(ctx: Any, backward: Any, dout: Any, dresidual_out: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
     saved = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        raise RuntimeError(f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`.")
+    register.refuse_second_derivative(_NAME)
     if not ctx.has_sum:
         dresidual_out = None  # of the empty tensor that stands for it
     if dout is None:
