@@ -14,7 +14,7 @@ Lean, z is kept in 16 bits and neither a nor s: both are computed once more on t
 stores a again. Half as much lies between forward and backward, and nothing makes a pass of its own; that the kernel
 takes longer than its matmul is the price, the lower the wider the model.
 
-`runtime/cuda/gemm.cu` has the kernels, for bfloat16 on a Hopper. Everything else is `linear`, `bias_gelu`, `linear`.
+`hopper.cu` has the kernels, for bfloat16 on a Hopper. Everything else is `linear`, `bias_gelu`, `linear`.
 
 Saved for backward: x, a, s (lean: x, z), and both weights in the dtype of the matmuls.
 
@@ -24,6 +24,7 @@ Floor: that of the matmuls, 2 forward and 4 backward, each of 2 x tokens x width
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ __all__ = ["cost", "fused_gelu_mlp", "gelu_mlp", "reference"]
 _NAME = "gelu_mlp"
 HOST_BOUND = 4 * 2**20  # elements between the matmuls up to which PyTorch's own ops run an eager call
 _SMALL = 4e9  # FLOPs of a matmul below which no kernel of ours pays
+
+hopper.add_gemms(Path(__file__).with_name("hopper.cu"))
 
 Tensor = torch.Tensor
 

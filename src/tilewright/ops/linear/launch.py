@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc
 
 _TILE = 192  # rows and columns of a tile of the weight's gradient
 _SHORT = 2048  # inner dimension up to which a bias is better added by a kernel of ours, as far as was measured
+
+hopper.add_gemms(Path(__file__).with_name("hopper.cu"))
 
 Tensor = torch.Tensor
 

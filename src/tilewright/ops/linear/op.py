@@ -8,7 +8,7 @@
     dbias = sum of dy over tokens               one pass over dy
 
 `linear_parts` gives y in parts, as attention wants queries, keys and values; their gradients are several tensors. On a
-Hopper the matmul for dx reads three where they are and sums them on the way (`runtime/cuda/gemm.cu`), and dweight is a
+Hopper the matmul for dx reads three where they are and sums them on the way (`hopper.cu`), and dweight is a
 matmul for each. Elsewhere they have to be one matrix: the pass that packs them sums them as well.
 
 Which algorithm is quickest is measured when a shape is first seen; all of them give the same bits
@@ -17,7 +17,7 @@ neither rounded to 16 bits on the way nor copied after. Matmuls too small for a 
 `torch.nn.functional.linear`, whose host cost is less.
 
 What else the library can do to a matmul on its way to memory does not pay on a Hopper. Its quickest algorithm for the
-matmul of queries, keys and values adds no bias; `runtime/cuda/gemm.cu` is as quick with one. The gradient of the bias
+matmul of queries, keys and values adds no bias; `hopper.cu` is as quick with one. The gradient of the bias
 on the way through dweight takes longer than a sum of its own; a GELU on the way out of the matmul before it, or its
 derivative on the way out of the matmul behind it, longer than a kernel of its own. `gelu_mlp` has kernels for that.
 Adding the residual stream takes the matmuls as much longer as the norm behind them is quicker for it.

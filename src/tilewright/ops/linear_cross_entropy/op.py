@@ -26,6 +26,7 @@ Floor: three matmuls of 2 x tokens x classes x width FLOPs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from tilewright.ops.linear.op import is_worth_padding, matmul_dtype
 from tilewright.ops.linear.padding import pad
 from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, way_of, without
 from tilewright.plan.cost import linear_cross_entropy as cost
-from tilewright.runtime import cublaslt, dispatch, paths, register
+from tilewright.runtime import cublaslt, dispatch, hopper, paths, register
 
 __all__ = ["cost", "linear_cross_entropy", "reference"]
 
@@ -49,6 +50,8 @@ _LEAST = 1024  # tokens at a time, unless told otherwise: the matmuls of fewer d
 _MANY = 128  # tokens: for fewer it takes longer to copy the weight than to multiply by it as it is
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
 _VECTOR = 8  # classes: 16 bytes of them. A matmul over, or into, another number of them is up to 8 times as slow
+
+hopper.add_gemms(Path(__file__).with_name("hopper.cu"))
 
 Tensor = torch.Tensor
 
