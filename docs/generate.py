@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tilewright.bench import NAMES
 from tilewright.tune.report.answer import Answer
 from tilewright.tune.search.choose import confirmed, latest
 
@@ -58,7 +59,7 @@ def _ratio(cell: dict[str, Any] | None, ours: dict[str, Any]) -> str:
 
 def _op(result: dict[str, Any], label: str, peers: tuple[str, ...], name: Callable[[dict[str, Any]], str]) -> str:
     """Every case: our time and share of the limit, and how much longer each peer takes."""
-    steps = [step for step in ("forward", "backward", "forward_backward") if step in result["cases"][0]]
+    steps = [step for step in ("forward", "backward", "forward_backward", "step") if step in result["cases"][0]]
     header = [label]
     for step in steps:
         header += [step.replace("_", " + "), *peers]
@@ -149,6 +150,32 @@ def gelu_mlp(result: dict[str, Any]) -> str:
     return _op(
         result, "bf16: tokens, width, inner width", ("tilewright-lean", "eager", "compile"),
         lambda case: f"{case['tokens']}, {case['width']}, {case['inner']}",
+    )  # fmt: skip
+
+
+def linear(result: dict[str, Any]) -> str:
+    """Every size."""
+    return _op(
+        result, "bf16: tokens, features in, out", ("eager", "compile", "compile-max"),
+        lambda case: f"{case['tokens']}, {case['width']}, {case['out']}",
+    )  # fmt: skip
+
+
+def embedding(result: dict[str, Any]) -> str:
+    """Every size and dtype of the table."""
+
+    def name(case: dict[str, Any]) -> str:
+        table = f"{case['table']}, {case['vocabulary']} x {case['width']}"
+        return f"{table}, {case['batch']} x {case['sequence']}"
+
+    return _op(result, "result in bf16: table, tokens", ("eager", "compile", "liger"), name)
+
+
+def optimizer(result: dict[str, Any]) -> str:
+    """Every model and kind of states."""
+    return _op(
+        result, "AdamW: GPT, parameters, states", ("eager", "fused", "compile", "torchao", "bitsandbytes"),
+        lambda case: f"{case['size']}, {case['parameters']}, {case['states']}",
     )  # fmt: skip
 
 
@@ -382,10 +409,13 @@ TABLES: dict[str, Callable[..., str]] = {
         cross_entropy,
         dropout_add_norm,
         dropout_add_norm_small,
+        embedding,
         gelu_mlp,
+        linear,
         linear_cross_entropy,
         loss_curves,
         memory,
+        optimizer,
         rope,
         shapes,
         sites,
@@ -397,9 +427,13 @@ TABLES: dict[str, Callable[..., str]] = {
 
 
 def render(text: str) -> str:
-    """The text with every table made anew."""
+    """The text with every table made anew; in place of one that a benchmark has yet to measure, how to."""
 
     def table(match: re.Match[str]) -> str:
+        for path in map(Path, match["paths"].split()):
+            if path.stem in NAMES and not (ROOT / path).exists():
+                how = f"Not measured yet: `tilewright bench {path.stem} --out {path}`.\n"
+                return match["begin"] + how + match["end"]
         results = [json.loads((ROOT / path).read_text(encoding="utf-8")) for path in match["paths"].split()]
         return match["begin"] + TABLES[match["name"]](*results) + match["end"]
 

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewright.plan.cost import embedding as cost
 from tilewright.runtime import dispatch, paths, register
 
-__all__ = ["embedding", "reference", "tied_embedding"]
+__all__ = ["cost", "embedding", "reference", "tied_embedding"]
 
 _NAME = "embedding"
 HOST_BOUND = 4 * 2**20  # elements of the result up to which PyTorch's own ops run an eager call,

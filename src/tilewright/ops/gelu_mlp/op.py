@@ -36,7 +36,7 @@ from tilewright.ops.linear import launch as linear_launch
 from tilewright.ops.linear.launch import as_matrix
 from tilewright.ops.linear.op import cast_weight, is_worth_padding, linear, matmul_dtype, prepare
 from tilewright.ops.linear.padding import pad, resize
-from tilewright.plan.cost import Cost, matmul
+from tilewright.plan.cost import gelu_mlp as cost
 from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc, paths, register
 
 __all__ = ["cost", "fused_gelu_mlp", "gelu_mlp", "reference"]
@@ -48,22 +48,6 @@ _SMALL = 4e9  # FLOPs of a matmul below which no kernel of ours pays
 hopper.add_gemms(Path(__file__).with_name("hopper.cu"))
 
 Tensor = torch.Tensor
-
-
-def cost(tokens: int, width: int, inner: int, *, element_bytes: int = 2, backward: bool = False) -> Cost:
-    """The matmuls; between them two tensors of the inner width are written, and in backward read.
-
-    >>> cost(1, 2, 8).flops, cost(1, 2, 8, backward=True).flops
-    (64, 128)
-    """
-    up, down = (matmul(tokens, *shape, element_bytes=element_bytes) for shape in ((inner, width), (width, inner)))
-    between = element_bytes * tokens * inner
-    if not backward:
-        written = up.bytes_written + between + down.bytes_written
-        return Cost(up.flops + down.flops, up.bytes_read + down.bytes_read, written)
-    # Read: dy twice, x, both weights, activations and slopes; dz is written and read twice. Written: the gradients.
-    weights, outer = element_bytes * width * inner, element_bytes * tokens * width
-    return Cost(2 * (up.flops + down.flops), 3 * outer + 2 * weights + 4 * between, outer + 2 * weights + between)
 
 
 def reference(

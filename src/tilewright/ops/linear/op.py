@@ -47,7 +47,7 @@ from tilewright.ops.linear.launch import (
     takes_parts,
 )  # fmt: skip
 from tilewright.ops.linear.padding import VECTOR, resize_matrix, round_up
-from tilewright.plan.cost import matmul as cost
+from tilewright.plan.cost import linear as cost
 from tilewright.runtime import cublaslt, dispatch, paths, register
 
 __all__ = ["cost", "linear", "linear_parts", "reference"]
