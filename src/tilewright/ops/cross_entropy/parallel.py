@@ -21,10 +21,10 @@ class _Parallel(torch.autograd.Function):
     ) -> Any:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         columns, compute = logits.shape[-1], dispatch.compute_dtype(logits)
-        cut = {"offset": rank * columns, "classes": ranks * columns}
+        shard = {"offset": rank * columns, "classes": ranks * columns}
         (packed,) = dispatch.packed((logits,))
-        denominator, _ = begin(targets, weight, cut["classes"], options.ignore_index, mean, compute)
-        x_target, parts = launch(packed, targets, weight, denominator, options, **cut)
+        denominator, _ = begin(targets, weight, shard["classes"], options.ignore_index, mean, compute)
+        x_target, parts = launch(packed, targets, weight, denominator, options, **shard)
         maximum, total, *rest = parts.unbind(-1)
         # With the rows' maxima, the most and the fewest columns of a rank: shards that do not fit together are NaN.
         sizes = torch.cat((maximum.new_full((1,), columns), maximum.new_full((1,), -columns)))
@@ -42,9 +42,9 @@ class _Parallel(torch.autograd.Function):
         loss = logits.new_empty(targets.shape, dtype=compute)
         lse = torch.empty_like(loss)
         given = (x_target.contiguous(), whole)
-        launch(packed, targets, weight, denominator, options, loss=loss, lse=lse, given=given, **cut)
+        launch(packed, targets, weight, denominator, options, loss=loss, lse=lse, given=given, **shard)
         ctx.save_for_backward(logits, targets, weight, denominator, *given)
-        ctx.options, ctx.inplace, ctx.cut = options, inplace, cut
+        ctx.options, ctx.inplace, ctx.shard = options, inplace, shard
         ctx.mark_non_differentiable(lse)
         return loss, lse
 
@@ -56,7 +56,7 @@ class _Parallel(torch.autograd.Function):
         gradient = packed if ctx.inplace or packed is not logits else torch.empty_like(packed)
         launch(
             packed, targets, weight, denominator, ctx.options, upstream=upstream, gradient=gradient,
-            given=tuple(given), **ctx.cut,
+            given=tuple(given), **ctx.shard,
         )  # fmt: skip
         return dispatch.claim_storage(gradient, logits), *(None,) * 6
 

@@ -37,7 +37,7 @@ from tilewright.ops.cross_entropy.op import AHEAD, check_loss, cross_entropy
 from tilewright.ops.cross_entropy.reference import reference as loss_of_logits
 from tilewright.ops.linear.op import is_worth_padding, matmul_dtype
 from tilewright.ops.linear.padding import pad
-from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, way_of, without
+from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, plan_chunks, without
 from tilewright.plan.cost import linear_cross_entropy as cost
 from tilewright.runtime import cublaslt, dispatch, hopper, paths, register
 
@@ -159,7 +159,7 @@ def _launch(inputs: Inputs) -> Outputs:
     dbias = torch.zeros_like(bias, dtype=compute) if needs_bias and bias is not None else None
     if upstream is not None and upstream.ndim:
         upstream = upstream.reshape(-1)
-    chunk, again, total, scales, scratch, dx, buffer = way_of(
+    chunk, again, total, scales, scratch, dx, buffer = plan_chunks(
         tokens, classes, memory, exact, options.smoothing > 0.0, needs_x, dweight
     )
     denominator, arrived = begin(
