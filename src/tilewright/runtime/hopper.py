@@ -88,19 +88,22 @@ def compile_ahead(device: torch.device, source: Path | None = None, macros: dict
             compile_ahead(device, *gemm(name))
 
 
-def _start_missing(device: torch.device, name: str) -> bool:
+@functools.cache
+def _key(name: str) -> tuple[Any, ...]:
+    """What `kernels` knows a kernel of the GEMM by, but for the device."""
     source, macros = gemm(name)
-    missing = (device, source, *macros.items()) not in _loaded
-    if missing:
-        compile_ahead(device, source, macros)
-    return missing
+    return source, *macros.items()
 
 
 def _kernel(device: torch.device, name: str) -> nvrtc.Kernel | None:
-    if _start_missing(device, name):
+    key = device, *_key(name)
+    if key in _loaded:
+        loaded = _loaded[key]
+    else:
+        source, macros = gemm(name)
+        compile_ahead(device, source, macros)
         compile_ahead(device)
-    source, macros = gemm(name)
-    loaded = kernels(device, source, (name,), _THREADS, _SHARED_BYTES, macros)
+        loaded = kernels(device, source, (name,), _THREADS, _SHARED_BYTES, macros)
     return None if loaded is None else loaded[name]
 
 
@@ -108,7 +111,8 @@ def ready(device: torch.device, *names: str) -> bool:
     """Whether these kernels of the GEMM can run there, or all of them."""
     names = names or tuple(gemms())
     for name in names[1:]:  # while the first is waited for
-        _start_missing(device, name)
+        if (device, *_key(name)) not in _loaded:
+            compile_ahead(device, *gemm(name))
     return all(_kernel(device, name) is not None for name in names)
 
 
