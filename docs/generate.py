@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tilewright.bench import NAMES
 from tilewright.measure.line_plot import Line, Panel, Plot, Point, draw
 from tilewright.tune.report.answer import Answer
 from tilewright.tune.search.choose import confirmed, latest
@@ -60,7 +61,7 @@ def _ratio(cell: dict[str, Any] | None, ours: dict[str, Any]) -> str:
 
 def _op(result: dict[str, Any], label: str, peers: tuple[str, ...], name: Callable[[dict[str, Any]], str]) -> str:
     """Every case: our time and share of the limit, and how much longer each peer takes."""
-    steps = [step for step in ("forward", "backward", "forward_backward") if step in result["cases"][0]]
+    steps = [step for step in ("forward", "backward", "forward_backward", "step") if step in result["cases"][0]]
     header = [label]
     for step in steps:
         header += [step.replace("_", " + "), *peers]
@@ -188,6 +189,32 @@ def gelu_mlp(result: dict[str, Any]) -> str:
     return _op(
         result, "bf16: tokens, width, inner width", ("tilewright-lean", "eager", "compile"),
         lambda case: f"{case['tokens']}, {case['width']}, {case['inner']}",
+    )  # fmt: skip
+
+
+def linear(result: dict[str, Any]) -> str:
+    """Every size."""
+    return _op(
+        result, "bf16: tokens, features in, out", ("eager", "compile", "compile-max"),
+        lambda case: f"{case['tokens']}, {case['width']}, {case['out']}",
+    )  # fmt: skip
+
+
+def embedding(result: dict[str, Any]) -> str:
+    """Every size and dtype of the table."""
+
+    def name(case: dict[str, Any]) -> str:
+        table = f"{case['table']}, {case['vocabulary']} x {case['width']}"
+        return f"{table}, {case['batch']} x {case['sequence']}"
+
+    return _op(result, "result in bf16: table, tokens", ("eager", "compile", "liger"), name)
+
+
+def optimizer(result: dict[str, Any]) -> str:
+    """Every model and kind of states."""
+    return _op(
+        result, "AdamW: GPT, parameters, states", ("eager", "fused", "compile", "torchao", "bitsandbytes"),
+        lambda case: f"{case['size']}, {case['parameters']}, {case['states']}",
     )  # fmt: skip
 
 
@@ -421,11 +448,14 @@ TABLES: dict[str, Callable[..., str]] = {
         cross_entropy,
         dropout_add_norm,
         dropout_add_norm_small,
+        embedding,
         gelu_mlp,
+        linear,
         linear_cross_entropy,
         lltm,
         loss_curves,
         memory,
+        optimizer,
         rope,
         shapes,
         sites,
@@ -495,9 +525,11 @@ PLOTS: dict[str, Callable[..., Plot]] = {f.__name__: f for f in (attention_by_le
 
 
 def _read(match: re.Match[str]) -> list[dict[str, Any]] | None:
-    """The results of a table or plot; None if one was not measured yet."""
+    """The results of a table or plot; None if one is a benchmark's that was not measured yet."""
     paths = [ROOT / path for path in match["paths"].split()]
-    return [json.loads(p.read_text(encoding="utf-8")) for p in paths] if all(p.exists() for p in paths) else None
+    if any(path.stem in NAMES and not path.exists() for path in paths):
+        return None
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def render(text: str, plots: str = "plots") -> str:
@@ -506,7 +538,8 @@ def render(text: str, plots: str = "plots") -> str:
     def block(match: re.Match[str]) -> str:
         name, results = match["name"], _read(match)
         if results is None:
-            content = f"Not measured yet: `tilewright bench {Path(match['paths'].split()[0]).stem}`.\n"
+            path = Path(match["paths"].split()[0])
+            content = f"Not measured yet: `tilewright bench {path.stem} --out {path}`.\n"
         elif match["kind"] == "table":
             content = TABLES[name](*results)
         else:

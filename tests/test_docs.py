@@ -19,6 +19,14 @@ def test_a_table_is_made_from_its_file_and_replaces_what_stood_there(tmp_path, m
     assert fresh == text.replace("old", "7") == generate.render(fresh)
 
 
+def test_what_a_benchmark_has_yet_to_measure_says_how_and_a_wrong_name_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    fresh = generate.render("<!-- table: rope results/h200/rope.json -->\nold\n<!-- end -->\n")
+    assert "Not measured yet: `tilewright bench rope --out results/h200/rope.json`." in fresh and "old" not in fresh
+    with pytest.raises(FileNotFoundError):
+        generate.render("<!-- table: rope results/h200/ropes.json -->\nold\n<!-- end -->\n")
+
+
 def test_a_table_without_an_end_is_refused(tmp_path):
     with pytest.raises(ValueError, match="end"):
         generate.render("<!-- table: rope a.json -->\nold\n")

@@ -1,7 +1,11 @@
+import importlib
+from pathlib import Path
+
 import pytest
 
 from ops.contract import on_gpu
-from tilewright.bench import dropout_add_norm, protocol
+from tilewright import ops
+from tilewright.bench import NAMES, dropout_add_norm, protocol
 from tilewright.errors import UserError
 from tilewright.measure.ceilings import Ceilings
 from tilewright.plan.cost import Cost
@@ -33,6 +37,20 @@ def test_an_impossible_figure_is_an_error_and_a_failing_peer_shows_its_error():
         measured = protocol.measure_case(functions, Cost(0, x.nbytes, x.nbytes), Ceilings(1e14, 1e15), from_graph=True)
     assert measured["implementations"]["broken"] == {"error": "ValueError: no such kernel"}
     assert measured["implementations"]["copy"]["median"] > 0
+
+
+OPS = sorted(path.parent.name for path in Path(ops.__file__).parent.glob("*/op.py"))
+
+
+@pytest.mark.parametrize("name", [*OPS, "optimizer"])
+def test_every_op_has_a_cost_a_reference_a_benchmark_and_a_place_in_the_docs(name):
+    op = importlib.import_module("tilewright.optim.update" if name == "optimizer" else f"tilewright.ops.{name}.op")
+    assert callable(op.cost) and callable(op.reference) and name in NAMES
+    module = importlib.import_module(f"tilewright.bench.{name}")
+    assert 0 < len(list(module.cases(quick=True))) <= len(list(module.cases(quick=False)))
+    text = (Path(__file__).parents[2] / "docs" / "ops.md").read_text(encoding="utf-8")
+    folder = "optim/update" if name == "optimizer" else f"ops/{name}/op"
+    assert f"](../src/tilewright/{folder}.py)" in text and f"<!-- table: {name} results/h200/{name}.json -->" in text
 
 
 def test_a_part_of_the_cases_is_chosen_by_label_and_a_wrong_one_names_some():

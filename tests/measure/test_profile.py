@@ -94,7 +94,7 @@ def test_all_kernels_are_named_after_their_op():
         launched = functions - called
         assert launched and all(name.startswith(f"tilewright_{op}_") for name in launched), (path, launched)
     assert category(attention.NAME) == "attention" and category(cross_entropy_hopper.NAME) == "fused"
-    assert {category(name) for name in hopper._NAMES} == {"matmul"}
+    assert {category(name) for name in hopper.gemms()} == {"matmul"}
 
 
 # Intervals

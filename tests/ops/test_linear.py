@@ -40,6 +40,7 @@ from tilewright.runtime import cublaslt, hopper
 from tilewright.runtime.cublaslt import Choice, Config, Description, Epilogue, Preference
 
 op = sys.modules["tilewright.ops.linear.op"]
+launch = sys.modules["tilewright.ops.linear.launch"]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NOT_SUPPORTED = 15
 WIDTHS = {
@@ -845,7 +846,7 @@ def test_the_library_agrees_with_float64(tokens, dtype, autocast, width, out, al
     upstream = randn(tokens, out, dtype=dtype, grad=False)
     actual = run(linear, leaves, upstream, dtype if autocast else None)
     assert_near_truth(actual, truth(reference, leaves, upstream, dtype), reduced=max(tokens, width, out))
-    ours = dtype == BF16 and op.hopper.ready(torch.device("cuda", 0))  # and the bias is added by a kernel of ours
+    ours = dtype == BF16 and launch.hopper.ready(torch.device("cuda", 0))  # and the bias is added by a kernel of ours
     plans = [plan is not None and bool(plan.candidates) for plan in cublaslt._plans.values()]
     assert plans == [True] * (1 if ours else 2)
 
@@ -908,12 +909,12 @@ def test_a_weights_gradient_in_two_matmuls_is_that_of_one(full, monkeypatch):
         return mm(left, *others, **given)
 
     monkeypatch.setattr(torch, "mm", watched)
-    monkeypatch.setattr(op, "_TILE", 8)
+    monkeypatch.setattr(launch, "_TILE", 8)
     monkeypatch.setattr(op.dispatch, "multiprocessors", lambda device: 11)  # 3 tiles, and 2 and 1 cut by 4 and by 8
-    op._cut.cache_clear()
+    launch.split_point.cache_clear()
     dy, x = randn(40, 24, dtype=BF16, grad=False), randn(40, 8, dtype=BF16, grad=False)
-    found = op._backward(dy, x, x.new_empty(24, 8), [full, full], [False, True, False])[1]
-    op._cut.cache_clear()
+    found = launch.backward(launch.Gradient(dy, x, x.new_empty(24, 8), [full, full], [False, True, False]))[1]
+    launch.split_point.cache_clear()
     assert matmuls == [16, 8] and found.dtype == (FP32 if full else BF16)
     assert torch.allclose(found.double(), dy.double().t() @ x.double(), rtol=0.01, atol=1e-5 if full else 0.02)
 
@@ -924,8 +925,8 @@ def test_a_weights_gradient_in_two_matmuls_is_that_of_one(full, monkeypatch):
 )
 def test_which_biases_a_kernel_adds(dtype, inner, has_bias, takes, emulator, monkeypatch):
     taken = []
-    monkeypatch.setattr(op.hopper, "ready", lambda device, *names: True)
-    monkeypatch.setattr(op, "_biased", lambda tokens, matrix, bias, out: taken.append(tuple(out.shape)))
+    monkeypatch.setattr(launch.hopper, "ready", lambda device, *names: True)
+    monkeypatch.setattr(launch, "matmul_with_bias", lambda tokens, matrix, bias, out: taken.append(tuple(out.shape)))
     weight, bias = numbers(16, inner, dtype=dtype), numbers(16, dtype=FP32) if has_bias else None
     with torch.autocast("cpu", dtype):
         assert linear(numbers(3, 5, inner, dtype=dtype), weight, bias).shape == (3, 5, 16)
@@ -941,10 +942,10 @@ def test_a_kernel_that_adds_the_bias(rows, columns, inner, stored, monkeypatch):
     x, matrix = (randn(size, inner, dtype=BF16, grad=False) for size in (rows, columns))
     bias = randn(columns, dtype=stored, grad=False)
     out, again = (x.new_full((rows, columns), float("nan")) for _ in range(2))
-    op._biased(x, matrix, bias, out)
+    launch.matmul_with_bias(x, matrix, bias, out)
     assert_near_truth([out], [x.double() @ matrix.double().t() + bias.double()], inner)
     monkeypatch.setattr(op.dispatch, "multiprocessors", lambda device: 6)
-    op._biased(x, matrix, bias, again)
+    launch.matmul_with_bias(x, matrix, bias, again)
     assert_equal([again], [out])
 
 
@@ -959,12 +960,12 @@ def test_gradients_of_three_parts_where_they_are(rows, sizes, columns, monkeypat
     parts = [randn(rows, size, dtype=BF16, grad=False) for size in sizes]
     matrix = randn(sum(sizes), columns, dtype=BF16, grad=False)
     together = torch.cat([part.double() for part in parts], 1)
-    found = op._of_parts(parts, matrix, True)
+    found = launch.gradient_of_parts(parts, matrix, True)
     assert_near_truth(found, [together @ matrix.double(), together.sum(0)], max(sum(sizes), rows))
-    assert_equal([op._of_parts(parts, matrix, False)[0]], [found[0]])
-    assert_equal(op._of_parts(parts, matrix, True), found)
+    assert_equal([launch.gradient_of_parts(parts, matrix, False)[0]], [found[0]])
+    assert_equal(launch.gradient_of_parts(parts, matrix, True), found)
     monkeypatch.setattr(op.dispatch, "multiprocessors", lambda device: 6)
-    few = op._of_parts(parts, matrix, True)
+    few = launch.gradient_of_parts(parts, matrix, True)
     assert_equal([few[0]], [found[0]])
     assert_near_truth([few[1]], [together.sum(0)], rows)
 
@@ -972,8 +973,8 @@ def test_gradients_of_three_parts_where_they_are(rows, sizes, columns, monkeypat
 @on_hopper
 @pytest.mark.parametrize("autocast", [False, True], ids=["16 bits", "autocast"])
 def test_large_parts_are_not_packed(autocast, monkeypatch):
-    taken, real = [], op._of_parts
-    monkeypatch.setattr(op, "_of_parts", lambda *given: taken.append(len(given[0])) or real(*given))
+    taken, real = [], op.gradient_of_parts
+    monkeypatch.setattr(op, "gradient_of_parts", lambda *given: taken.append(len(given[0])) or real(*given))
     leaves = of_linear((4, 2048, 768), 2304, BF16, FP32 if autocast else BF16, device=DEVICE)
     functions = [functools.partial(function, (768,) * 3, range(3)) for function in (parted, reference_parted)]
     upstream = numbers(4, 3 * 96, 2048, 8, grad=False, device=DEVICE)
@@ -986,10 +987,10 @@ def test_large_parts_are_not_packed(autocast, monkeypatch):
 def test_an_observer_sees_the_matmul_of_parts():
     parts = [randn(4096, 768, dtype=BF16, grad=False) for _ in range(3)]
     matrix = randn(2304, 768, dtype=BF16, grad=False)
-    op._of_parts(parts, matrix, True)
+    launch.gradient_of_parts(parts, matrix, True)
     observation = Observation(compiled=False)
     observation.begin()
-    op._of_parts(parts, matrix, True)
+    launch.gradient_of_parts(parts, matrix, True)
     torch.cuda.synchronize()
     seen = [work for work in observation.end() if work.op.endswith("parts_gradient")]
     assert sum(work.flops for work in seen) == 2 * 4096 * 2304 * 768 and all(work.seconds > 0 for work in seen)
@@ -998,12 +999,12 @@ def test_an_observer_sees_the_matmul_of_parts():
 def test_which_gradients_of_parts_a_kernel_takes_as_they_are(monkeypatch):
     monkeypatch.setattr(hopper, "ready", lambda device, *names: True)
     part, cast = torch.empty(2, 64, dtype=BF16), torch.empty(192, 8, dtype=BF16)
-    assert op._fits_hopper([part] * 3, cast)
+    assert launch.takes_parts([part] * 3, cast)
     for parts in ([part] * 2, [part, None, part], [part, part, part[:, :32]], [part, part, torch.empty(2, 8192)]):
-        assert not op._fits_hopper(parts, cast)
-    assert not op._fits_hopper([part] * 3, cast.to(FP16))
+        assert not launch.takes_parts(parts, cast)
+    assert not launch.takes_parts([part] * 3, cast.to(FP16))
     monkeypatch.setattr(hopper, "ready", lambda device, *names: False)
-    assert not op._fits_hopper([part] * 3, cast)
+    assert not launch.takes_parts([part] * 3, cast)
 
 
 @pytest.mark.parametrize(("width", "out"), [(9, 16), (16, 9), (7, 13), (8, 8)])
@@ -1011,8 +1012,8 @@ def test_which_gradients_of_parts_a_kernel_takes_as_they_are(monkeypatch):
 def test_odd_sizes_are_padded_to_whole_vectors_with_the_same_result(width, out, biased, monkeypatch):
     monkeypatch.setattr(op, "_DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(op, "WORTH_PADDING", 0)
-    sizes, matmul, plain = [], op._forward, op.reference
-    monkeypatch.setattr(op, "_forward", lambda x, p, b, w: (sizes.extend(w.shape), matmul(x, p, b, w))[1])
+    sizes, matmul, plain = [], op.forward, op.reference
+    monkeypatch.setattr(op, "forward", lambda layer: (sizes.extend(layer.cast.shape), matmul(layer))[1])
     monkeypatch.setattr(op, "reference", lambda x, w, b: (sizes.extend(w.shape), plain(x, w, b))[1])
     leaves = [torch.randn(*shape, device=DEVICE).bfloat16().requires_grad_() for shape in ((2, 5, width), (out, width))]
     bias = torch.randn(out, device=DEVICE).bfloat16().requires_grad_() if biased else None

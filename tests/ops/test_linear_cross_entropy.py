@@ -177,9 +177,9 @@ def test_the_host_never_asks_the_device(memory):
 
     for ignored in (0, 7, 40):
         targets[:ignored] = -100
-        options = (-100, 0.0, 0.0, 0.0, True, memory, False, False, True, True, True)
+        options = (-100, 0.0, 0.0, 0.0, "mean", memory, False, False, True, True, True, None)
         with torch.no_grad(), Reads():
-            loss, *_ = OP._run(True, None, *leaves, targets, None, *options)
+            loss, *_ = OP._launch(OP.Inputs(*leaves, targets, None, *options))
         assert loss.isfinite()
 
 
@@ -243,8 +243,8 @@ def test_what_is_not_logits_lies_in_the_gradient_of_x_until_that_is_there(
 ):
     monkeypatch.setattr(MEMORY, "_SUMMED_FROM", 16)
     if classes == 200:
-        in_tiles = lambda columns, size, given: (-(-columns // 32), 32, 32, 1)  # noqa: E731
-        monkeypatch.setattr(cross_entropy_kernels, "_cut", in_tiles)
+        in_tiles = lambda columns, size, given: cross_entropy_kernels.Tiling(-(-columns // 32), 32, 32, 1)  # noqa: E731
+        monkeypatch.setattr(cross_entropy_kernels, "_tiling", in_tiles)
         cross_entropy_kernels.tiles_launch.cache_clear()
         request.addfinalizer(cross_entropy_kernels.tiles_launch.cache_clear)
     leaves, targets, options = problem(dtype, options, tokens, width, classes, ignored=False)
@@ -279,12 +279,12 @@ def test_a_sum_in_float32_where_half_of_the_memory_has_room_for_it(options, igno
     memory = 2 * (4 * classes * width + others)
     x, dweight = leaves[0].detach(), torch.empty_like(leaves[1])
     for needs_x in (True, False):
-        way = MEMORY.way_of(x, classes, memory, False, False, needs_x, dweight)
-        assert way.total is not None and not way.again and way.chunk <= tokens // 2
-        assert way.total.nbytes + way.buffer.nbytes + others <= memory
-    assert MEMORY.way_of(x, classes, memory - 2, False, False, True, dweight).total is None
+        plan = MEMORY.plan_chunks(x, classes, memory, False, False, needs_x, dweight)
+        assert plan.total is not None and not plan.again and plan.chunk <= tokens // 2
+        assert plan.total.nbytes + plan.buffer.nbytes + others <= memory
+    assert MEMORY.plan_chunks(x, classes, memory - 2, False, False, True, dweight).total is None
     # All at once: nothing to add.
-    assert MEMORY.way_of(x, classes, 10**9, False, False, True, dweight).total is None
+    assert MEMORY.plan_chunks(x, classes, 10**9, False, False, True, dweight).total is None
     actual = run(linear_cross_entropy, leaves, targets, {**options, "memory": memory}, upstream)
     again = run(linear_cross_entropy, leaves, targets, {**options, "memory": 10**9}, upstream)
     # One chunk is rounded once, and so is a sum in float32: they differ where they lie between two numbers.
@@ -310,8 +310,8 @@ def test_who_asks_for_sums_in_float32_gets_no_other(ignored, monkeypatch):
 def test_a_vocabulary_is_never_so_small_that_chunks_are(classes, needs_x):
     tokens = torch.empty(4096, 512, dtype=torch.bfloat16)
     memory = tokens.shape[0] * classes * 2 // 8
-    way = MEMORY.way_of(tokens, classes, memory, False, False, needs_x, None)
-    assert way.chunk >= 4096 / 8 / 4 and way.buffer.nbytes <= memory  # half of the bytes for half as much each
+    plan = MEMORY.plan_chunks(tokens, classes, memory, False, False, needs_x, None)
+    assert plan.chunk >= 4096 / 8 / 4 and plan.buffer.nbytes <= memory  # half of the bytes for half as much each
 
 
 def test_a_first_pass_has_its_logits_in_the_memory_of_the_gradient(monkeypatch):
@@ -454,9 +454,10 @@ def test_without_a_gradient_only_the_loss_is_computed():
 def test_opcheck(needs):
     (x, weight, bias), targets, _ = problem(torch.float32, {}, tokens=6, width=4, classes=9, ignored=False)
     x, weight, bias = (t.detach().requires_grad_(n) for t, n in zip((x, weight, bias), needs, strict=True))
-    arguments = (x, weight, bias, targets, None, -100, 0.1, 0.0, 0.0, True, 10**6, False, True, *needs)
-    for reduced in (True, False):
-        torch.library.opcheck(torch.ops.tilewright.linear_cross_entropy.default, (reduced, None, *arguments))
+    first, rest = (x, weight, bias, targets, None, -100, 0.1, 0.0, 0.0), (10**6, False, True)
+    for reduction, computed in (("mean", needs), ("none", (False, False, False))):
+        arguments = (*first, reduction, *rest, *computed, None)
+        torch.library.opcheck(torch.ops.tilewright.linear_cross_entropy.default, arguments)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 
+import tilewright.ops  # noqa: F401  which add their kernels
 from ops.contract import DEVICE, assert_equal, on_hopper
 from tilewright.measure.work import Observation
 from tilewright.ops.attention import hopper as attention_hopper
@@ -22,6 +23,8 @@ from tilewright.ops.linear_cross_entropy import kernels
 from tilewright.runtime import hopper, nvrtc
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile them with")
+GEMMS = hopper.gemms()
+BY_SOURCE = {source: [name for name in GEMMS if GEMMS[name] == source] for source in GEMMS.values()}
 
 
 def compile_kernels(source, macros, names, most, to):
@@ -42,12 +45,12 @@ def compile_kernels(source, macros, names, most, to):
 @pytest.mark.parametrize(
     ("source", "macros", "names", "most"),
     [
-        (hopper.SOURCE, hopper.MACROS, hopper._NAMES, 64),
+        *[(source, hopper.MACROS, names, 64) for source, names in BY_SOURCE.items()],
         (cross_entropy_hopper.SOURCE, launch_config(50304, 50304), (cross_entropy_hopper.NAME,), 0),
         (cross_entropy_hopper.SOURCE, launch_config(65536, 65536), (cross_entropy_hopper.NAME,), 0),
         (attention.SOURCE, attention.MACROS, (attention.NAME,), 0),
     ],
-    ids=["matmuls", "rows", "longest rows", "attention"],
+    ids=[*[source.parent.name for source in BY_SOURCE], "rows", "longest rows", "attention"],
 )
 def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(source, macros, names, most, tmp_path):
     compile_kernels(source, macros, names, most, tmp_path / "kernels")
@@ -71,7 +74,7 @@ def test_exponentials_of_attention_run_beside_its_second_matmul(head_dim, causal
 
 def test_where_the_kernels_do_not_compile_it_is_said_once_and_done_without_them(monkeypatch):
     def fails(*_):
-        raise nvrtc.CompileError("cuda/gemm.cu does not compile: no such instruction")
+        raise nvrtc.CompileError("hopper.cu does not compile: no such instruction")
 
     began = []
 
@@ -115,12 +118,12 @@ def test_who_wants_one_kernel_starts_the_others_and_waits_for_one(monkeypatch):
     device = torch.device("cuda", 0)
     assert hopper.ready(device, "tilewright_linear_matmul_parts_gradient")
     assert began[0] == "ONLY_TILEWRIGHT_LINEAR_MATMUL_PARTS_GRADIENT" and set(began) == {
-        f"ONLY_{name.upper()}" for name in hopper._COMMON
+        f"ONLY_{name.upper()}" for name in GEMMS if "lean" not in name
     }
     assert loaded == ["ONLY_TILEWRIGHT_LINEAR_MATMUL_PARTS_GRADIENT"]
     began.clear()
     assert hopper.ready(device, "tilewright_linear_matmul_parts_gradient") and not began and len(loaded) == 1
-    assert hopper.ready(device) and len(loaded) == len(hopper._NAMES)
+    assert hopper.ready(device) and len(loaded) == len(GEMMS)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -131,10 +134,12 @@ def test_nothing_is_compiled_ahead_for_another_device(device, monkeypatch):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", hopper._NAMES)
+@pytest.mark.parametrize("name", GEMMS)
 def test_a_macro_leaves_one_kernel(name):
-    defined = [f"-D{macro}={value}" for macro, value in hopper._MACROS[name].items()]
-    command = ["nvcc", "-arch=sm_90a", *defined, "-E", str(hopper.SOURCE)]
+    source, macros = hopper.gemm(name)
+    defined = [f"-D{macro}={value}" for macro, value in macros.items()]
+    included = [f"-I{folder}" for folder in nvrtc._folders(source)]
+    command = ["nvcc", "-arch=sm_90a", *included, *defined, "-E", str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"cluster_dims\(2, 1, 1\)\)\) (\w+)\(", done.stdout) == [name]

@@ -1,6 +1,6 @@
 """One file an op or workload, run by `tilewright bench NAME` wherever the package is installed."""
 
 NAMES = (
-    "activation", "attention", "cross_entropy", "dropout_add_norm", "gelu_mlp", "linear_cross_entropy", "lltm",
-    "loss_curves", "memory", "models", "rope", "shapes", "train",
+    "activation", "attention", "cross_entropy", "dropout_add_norm", "embedding", "gelu_mlp", "linear",
+    "linear_cross_entropy", "lltm", "loss_curves", "memory", "models", "optimizer", "rope", "shapes", "train",
 )  # fmt: skip

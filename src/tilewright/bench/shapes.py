@@ -21,7 +21,6 @@ from tilewright.bench.protocol import Ask, Case
 from tilewright.errors import UserError
 from tilewright.ops.attention.op import attention
 from tilewright.ops.attention.op import reference as attend
-from tilewright.ops.gelu_mlp.op import cost as gelu_mlp_cost
 from tilewright.plan import cost
 from tilewright.plan.cost import Cost
 
@@ -251,9 +250,8 @@ def _linear_inputs(case: Case, make: Make) -> list[Tensor]:
 
 
 def _linear_cost(case: Case) -> Cost:
-    rows, width, out = case["rows"], case["width"], case["out"]
-    once = _element(case) * (rows * width + rows * out + width * out)
-    return Cost(6 * rows * width * out, once, once)
+    sizes = case["rows"], case["width"], case["out"]
+    return _sum(*(cost.linear(*sizes, element_bytes=_element(case), backward=backward) for backward in (False, True)))
 
 
 def _rope_inputs(case: Case, make: Make) -> list[Tensor]:
@@ -313,10 +311,9 @@ def _embedding_eager(shape: Case, tokens: Tensor, weight: Tensor, position: Tens
 
 
 def _embedding_cost(case: Case) -> Cost:
-    """Rows of the table are read, and written for each token; gradients are read for each, and the table's written."""
-    tokens, row = case["batch"] * case["rows"], _element(case) * case["width"]
-    read = min(tokens, case["vocabulary"]) + tokens
-    return Cost(tokens * case["width"], read * row, (tokens + case["vocabulary"]) * row)
+    sizes, size = (case["batch"] * case["rows"], case["vocabulary"], case["width"]), _element(case)
+    both = (cost.embedding(*sizes, table_bytes=size, out_bytes=size, backward=backward) for backward in (False, True))
+    return _sum(*both)
 
 
 OPS: dict[str, Op] = {
@@ -370,7 +367,7 @@ OPS: dict[str, Op] = {
         lambda shape, *inputs: ops.gelu_mlp(*inputs),
         lambda shape, x, up, up_bias, down, down_bias: F.linear(_gelu(F.linear(x, up, up_bias)), down, down_bias),
         lambda case: _sum(*(
-            gelu_mlp_cost(
+            cost.gelu_mlp(
                 case["rows"], case["width"], case["inner"], element_bytes=_element(case), backward=backward
             )
             for backward in (False, True)

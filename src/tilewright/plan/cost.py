@@ -93,6 +93,51 @@ def matmul(m: int, n: int, k: int, *, element_bytes: int = 2) -> Cost:
     return Cost(2 * m * n * k, element_bytes * (m * k + k * n), element_bytes * m * n)
 
 
+def linear(tokens: int, width: int, out: int, *, element_bytes: int = 2, backward: bool = False) -> Cost:
+    """A linear layer: one matmul forward, two backward; every matrix once in, the result or the gradients once out.
+
+    >>> linear(2, 3, 4).flops, linear(2, 3, 4, backward=True).flops, linear(2, 3, 4, backward=True).bytes
+    (48, 96, 88)
+    """
+    if not backward:
+        return matmul(tokens, out, width, element_bytes=element_bytes)
+    gradients = element_bytes * (tokens * width + width * out)
+    return Cost(4 * tokens * width * out, element_bytes * tokens * out + gradients, gradients)
+
+
+def gelu_mlp(tokens: int, width: int, inner: int, *, element_bytes: int = 2, backward: bool = False) -> Cost:
+    """Two matmuls with a GELU between them, where two tensors are written, and in backward read.
+
+    >>> gelu_mlp(1, 2, 8).flops, gelu_mlp(1, 2, 8, backward=True).flops
+    (64, 128)
+    """
+    up, down = (matmul(tokens, *shape, element_bytes=element_bytes) for shape in ((inner, width), (width, inner)))
+    between = element_bytes * tokens * inner
+    if not backward:
+        written = up.bytes_written + between + down.bytes_written
+        return Cost(up.flops + down.flops, up.bytes_read + down.bytes_read, written)
+    # Read: dy twice, x, both weights, activations and slopes; dz is written and read twice. Written: the gradients.
+    weights, outer = element_bytes * width * inner, element_bytes * tokens * width
+    return Cost(2 * (up.flops + down.flops), 3 * outer + 2 * weights + 4 * between, outer + 2 * weights + between)
+
+
+def embedding(
+    tokens: int, vocabulary: int, width: int, *, rows: int | None = None, table_bytes: int = 2, out_bytes: int = 2,
+    backward: bool = False,
+) -> Cost:  # fmt: skip
+    """A look-up in a table: forward reads `rows` of it, and writes one a token; backward writes the whole gradient.
+
+    `rows` are those that differ; left out, as many as there can be. Positions are of a lower order.
+
+    >>> embedding(2, 10, 4).bytes, embedding(2, 10, 4, backward=True).bytes
+    (32, 96)
+    """
+    if not backward:
+        read = min(tokens, vocabulary) if rows is None else rows
+        return Cost(0, table_bytes * read * width, out_bytes * tokens * width)
+    return Cost(tokens * width, out_bytes * tokens * width, table_bytes * vocabulary * width)
+
+
 def attention(
     batch: int, sequence: int, heads: int, kv_heads: int, head_dim: int, *,
     context: float | None = None, element_bytes: int = 2, backward: bool = False,

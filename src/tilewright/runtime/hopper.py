@@ -1,12 +1,15 @@
-"""When kernels in CUDA C++ for Hopper are available, and how those of `cuda/gemm.cu` are started.
+"""When kernels in CUDA C++ for Hopper are available, and how those of the GEMM, `cuda/gemm.cuh`, are started.
 
-Each kernel of `cuda/gemm.cu` is compiled by itself, some two seconds each. The first one that is wanted starts the
-others in the background: a model that needs one soon needs them all. `compile_ahead` starts them earlier.
+An op adds its source of such kernels by `add_gemms`. Each is compiled by itself, some two seconds each. The first one
+that is wanted starts the others in the background: a model that needs one soon needs them all. `compile_ahead` starts
+them earlier.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,25 +18,33 @@ import torch
 
 from tilewright.runtime import dispatch, nvrtc
 
-SOURCE = Path(__file__).with_name("cuda") / "gemm.cu"
 COLUMNS = 192  # of a tile; one of two neighbours loads half of what both need
 PAIR_ROWS = 256  # of the tiles of two neighbours
 STEP = 64  # of the inner dimension
 MOST_SUMS = 8192  # columns whose sums a block has room for
 _THREADS, _SHARED_BYTES = 384, 231_520
 MACROS = {"SHARED_BYTES": _SHARED_BYTES, "PAIR_ROWS": PAIR_ROWS, "COLUMNS": COLUMNS}
-_NAMES = (
-    "tilewright_gelu_mlp_matmul_value", "tilewright_gelu_mlp_matmul_lean_value",
-    "tilewright_gelu_mlp_matmul_gradient", "tilewright_gelu_mlp_matmul_lean_gradient",
-    "tilewright_linear_cross_entropy_matmul_add", "tilewright_linear_matmul_parts_gradient",
-    "tilewright_linear_matmul_biased",
-)  # fmt: skip
-
-_MACROS = {name: {**MACROS, "ONLY": 1, f"ONLY_{name.upper()}": 1} for name in _NAMES}
-_COMMON = [name for name in _NAMES if "lean" not in name]  # the lean ones are for recompute alone
+_ONLY = re.compile(r"defined\(ONLY_(\w+)\)")  # around each kernel of a source: its name in capitals
 
 Kernels = dict[str, nvrtc.Kernel]
 _loaded: dict[tuple[Any, ...], Kernels | None] = {}  # None where there are none, and never will be
+_sources: list[Path] = []  # of kernels of the GEMM
+
+
+def add_gemms(source: Path) -> None:
+    """Add a source whose kernels `ready` and `start` know from then on, by the names of its ONLY_ macros."""
+    _sources.append(source)
+
+
+def gemms() -> dict[str, Path]:
+    """Return the kernels of the GEMM that ops have added, and the source of each."""
+    return {name.lower(): source for source in _sources for name in _ONLY.findall(source.read_text(encoding="utf-8"))}
+
+
+@functools.cache
+def gemm(name: str) -> tuple[Path, dict[str, int]]:
+    """Return the source of a kernel, and the macros that leave it alone there."""
+    return gemms()[name], {**MACROS, "ONLY": 1, f"ONLY_{name.upper()}": 1}
 
 
 def kernels(
@@ -65,33 +76,43 @@ def _can_compile(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0) and nvrtc.can_compile()
 
 
-def compile_ahead(device: torch.device, source: Path = SOURCE, macros: dict[str, int] | None = None) -> None:
-    """Begins to compile in the background: a source with its macros, or the kernels of `cuda/gemm.cu`."""
+def compile_ahead(device: torch.device, source: Path | None = None, macros: dict[str, int] | None = None) -> None:
+    """Begins to compile in the background: a source with its macros, or the kernels of the GEMM."""
     if device.type != "cuda" or device.index is None or not _can_compile(device):
         return
-    for each in [_MACROS[name] for name in _COMMON] if macros is None else [macros]:
-        nvrtc.compile_ahead(source, device.index, each)
+    if source is not None:
+        nvrtc.compile_ahead(source, device.index, macros or {})
+        return
+    for name in gemms():
+        if "lean" not in name:  # the lean ones are for recompute alone
+            compile_ahead(device, *gemm(name))
 
 
-def _start_missing(device: torch.device, name: str) -> bool:
-    missing = (device, SOURCE, *_MACROS[name].items()) not in _loaded
-    if missing:
-        compile_ahead(device, SOURCE, _MACROS[name])
-    return missing
+@functools.cache
+def _key(name: str) -> tuple[Any, ...]:
+    """What `kernels` knows a kernel of the GEMM by, but for the device."""
+    source, macros = gemm(name)
+    return source, *macros.items()
 
 
 def _kernel(device: torch.device, name: str) -> nvrtc.Kernel | None:
-    if _start_missing(device, name):
+    key = device, *_key(name)
+    if key in _loaded:
+        loaded = _loaded[key]
+    else:
+        source, macros = gemm(name)
+        compile_ahead(device, source, macros)
         compile_ahead(device)
-    loaded = kernels(device, SOURCE, (name,), _THREADS, _SHARED_BYTES, _MACROS[name])
+        loaded = kernels(device, source, (name,), _THREADS, _SHARED_BYTES, macros)
     return None if loaded is None else loaded[name]
 
 
 def ready(device: torch.device, *names: str) -> bool:
-    """Whether these kernels of `cuda/gemm.cu` can run there, or all of them."""
-    names = names or _NAMES
+    """Whether these kernels of the GEMM can run there, or all of them."""
+    names = names or tuple(gemms())
     for name in names[1:]:  # while the first is waited for
-        _start_missing(device, name)
+        if (device, *_key(name)) not in _loaded:
+            compile_ahead(device, *gemm(name))
     return all(_kernel(device, name) is not None for name in names)
 
 

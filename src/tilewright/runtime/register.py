@@ -24,6 +24,9 @@ import torch
 
 from tilewright.runtime import dispatch
 
+Save = Callable[[Any, Any, Any], None]  # of the context, the inputs and the output
+Formula = Callable[..., Sequence[Any]]
+
 _TYPES = {torch.Tensor: "Tensor", torch.dtype: "ScalarType", bool: "bool", int: "int", float: "float", str: "str"}
 
 
@@ -35,9 +38,7 @@ class Op:
     """
 
     def __init__(self, name: str, launch: Callable[[Any], Any], fake: Callable[[Any], Any]) -> None:
-        hints = typing.get_type_hints(launch)
-        returned = hints.pop("return")
-        (self.inputs,) = hints.values()
+        self.inputs, returned = _types(launch)
         self.launch = launch
         self.arguments = len(self.inputs._fields) - len(self.inputs._field_defaults)  # of the registered op
 
@@ -57,25 +58,22 @@ class Op:
 
     def differentiate(
         self,
-        save: Callable[[Any, Any, Any], None],
-        formula: Callable[..., tuple[Any, ...]],
+        save: Save,
+        formula: Formula,
         backward: Op | None = None,
-        foresee: Callable[[Any, Any, Any], None] | None = None,
+        foresee: Save | None = None,
         outputs: int | None = None,
     ) -> Any:
         """Give the registered op its gradient, and return the light eager op, which differentiates by the same formula.
 
-        Args:
-            save: ``save(ctx, inputs, output)`` keeps what the formula needs.
-            formula: ``formula(ctx, backward, *upstream)`` returns the gradients of the first inputs; those of the
-                others are None. ``backward(inputs)`` runs the op that computes gradients.
-            backward: that op; left out, it is this one, which then has derivatives of every order.
-            foresee: ``foresee(ctx, inputs, output)`` launches what backward will, on little data: the first eager call
-                compiles it so in the background, by `dispatch.rehearse`.
-            outputs: how many outputs the eager op returns, where the others are for backward alone: `formula` is then
-                called without their gradients.
+        The arguments are those of `make_eager`.
         """
-        make, rest = self.inputs._make, (None,) * self.arguments
+        self.register_gradient(save, formula, backward)
+        return make_eager(self.launch, save, formula, backward, foresee, outputs)
+
+    def register_gradient(self, save: Save, formula: Formula, backward: Op | None = None) -> None:
+        """Give the registered op alone its gradient: for one whose eager backward overwrites what forward computed."""
+        rest = (None,) * self.arguments
         call = (backward or self).call_registered
 
         def gradients(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
@@ -86,26 +84,66 @@ class Op:
             save(ctx, self.inputs(*inputs), output)
 
         self.registered.register_autograd(gradients, setup_context=setup)
-        launch, nothing = self.launch, (None,) * len(self.inputs._fields)
 
-        class _Function(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *values: Any) -> Any:
-                inputs, launches = make(values), dispatch.Launch.firsts
-                output = launch(inputs)
-                save(ctx, inputs, output)
-                if foresee is not None and dispatch.Launch.firsts != launches and any(ctx.needs_input_grad):
-                    dispatch.rehearse(foresee, ctx, inputs, output)
-                return output if outputs is None else output[:outputs]
 
-            @staticmethod
-            def backward(ctx: Any, *upstream: Any) -> Any:
-                known = formula(ctx, run_backward, *upstream)
-                return *known, *nothing[len(known) :]
+def make_eager(
+    launch: Callable[[Any], Any],
+    save: Save,
+    formula: Formula,
+    backward: Op | None = None,
+    foresee: Save | None = None,
+    outputs: int | None = None,
+) -> Any:
+    """Return the light eager op over a launch function, which takes the fields of its inputs one by one.
 
-        eager = dispatch.eager(_Function)
-        run_backward = backward.launch if backward is not None else lambda inputs: eager(*inputs)
-        return eager
+    By itself it is for a function that compilers see as PyTorch's own ops, or as other ops of ours.
+
+    Args:
+        launch: the launch function.
+        save: ``save(ctx, inputs, output)`` keeps what the formula needs.
+        formula: ``formula(ctx, backward, *upstream)`` returns the gradients of the first inputs; those of the others
+            are None. ``backward(inputs)`` runs the op that computes gradients.
+        backward: that op; left out, it is this one, which then has derivatives of every order.
+        foresee: ``foresee(ctx, inputs, output)`` launches what backward will, on little data: the first eager call
+            compiles it so in the background, by `dispatch.rehearse`.
+        outputs: how many outputs the eager op returns, where the others are for backward alone: `formula` is then
+            called without their gradients.
+    """
+    kind, _ = _types(launch)
+    make, nothing = kind._make, (None,) * len(kind._fields)
+
+    class _Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *values: Any) -> Any:
+            inputs, launches = make(values), dispatch.Launch.firsts
+            output = launch(inputs)
+            save(ctx, inputs, output)
+            if foresee is not None and dispatch.Launch.firsts != launches and any(ctx.needs_input_grad):
+                dispatch.rehearse(foresee, ctx, inputs, output)
+            return output if outputs is None else output[:outputs]
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: Any) -> Any:
+            known = formula(ctx, run_backward, *upstream)
+            return *known, *nothing[len(known) :]
+
+    eager = dispatch.eager(_Function)
+    run_backward = backward.launch if backward is not None else lambda inputs: eager(*inputs)
+    return eager
+
+
+def refuse_second_derivative(op: str, instead: str = "its `reference`") -> None:
+    """Raise where autograd would record an op's backward, whose launches it cannot differentiate."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{op} has no second derivative: leave out create_graph=True, or use {instead}.")
+
+
+def _types(launch: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """The NamedTuple that a launch function takes, and the type of its result."""
+    hints = typing.get_type_hints(launch)
+    returned = hints.pop("return")
+    (inputs,) = hints.values()
+    return inputs, returned
 
 
 def _without_none(outputs: Any, values: Sequence[Any]) -> Any:

@@ -27,7 +27,6 @@ __all__ = ["bias_gelu", "cost", "geglu", "reference", "swiglu"]
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 _FLAT = 1024  # elements of a row, where rows are nobody's concern
 HOST_BOUND = 4 * 2**20  # elements of gate up to which PyTorch's own ops run an eager call
-_ONCE = "activation has no second derivative: leave out create_graph=True, or use its `reference`."
 
 
 def reference(
@@ -178,8 +177,7 @@ def _save(ctx: Any, inputs: Inputs, output: torch.Tensor) -> None:
 
 
 def _differentiate(ctx: Any, backward: Any, dout: Any) -> tuple[torch.Tensor | None, ...]:
-    if torch.is_grad_enabled():
-        raise RuntimeError(_ONCE)
+    register.refuse_second_derivative("activation")
     if dout is None:
         return ()
     gate, up, bias = ctx.saved_tensors

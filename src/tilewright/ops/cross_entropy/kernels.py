@@ -21,7 +21,7 @@ between threads before the end of a tile; exponentials are powers of two.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -453,8 +453,17 @@ def _block(columns: int, most: int) -> int:
     return min(most, max(16, 1 << (columns - 1).bit_length()))
 
 
-def _cut(columns: int, size: int, given: bool) -> tuple[int, int, int, int]:
-    """(tiles a row, columns of one and of a step through it, warps) for numbers of `size` bytes."""
+class Tiling(NamedTuple):
+    """How a row is divided into tiles, and a tile into steps."""
+
+    tiles_a_row: int
+    tile: int  # columns of one
+    block: int  # columns of a step through it
+    warps: int
+
+
+def _tiling(columns: int, size: int, given: bool) -> Tiling:
+    """The launch config for numbers of `size` bytes."""
     if columns * size <= 131072 or given:
         tile = block = _block(columns, 32768 // size)
         warps = max(1, block * size // 1024)
@@ -462,12 +471,12 @@ def _cut(columns: int, size: int, given: bool) -> tuple[int, int, int, int]:
     else:
         tile, warps = 16384 // size, 8
         block = tile
-    return -(-columns // tile), tile, block, warps
+    return Tiling(-(-columns // tile), tile, block, warps)
 
 
 def left(columns: int, size: int, smooth: bool) -> int:
     """How many numbers the tiles of a row leave for those who write its gradient: none where that is one program."""
-    tiles_a_row, *_ = _cut(columns, size, False)
+    tiles_a_row = _tiling(columns, size, False).tiles_a_row
     return 0 if tiles_a_row == 1 else 1 + tiles_a_row * numbers(smooth)
 
 
@@ -485,7 +494,7 @@ def tiles_launch(
 ) -> tuple[int, int, dispatch.Launch]:
     """(tiles a row, rows that a gradient stays behind its statistics, the launch)."""
     size = dtypes[0].itemsize
-    tiles_a_row, tile, block, warps = _cut(columns, size, given)
+    tiles_a_row, tile, block, warps = _tiling(columns, size, given)
     each = 16 // size
     parts = 1 if given else tiles_a_row
     constants = (

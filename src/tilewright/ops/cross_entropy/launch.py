@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.runtime import dispatch
-
-ONCE = "cross_entropy has no second derivative: leave out create_graph=True, or use its `reference`."
+from tilewright.ops.cross_entropy.hopper import start as start_rows
+from tilewright.runtime import dispatch, register
 
 
 class Options(NamedTuple):
@@ -70,11 +69,11 @@ def launch(
     smooth, capped = options.smoothing > 0.0, options.softcap > 0.0
     targets, weight, upstream = dispatch.packed((targets, weight, upstream))
     plain = rows and weight is None and upstream is None and not (smooth or capped or keep)
-    if plain and arrived is not None and loss is not None and gradient is not None:
-        from tilewright.ops.cross_entropy.hopper import start as start_rows
-
-        if start_rows(logits, targets, denominator, loss, lse, gradient, options.ignore_index, options.z_loss):
-            return None, None
+    if (
+        plain and arrived is not None and loss is not None and gradient is not None
+        and start_rows(logits, targets, denominator, loss, lse, gradient, options.ignore_index, options.z_loss)
+    ):  # fmt: skip
+        return None, None
     first = (logits, targets, weight, denominator, upstream, loss, lse, gradient)
     tiles, lag, start = kernels.tiles_launch(
         logits.device,
@@ -113,3 +112,15 @@ def scale(gradient: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
         programs = min(-(-count // kernels.SCALED), kernels.SCALING * dispatch.multiprocessors(gradient.device))
         start((programs, 1), (gradient, upstream), (count,))
     return gradient
+
+
+def take_gradients(ctx: Any, op: str, upstream: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """The gradients that an eager forward left in `ctx`, times `upstream`, in their own memory: once."""
+    register.refuse_second_derivative(op)
+    if upstream is None:
+        return ()
+    gradients, ctx.gradients = ctx.gradients, None
+    if gradients is None:
+        raise RuntimeError(f"{op}: an earlier backward took its gradients; run forward again.")
+    (factor,) = dispatch.packed((upstream,))
+    return [None if gradient is None else scale(gradient, factor) for gradient in gradients]

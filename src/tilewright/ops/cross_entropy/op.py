@@ -15,16 +15,17 @@ The arithmetic, two exponentials a logit, takes about as long as that on an H200
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from tilewright.ops.cross_entropy.launch import ONCE, Options, begin, launch, scale
+from tilewright.ops.cross_entropy.launch import Options, begin, launch, scale, take_gradients
 from tilewright.ops.cross_entropy.parallel import check_shards, parallel
 from tilewright.ops.cross_entropy.reference import reference
 from tilewright.plan.cost import cross_entropy as cost
-from tilewright.runtime import dispatch, paths
+from tilewright.runtime import dispatch, paths, register
 
 __all__ = ["cost", "cross_entropy", "reference"]
 
@@ -34,35 +35,54 @@ _TARGETS = (torch.int64, torch.int32)
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-def _forward(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    weight: torch.Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-    softcap: float,
-    mean: bool,
-    wants_lse: bool,
-    wants_gradient: bool,
-    inplace: bool = False,
-    upstream: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(loss of each row over the denominator, lse of each row, gradient): the last two where they are wanted."""
+class Inputs(NamedTuple):
+    """The arguments of a loss; `inplace` lets the gradient take the logits' memory, and is for the eager op alone.
+
+    `wants_gradient`: in this call. With an `upstream` the loss was known before, and is not computed again.
+    """
+
+    logits: torch.Tensor
+    targets: torch.Tensor
+    weight: torch.Tensor | None
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    softcap: float
+    reduction: str
+    wants_lse: bool
+    wants_gradient: bool
+    upstream: torch.Tensor | None
+    inplace: bool = False
+
+
+def _launch(inputs: Inputs) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(loss, lse of each row, gradient), those that are wanted."""
+    logits, targets, weight, *numbers, reduction, wants_lse, wants_gradient, upstream, inplace = inputs
+    options, compute = Options._make(numbers), dispatch.compute_dtype(logits)
     (packed,) = dispatch.packed((logits,))
-    compute = dispatch.compute_dtype(logits)
-    denominator, arrived = begin(targets, weight, logits.shape[-1], ignore_index, mean, compute)
+    denominator, arrived = begin(
+        targets, weight, logits.shape[-1], options.ignore_index, reduction == "mean", compute
+    )  # fmt: skip
     loss = logits.new_empty(targets.shape, dtype=compute)
     lse = torch.empty_like(loss) if wants_lse else None
     gradient = None
     if wants_gradient:
         gradient = packed if inplace or packed is not logits else torch.empty_like(packed)
-    options = Options(ignore_index, smoothing, z_loss, softcap)
     launch(
         packed, targets, weight, denominator, options, arrived=arrived, upstream=upstream, loss=loss, lse=lse,
         gradient=gradient,
     )  # fmt: skip
-    return loss, lse, gradient
+    if upstream is not None:
+        return None, lse, gradient
+    return loss if reduction == "none" else loss.sum(), lse, gradient
+
+
+def _fake(inputs: Inputs) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    logits = inputs.logits
+    rows = torch.empty(inputs.targets.shape, dtype=dispatch.compute_dtype(logits), device=logits.device)
+    loss = None if inputs.upstream is not None else rows if inputs.reduction == "none" else rows.new_empty(())
+    gradient = logits.new_empty(logits.shape) if inputs.wants_gradient else None
+    return loss, torch.empty_like(rows) if inputs.wants_lse else None, gradient
 
 
 # bfloat16 and float32 have room for a gradient before its factor is known. float16 has not: a mean over many targets
@@ -70,83 +90,53 @@ def _forward(
 AHEAD = (torch.bfloat16, torch.float32)
 
 
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inplace: bool, reduced: bool, *inputs: Any) -> Any:
-        logits, targets, weight, *rest = inputs
-        ctx.options, ctx.inplace = rest[:5], inplace
-        ctx.ahead = reduced and logits.dtype in AHEAD
-        if ctx.ahead:
-            launches = dispatch.Launch.firsts
-            loss, lse, gradient = _forward(*(*inputs, inplace))
-            if dispatch.Launch.firsts != launches and gradient is not None:
-                dispatch.rehearse(scale, gradient, loss)
-            ctx.gradient = dispatch.claim_storage(gradient, logits)
-        else:
-            loss, lse, _ = _forward(*(*inputs[:-1], False))
-            ctx.save_for_backward(logits, targets, weight)
-        if lse is not None:
-            ctx.mark_non_differentiable(lse)
-        return (loss.sum() if reduced else loss), lse
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Any, _: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(ONCE)
-        if not ctx.ahead:
-            saved = ctx.saved_tensors  # once: whoever computes again what was not kept allows no more
-            _, _, gradient = _forward(*(*saved, *ctx.options, False, True, ctx.inplace, upstream))
-            gradient = dispatch.claim_storage(gradient, saved[0])
-        else:
-            gradient, ctx.gradient = ctx.gradient, None
-            if gradient is None:
-                raise RuntimeError(f"{_NAME}: an earlier backward took its gradient; run forward again.")
-            scale(gradient, *dispatch.packed((upstream,)))
-        return None, None, gradient, *(None,) * 9
-
-
-_eager = dispatch.eager(_Function)
-
-
-@torch.library.custom_op(
-    "tilewright::cross_entropy",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor targets, Tensor? weight, int ignore_index, float smoothing, float z_loss, "
-    "float softcap, bool mean, bool wants_lse, bool wants_gradient, Tensor? upstream) -> (Tensor, Tensor, Tensor)",
-)
-def _registered(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    # A registered op cannot return None: an empty tensor stands for what nobody asked for.
-    *given, upstream = inputs
-    return tuple(inputs[0].new_empty(0) if t is None else t for t in _forward(*(*given, False, upstream)))
-
-
-@dispatch.fake_of(_registered)
-def _(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    logits, targets, wants_lse, wants_gradient = inputs[0], inputs[1], inputs[8], inputs[9]
-    rows = torch.empty(targets.shape, dtype=dispatch.compute_dtype(logits), device=logits.device)
-    gradient = torch.empty(logits.shape if wants_gradient else 0, dtype=logits.dtype, device=logits.device)
-    return rows, torch.empty_like(rows) if wants_lse else logits.new_empty(0), gradient
-
-
-def _registered_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.options, ctx.ahead = inputs[3:8], inputs[9]
-    ctx.save_for_backward(*(output[2:] if ctx.ahead else inputs[:3]))
+def _save(ctx: Any, inputs: Inputs, output: Any) -> None:
+    """What a compiler may see saved, and what is saved where the gradient waits for backward."""
+    ctx.ahead, ctx.inplace = inputs.wants_gradient, inputs.inplace
+    ctx.options = inputs.ignore_index, inputs.smoothing, inputs.z_loss, inputs.softcap, inputs.reduction
+    ctx.save_for_backward(*(output[2:] if ctx.ahead else (inputs.logits, inputs.targets, inputs.weight)))
     ctx.set_materialize_grads(False)
 
 
-def _registered_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(ONCE)
-    gradient = None
-    if upstream is not None and ctx.ahead:
-        (known,) = ctx.saved_tensors
-        gradient = (known * upstream.unsqueeze(-1)).to(known.dtype)
-    elif upstream is not None:
-        *_, gradient = _registered(*ctx.saved_tensors, *ctx.options, False, True, upstream)
-    return gradient, *(None,) * 10
+def _differentiate(ctx: Any, run: Any, upstream: Any, *_: Any) -> Sequence[Any]:
+    register.refuse_second_derivative(_NAME)
+    if upstream is None:
+        return ()
+    saved = ctx.saved_tensors  # once: whoever computes again what was not kept allows no more
+    if ctx.ahead:
+        return ((saved[0] * upstream).to(saved[0].dtype),)
+    logits, targets, weight = saved
+    again = (*ctx.options, False, True, upstream, ctx.inplace)  # no lse, the gradient alone
+    _, _, gradient = run(Inputs(logits, targets, weight, *again))
+    return (dispatch.claim_storage(gradient, logits),)
 
 
-_registered.register_autograd(_registered_backward, setup_context=_registered_setup)
+def _save_eager(ctx: Any, inputs: Inputs, output: Any) -> None:
+    """A gradient that is there already is nobody else's: backward overwrites it."""
+    _, lse, gradient = output
+    ctx.gradients = None
+    if not inputs.wants_gradient:
+        _save(ctx, inputs, output)
+    else:
+        ctx.ahead, ctx.gradients = True, [dispatch.claim_storage(gradient, inputs.logits)]
+        ctx.set_materialize_grads(False)
+    if lse is not None:
+        ctx.mark_non_differentiable(lse)
+
+
+def _differentiate_eager(ctx: Any, run: Any, upstream: Any, *_: Any) -> Sequence[Any]:
+    return take_gradients(ctx, _NAME, upstream) if ctx.ahead else _differentiate(ctx, run, upstream)
+
+
+def _foresee(ctx: Any, inputs: Inputs, output: Any) -> None:
+    loss, _, gradient = output
+    if gradient is not None:
+        scale(gradient, loss)
+
+
+_OP = register.Op(_NAME, _launch, _fake)
+_OP.register_gradient(_save, _differentiate)
+_eager = register.make_eager(_launch, _save_eager, _differentiate_eager, _OP, _foresee, outputs=2)
 
 
 def cross_entropy(
@@ -206,13 +196,16 @@ def cross_entropy(
         )  # fmt: skip
         return (loss, lse.detach()) if return_lse else loss
     wants_gradient = logits.requires_grad and torch.is_grad_enabled()
-    reduced = reduction != "none"
-    inputs = (logits, targets, weight, *options, reduction == "mean", return_lse)
+    ahead = wants_gradient and reduction != "none" and logits.dtype in AHEAD
+    inputs = Inputs(
+        logits, targets, weight, *options, reduction, wants_lse=return_lse, wants_gradient=ahead, upstream=None,
+        inplace=inplace and wants_gradient,
+    )  # fmt: skip
     if path == paths.REGISTERED:
-        rows, lse, _ = _registered(*inputs, wants_gradient and reduced and logits.dtype in AHEAD, None)
-        loss, lse = rows.sum() if reduced else rows, lse.detach()
+        loss, lse, _ = _OP.call_registered(inputs)
+        lse = lse.detach()
     else:
-        loss, lse = _eager(inplace and wants_gradient, reduced, *inputs, wants_gradient)
+        loss, lse = _eager(*inputs)
     return (loss, lse) if return_lse else loss
 
 

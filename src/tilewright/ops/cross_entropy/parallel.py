@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewright.ops.cross_entropy.launch import ONCE, Options, begin, launch
+from tilewright.ops.cross_entropy.launch import Options, begin, launch
 from tilewright.ops.cross_entropy.reference import reference
-from tilewright.runtime import dispatch
+from tilewright.runtime import dispatch, register
 
 
 class _Parallel(torch.autograd.Function):
@@ -21,10 +21,10 @@ class _Parallel(torch.autograd.Function):
     ) -> Any:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         columns, compute = logits.shape[-1], dispatch.compute_dtype(logits)
-        cut = {"offset": rank * columns, "classes": ranks * columns}
+        shard = {"offset": rank * columns, "classes": ranks * columns}
         (packed,) = dispatch.packed((logits,))
-        denominator, _ = begin(targets, weight, cut["classes"], options.ignore_index, mean, compute)
-        x_target, parts = launch(packed, targets, weight, denominator, options, **cut)
+        denominator, _ = begin(targets, weight, shard["classes"], options.ignore_index, mean, compute)
+        x_target, parts = launch(packed, targets, weight, denominator, options, **shard)
         maximum, total, *rest = parts.unbind(-1)
         # With the rows' maxima, the most and the fewest columns of a rank: shards that do not fit together are NaN.
         sizes = torch.cat((maximum.new_full((1,), columns), maximum.new_full((1,), -columns)))
@@ -42,22 +42,21 @@ class _Parallel(torch.autograd.Function):
         loss = logits.new_empty(targets.shape, dtype=compute)
         lse = torch.empty_like(loss)
         given = (x_target.contiguous(), whole)
-        launch(packed, targets, weight, denominator, options, loss=loss, lse=lse, given=given, **cut)
+        launch(packed, targets, weight, denominator, options, loss=loss, lse=lse, given=given, **shard)
         ctx.save_for_backward(logits, targets, weight, denominator, *given)
-        ctx.options, ctx.inplace, ctx.cut = options, inplace, cut
+        ctx.options, ctx.inplace, ctx.shard = options, inplace, shard
         ctx.mark_non_differentiable(lse)
         return loss, lse
 
     @staticmethod
     def backward(ctx: Any, upstream: Any, _: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(ONCE)
+        register.refuse_second_derivative("cross_entropy")
         logits, targets, weight, denominator, *given = ctx.saved_tensors
         (packed,) = dispatch.packed((logits,))
         gradient = packed if ctx.inplace or packed is not logits else torch.empty_like(packed)
         launch(
             packed, targets, weight, denominator, ctx.options, upstream=upstream, gradient=gradient,
-            given=tuple(given), **ctx.cut,
+            given=tuple(given), **ctx.shard,
         )  # fmt: skip
         return dispatch.claim_storage(gradient, logits), *(None,) * 6
 

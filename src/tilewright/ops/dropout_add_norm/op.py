@@ -174,7 +174,7 @@ def _backward(gradient: Gradient) -> list[torch.Tensor | None]:
         p, rms, zero_centered, x_dtype, needs,
     ) = gradient  # fmt: skip
     inputs = dispatch.packed((dout, dresidual_out, z, x, rowscale, layerscale, weight, x_bias))
-    z = inputs[2]
+    dout, _, z, _, _, _, weight, _ = inputs
     seed_tensor, seed_value = split_seed(seed, z.device)
     width = z.shape[-1]
     rows = z.numel() // width
@@ -200,7 +200,7 @@ def _backward(gradient: Gradient) -> list[torch.Tensor | None]:
     if plan.row_sums is not None:
         row_sums = z.new_empty((2, rows), dtype=statistics.dtype)
         if rows:
-            plan.row_sums((rows, 1), (inputs[0], z, inputs[6], statistics, row_sums), (rows,))
+            plan.row_sums((rows, 1), (dout, z, weight, statistics, row_sums), (rows,))
     plan.main(
         (programs, plan.slices),
         (*inputs, statistics, row_sums, seed_tensor, dx, dsecond, dresidual, drowscale, *sums),
@@ -226,12 +226,13 @@ def _fake_backward(gradient: Gradient) -> list[torch.Tensor | None]:
 
 def _save(ctx: Any, inputs: Inputs, output: tuple[Any, ...]) -> None:
     x, rowscale, layerscale, x_bias, seed = inputs.x, inputs.rowscale, inputs.layerscale, inputs.x_bias, inputs.seed
-    z = x if inputs.residual_dtype is None else output[1]
+    _, residual_out, statistics = output
+    z = x if inputs.residual_dtype is None else residual_out
     needs = ctx.needs_input_grad
     seed_tensor, seed_value = (seed, None) if isinstance(seed, torch.Tensor) else (None, seed)
     kept_x = x if needs[3] or needs[4] else None
     kept_bias = x_bias if kept_x is not None or needs[7] else None
-    ctx.save_for_backward(z, kept_x, rowscale, layerscale, inputs.weight, kept_bias, output[2], seed_tensor)
+    ctx.save_for_backward(z, kept_x, rowscale, layerscale, inputs.weight, kept_bias, statistics, seed_tensor)
     # With nothing between x and the sum, the gradients of the summands are the same numbers: one tensor serves all.
     shared = inputs.p == 0.0 and rowscale is None and layerscale is None and x.dtype == z.dtype
     wanted = (any(needs[:3]), False, False, *needs[3:8]) if shared else needs[:8]
@@ -251,14 +252,14 @@ def _gradient(ctx: Any, saved: Sequence[Any], dout: torch.Tensor, dresidual_out:
 
 def _differentiate(ctx: Any, backward: Any, dout: Any, dresidual_out: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
     saved = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        raise RuntimeError(f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`.")
+    register.refuse_second_derivative(_NAME)
     if not ctx.has_sum:
         dresidual_out = None  # of the empty tensor that stands for it
     if dout is None:
         if dresidual_out is None:
             return ()
-        z, x_dtype = saved[0], ctx.options[3]
+        z, *_ = saved
+        *_, x_dtype, _ = ctx.options
         dout = torch.zeros(z.shape, dtype=x_dtype, device=z.device)
     dx, dsecond, dresidual, *rest = backward(_gradient(ctx, saved, dout, dresidual_out))
     if ctx.shared:

@@ -20,16 +20,17 @@ each table, and writes both tables.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.runtime import dispatch, paths
+from tilewright.plan.cost import embedding as cost
+from tilewright.runtime import dispatch, paths, register
 
-__all__ = ["embedding", "reference", "tied_embedding"]
+__all__ = ["cost", "embedding", "reference", "tied_embedding"]
 
 _NAME = "embedding"
-_ONCE = "embedding has no second derivative: leave out create_graph=True, or use torch.nn.functional.embedding."
 HOST_BOUND = 4 * 2**20  # elements of the result up to which PyTorch's own ops run an eager call,
 _FEW = 1024  # of so many tokens at most: their kernel for a few reads all tokens for each column
 _TIED = 65536  # the same where the table's other gradient would have to be added
@@ -48,48 +49,64 @@ def reference(
     return x if dtype is None else x.to(dtype)
 
 
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, position: Tensor | None, dtype: torch.dtype) -> Any:
-        from tilewright.ops.embedding import kernels
+class Inputs(NamedTuple):
+    """The arguments of a look-up."""
 
-        flat, table, places = dispatch.packed((tokens.reshape(-1), weight, position))
-        ctx.save_for_backward(flat)
-        ctx.tables = [None if t is None else (t.shape, t.dtype) for t in (weight, position)]
-        ctx.set_materialize_grads(False)
-        launches = dispatch.Launch.firsts
-        out = kernels.gather(flat, table, places, dtype, tokens.shape)
-        if dispatch.Launch.firsts != launches and ctx.needs_input_grad[1]:  # as of a table that is tied
-            some = out.reshape(-1, out.shape[-1])[:32]
-            dispatch.rehearse(kernels.scatter, flat[:32], some, len(weight), weight.dtype, table)
-        return out, weight
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dtied: Any) -> Any:
-        from tilewright.ops.embedding import kernels
-
-        if torch.is_grad_enabled():
-            raise RuntimeError(_ONCE)
-        if dout is None:
-            return None, dtied, None, None
-        (tokens,) = ctx.saved_tensors
-        dweight = dposition = None
-        if ctx.needs_input_grad[1]:
-            (classes, width), dtype = ctx.tables[0]
-            (rows,) = dispatch.packed((dout.reshape(-1, width),))
-            dweight = kernels.scatter(tokens, rows, classes, dtype, dispatch.packed((dtied,))[0])
-        if ctx.needs_input_grad[2]:
-            (length, width), dtype = ctx.tables[1]
-            sequence = dout.shape[-2]
-            batch = len(tokens) // max(1, sequence)
-            summed = dout.reshape(batch, sequence, width).sum(0, dtype=dispatch.compute_dtype(dout)).to(dtype)
-            dposition = (
-                summed if sequence == length else torch.cat((summed, summed.new_zeros(length - sequence, width)))
-            )
-        return None, dweight, dposition, None
+    tokens: Tensor
+    weight: Tensor
+    position: Tensor | None
+    dtype: torch.dtype
 
 
-_eager = dispatch.eager(_Function)
+def _launch(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The embeddings, the weight for whom it is tied to, and the tokens in one row."""
+    from tilewright.ops.embedding import kernels
+
+    tokens, weight, position, dtype = inputs
+    flat, table, places = dispatch.packed((tokens.reshape(-1), weight, position))
+    return kernels.gather(flat, table, places, dtype, tokens.shape), weight, flat
+
+
+def _save(ctx: Any, inputs: Inputs, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, _, flat = output
+    ctx.save_for_backward(flat)
+    ctx.tables = [None if t is None else (t.shape, t.dtype) for t in (inputs.weight, inputs.position)]
+    ctx.set_materialize_grads(False)
+
+
+def _foresee(ctx: Any, inputs: Inputs, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    from tilewright.ops.embedding import kernels
+
+    out, weight, flat = output
+    if ctx.needs_input_grad[1]:  # as of a table that is tied
+        some, (table,) = out.reshape(-1, out.shape[-1])[:32], dispatch.packed((weight,))
+        kernels.scatter(flat[:32], some, len(weight), weight.dtype, table)
+
+
+def _differentiate(ctx: Any, _: Any, dout: Any, dtied: Any) -> Sequence[Tensor | None]:
+    from tilewright.ops.embedding import kernels
+
+    register.refuse_second_derivative(_NAME, "torch.nn.functional.embedding")
+    if dout is None:
+        return None, dtied
+    (tokens,) = ctx.saved_tensors
+    of_weight, of_position = ctx.tables
+    _, needs_weight, needs_position, _ = ctx.needs_input_grad
+    dweight = dposition = None
+    if needs_weight:
+        (classes, width), dtype = of_weight
+        (rows,) = dispatch.packed((dout.reshape(-1, width),))
+        dweight = kernels.scatter(tokens, rows, classes, dtype, dispatch.packed((dtied,))[0])
+    if needs_position:
+        (length, width), dtype = of_position
+        sequence = dout.shape[-2]
+        batch = len(tokens) // max(1, sequence)
+        summed = dout.reshape(batch, sequence, width).sum(0, dtype=dispatch.compute_dtype(dout)).to(dtype)
+        dposition = summed if sequence == length else torch.cat((summed, summed.new_zeros(length - sequence, width)))
+    return None, dweight, dposition
+
+
+_eager = register.make_eager(_launch, _save, _differentiate, foresee=_foresee, outputs=2)
 
 
 def embedding(

@@ -14,7 +14,7 @@ Lean, z is kept in 16 bits and neither a nor s: both are computed once more on t
 stores a again. Half as much lies between forward and backward, and nothing makes a pass of its own; that the kernel
 takes longer than its matmul is the price, the lower the wider the model.
 
-`runtime/cuda/gemm.cu` has the kernels, for bfloat16 on a Hopper. Everything else is `linear`, `bias_gelu`, `linear`.
+`hopper.cu` has the kernels, for bfloat16 on a Hopper. Everything else is `linear`, `bias_gelu`, `linear`.
 
 Saved for backward: x, a, s (lean: x, z), and both weights in the dtype of the matmuls.
 
@@ -23,44 +23,31 @@ Floor: that of the matmuls, 2 forward and 4 backward, each of 2 x tokens x width
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from tilewright.measure import work
 from tilewright.ops.activation.op import bias_gelu
-from tilewright.ops.linear.op import is_worth_padding, linear
+from tilewright.ops.linear import launch as linear_launch
+from tilewright.ops.linear.launch import as_matrix
+from tilewright.ops.linear.op import cast_weight, is_worth_padding, linear, matmul_dtype, prepare
 from tilewright.ops.linear.padding import pad, resize
-from tilewright.plan.cost import Cost, matmul
-from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc, paths
+from tilewright.plan.cost import gelu_mlp as cost
+from tilewright.runtime import cublaslt, dispatch, hopper, nvrtc, paths, register
 
 __all__ = ["cost", "fused_gelu_mlp", "gelu_mlp", "reference"]
 
 _NAME = "gelu_mlp"
 HOST_BOUND = 4 * 2**20  # elements between the matmuls up to which PyTorch's own ops run an eager call
 _SMALL = 4e9  # FLOPs of a matmul below which no kernel of ours pays
-_ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
-_linear: Any = sys.modules["tilewright.ops.linear.op"]  # the module; its name in the package is the function's
+
+hopper.add_gemms(Path(__file__).with_name("hopper.cu"))
 
 Tensor = torch.Tensor
-
-
-def cost(tokens: int, width: int, inner: int, *, element_bytes: int = 2, backward: bool = False) -> Cost:
-    """The matmuls; between them two tensors of the inner width are written, and in backward read.
-
-    >>> cost(1, 2, 8).flops, cost(1, 2, 8, backward=True).flops
-    (64, 128)
-    """
-    up, down = (matmul(tokens, *shape, element_bytes=element_bytes) for shape in ((inner, width), (width, inner)))
-    between = element_bytes * tokens * inner
-    if not backward:
-        written = up.bytes_written + between + down.bytes_written
-        return Cost(up.flops + down.flops, up.bytes_read + down.bytes_read, written)
-    # Read: dy twice, x, both weights, activations and slopes; dz is written and read twice. Written: the gradients.
-    weights, outer = element_bytes * width * inner, element_bytes * tokens * width
-    return Cost(2 * (up.flops + down.flops), 3 * outer + 2 * weights + 4 * between, outer + 2 * weights + between)
 
 
 def reference(
@@ -104,50 +91,65 @@ def _gradient(dy: Tensor, down: Tensor, kept: Tensor, lean: bool) -> tuple[Tenso
     return out, add_up(sums), value
 
 
-class _Function(torch.autograd.Function):
+class Inputs(NamedTuple):
     """Each weight comes twice: the parameter, which gets the gradient, and what it is in the dtype of the matmuls."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor | None, up_cast: Tensor, down: Tensor,
-        down_bias: Tensor | None, down_cast: Tensor, lean: bool,
-    ) -> Tensor:  # fmt: skip
-        tokens = _linear._matrix(x)
-        bias = None if up_bias is None else dispatch.packed((up_bias.detach().float(),))[0]
-        up_cast = _linear._matrix(up_cast)
-        activated, kept = _value(tokens, up_cast, bias, lean)
-        from tilewright.ops.linear.kernels import foresee_add_up
-
-        foresee_add_up(x.device, activated.shape[1])
-        y: Tensor = _linear._forward(activated.view(*x.shape[:-1], -1), down, down_bias, down_cast)
-        ctx.save_for_backward(x, None if lean else activated, kept, up_cast, down_cast)
-        layers = (up, up_bias), (down, down_bias)
-        ctx.full = [[t is not None and t.dtype == torch.float32 for t in layer] for layer in layers]
-        ctx.set_materialize_grads(False)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(_ONCE)
-        if dy is None:
-            return (None,) * 8
-        x, activated, kept, up_cast, down_cast = ctx.saved_tensors
-        needs_x, needs_up, needs_up_bias, _, needs_down, needs_down_bias, *_ = ctx.needs_input_grad
-        rows, dup_bias = _linear._matrix(dy), None
-        kept = dispatch.packed((kept,))[0]
-        dz, sums, again = _gradient(rows, _linear._matrix(down_cast), kept, lean=activated is None)
-        _, ddown, ddown_bias = _linear._backward(
-            rows, activated if again is None else again, down_cast, ctx.full[1], [False, needs_down, needs_down_bias]
-        )
-        del activated, again
-        if needs_up_bias:
-            dup_bias = sums.to(torch.float32 if ctx.full[0][1] else dy.dtype)
-        dx, dup, _ = _linear._backward(dz, x, up_cast, ctx.full[0], [needs_x, needs_up, False])
-        return dx, dup, dup_bias, None, ddown, ddown_bias, None, None
+    x: Tensor
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    up_cast: Tensor
+    down_cast: Tensor
+    lean: bool
 
 
-_eager = dispatch.eager(_Function)
+def _launch(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, what goes into the second matmul, and what is kept beside it."""
+    x, up_bias = inputs.x, inputs.up_bias
+    bias = None if up_bias is None else dispatch.packed((up_bias.detach().float(),))[0]
+    activated, kept = _value(as_matrix(x), as_matrix(inputs.up_cast), bias, inputs.lean)
+    layer = linear_launch.Inputs(
+        activated.view(*x.shape[:-1], -1), inputs.down, inputs.down_bias, inputs.down_cast
+    )  # fmt: skip
+    return linear_launch.forward(layer), activated, kept
+
+
+def _save(ctx: Any, inputs: Inputs, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    from tilewright.ops.linear.kernels import foresee_add_up
+
+    _, activated, kept = output
+    foresee_add_up(activated.device, activated.shape[1])
+    ctx.save_for_backward(inputs.x, None if inputs.lean else activated, kept, inputs.up_cast, inputs.down_cast)
+    layers = (inputs.up, inputs.up_bias), (inputs.down, inputs.down_bias)
+    ctx.full = [[t is not None and t.dtype == torch.float32 for t in layer] for layer in layers]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, _: Any, dy: Any) -> Sequence[Tensor | None]:
+    register.refuse_second_derivative(_NAME)
+    if dy is None:
+        return ()
+    x, activated, kept, up_cast, down_cast = ctx.saved_tensors
+    full_up, full_down = ctx.full
+    needs_x, needs_up, needs_up_bias, needs_down, needs_down_bias, *_ = ctx.needs_input_grad
+    rows, dup_bias = as_matrix(dy), None
+    kept = dispatch.packed((kept,))[0]
+    dz, sums, again = _gradient(rows, as_matrix(down_cast), kept, lean=activated is None)
+    activated = activated if again is None else again
+    _, ddown, ddown_bias = linear_launch.backward(
+        linear_launch.Gradient(rows, activated, down_cast, full_down, [False, needs_down, needs_down_bias])
+    )
+    del activated, again
+    if needs_up_bias:
+        dup_bias = sums.to(torch.float32 if full_up[1] else dy.dtype)
+    dx, dup, _ = linear_launch.backward(
+        linear_launch.Gradient(dz, x, up_cast, full_up, [needs_x, needs_up, False])
+    )  # fmt: skip
+    return dx, dup, dup_bias, ddown, ddown_bias
+
+
+_eager = register.make_eager(_launch, _save, _differentiate, outputs=1)
 
 
 def gelu_mlp(
@@ -197,13 +199,16 @@ def fused_gelu_mlp(
     """`gelu_mlp` where it is fused, else None. Lean, half as much is kept for backward."""
     _check(x, up, up_bias, down, down_bias, approximate)
     why = _why_not(x, up, down, down_bias, approximate, lean)
-    prepared = why or _linear.prepare(x, up, up_bias)  # which knows whether the first matmul fits
-    if isinstance(prepared, str):
-        paths.note(_NAME, paths.PARTS, prepared)
+    layer = why or prepare(x, up, up_bias)  # which knows whether the first matmul fits
+    if isinstance(layer, str):
+        paths.note(_NAME, paths.PARTS, layer)
         return None
     paths.note(_NAME, paths.KERNEL)
-    y: Tensor = _eager(*prepared, down, down_bias, _linear._cast(down, torch.bfloat16), lean)
-    return y
+    inputs = Inputs(
+        layer.x, up, up_bias, down, down_bias, layer.cast, cast_weight(down, torch.bfloat16), lean
+    )  # fmt: skip
+    (y,) = _eager(*inputs)
+    return y  # type: ignore[no-any-return]
 
 
 def _why_not(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approximate: str, lean: bool) -> str:
@@ -217,7 +222,7 @@ def _why_not(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, appr
     if down.shape[0] % 8 or not x.numel():
         return "a size is no multiple of 8, or 0"
     for tensor in (x, down, down_bias):
-        if tensor is not None and _linear._dtype(tensor) != torch.bfloat16:
+        if tensor is not None and matmul_dtype(tensor) != torch.bfloat16:
             return "the kernels are for bfloat16"
     if type(down) not in dispatch.PLAIN or (down_bias is not None and type(down_bias) not in dispatch.PLAIN):
         return "a parameter is a tensor subclass"

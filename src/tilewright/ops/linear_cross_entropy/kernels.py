@@ -6,7 +6,7 @@ holds float16, three bits finer than bfloat16, with a power of two for each stre
 near the end of float16's range. (What is 2^29 times smaller than the largest of its stretch has fewer bits.) The
 matmul and the addition are in float32, and the last chunk leaves the gradient in its own dtype.
 
-On a Hopper that is `runtime/cuda/gemm.cu`: a stretch is 192 classes of a column, its scale a bfloat16. Elsewhere it is
+On a Hopper that is `hopper.cu`: a stretch is 192 classes of a column, its scale a bfloat16. Elsewhere it is
 the kernel below: a stretch is a block of columns of a class, its scale a float32. Nobody else reads a sum before the
 last chunk, so here it lies in the order in which the threads have it.
 """

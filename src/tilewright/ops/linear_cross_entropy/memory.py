@@ -48,8 +48,8 @@ class _Scratch:
         return self.idle[first:end].view(dtype).view(shape)
 
 
-class Way(NamedTuple):
-    """How the tokens are taken, and the memory for it."""
+class ChunkPlan(NamedTuple):
+    """How the tokens are divided into chunks, and the memory for it."""
 
     chunk: int  # tokens at a time
     again: bool  # the weight's gradient takes a second pass
@@ -60,10 +60,10 @@ class Way(NamedTuple):
     buffer: Tensor  # for the logits of a chunk
 
 
-def way_of(
+def plan_chunks(
     tokens: Tensor, classes: int, memory: int, exact: bool, smooth: bool, needs_x: bool, dweight: Tensor | None
-) -> Way:
-    """What `memory` has room for.
+) -> ChunkPlan:
+    """Plan what `memory` has room for.
 
     Whatever is not logits lies in the rows of x's gradient that the last chunk will write, if it fits, and takes no
     memory then. `exact`: no sum is in 16 bits.
@@ -119,4 +119,4 @@ def way_of(
     total = None
     if apart and not rounded and chunk < rows:
         total = tokens.new_empty((classes, width), dtype=torch.float32)
-    return Way(chunk, again, total, held, scratch, dx, buffer)
+    return ChunkPlan(chunk, again, total, held, scratch, dx, buffer)

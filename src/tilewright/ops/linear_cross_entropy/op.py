@@ -25,30 +25,33 @@ Floor: three matmuls of 2 x tokens x classes x width FLOPs.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from tilewright.ops.cross_entropy.launch import Options, begin, launch, scale
+from tilewright.ops.cross_entropy.launch import Options, begin, launch, scale, take_gradients
 from tilewright.ops.cross_entropy.op import AHEAD, check_loss, cross_entropy
 from tilewright.ops.cross_entropy.reference import reference as loss_of_logits
-from tilewright.ops.linear.op import is_worth_padding
+from tilewright.ops.linear.op import is_worth_padding, matmul_dtype
 from tilewright.ops.linear.padding import pad
-from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, way_of, without
+from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, plan_chunks, without
 from tilewright.plan.cost import linear_cross_entropy as cost
-from tilewright.runtime import cublaslt, dispatch, paths
+from tilewright.runtime import cublaslt, dispatch, hopper, paths, register
 
 __all__ = ["cost", "linear_cross_entropy", "reference"]
 
 _NAME = "linear_cross_entropy"
-_ONCE = f"{_NAME} has no second derivative: leave out create_graph=True, or use its `reference`."
 HOST_BOUND = 32 * 2**20  # logits up to which an eager call leaves the matmuls to PyTorch
 _MOST = 512 * 10**6  # bytes of logits at a time, unless told otherwise
 _LEAST = 1024  # tokens at a time, unless told otherwise: the matmuls of fewer do not fill a GPU
 _MANY = 128  # tokens: for fewer it takes longer to copy the weight than to multiply by it as it is
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
 _VECTOR = 8  # classes: 16 bytes of them. A matmul over, or into, another number of them is up to 8 times as slow
+
+hopper.add_gemms(Path(__file__).with_name("hopper.cu"))
 
 Tensor = torch.Tensor
 
@@ -105,31 +108,44 @@ def _gradient_of_weight(z: Tensor, x: Tensor, out: Tensor, *, add: bool = False)
         _matmul(z[:, part].t(), x, out[part], add=add)
 
 
-def _run(
-    reduced: bool,
-    upstream: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-    softcap: float,
-    mean: bool,
-    memory: int,
-    exact: bool,
-    wants_lse: bool,
-    needs_x: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss of each row, or of all where it is `reduced`, log-sum-exp of each row, and the gradients of x, weight and
-    bias, those that are wanted. With an `upstream` the loss was known before, and is not to be used."""
+class Inputs(NamedTuple):
+    """The arguments of a loss.
+
+    `needs_x` and so on: which gradients are computed in this call. With an `upstream` the loss was known before, and is
+    not computed again.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    class_weight: Tensor | None
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    softcap: float
+    reduction: str
+    memory: int
+    exact: bool
+    wants_lse: bool
+    needs_x: bool
+    needs_weight: bool
+    needs_bias: bool
+    upstream: Tensor | None
+
+
+Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _launch(inputs: Inputs) -> Outputs:
+    """Loss, log-sum-exp of each row, and the gradients of x, weight and bias, those that are wanted."""
     from tilewright.ops.linear_cross_entropy import kernels
 
-    options = Options(ignore_index, smoothing, z_loss, softcap)
+    (
+        x, weight, bias, targets, class_weight, *numbers, reduction, memory, exact, wants_lse, needs_x, needs_weight,
+        needs_bias, upstream,
+    ) = inputs  # fmt: skip
+    options, shape = Options._make(numbers), targets.shape
     (classes, width), dtype, compute = weight.shape, x.dtype, dispatch.compute_dtype(x)
     (tokens,) = dispatch.packed((x.reshape(-1, width),))
     targets, rows = targets.reshape(-1), targets.numel()
@@ -143,10 +159,12 @@ def _run(
     dbias = torch.zeros_like(bias, dtype=compute) if needs_bias and bias is not None else None
     if upstream is not None and upstream.ndim:
         upstream = upstream.reshape(-1)
-    chunk, again, total, scales, scratch, dx, buffer = way_of(
-        tokens, classes, memory, exact, smoothing > 0.0, needs_x, dweight
+    chunk, again, total, scales, scratch, dx, buffer = plan_chunks(
+        tokens, classes, memory, exact, options.smoothing > 0.0, needs_x, dweight
     )
-    denominator, arrived = begin(targets, class_weight, classes, ignore_index, mean, compute, scratch.new)
+    denominator, arrived = begin(
+        targets, class_weight, classes, options.ignore_index, reduction == "mean", compute, scratch.new
+    )
     loss = scratch.new(rows, compute)
     mark = scratch.next
     chunks = max(1, -(-rows // chunk))  # of nothing, the gradients are zeros
@@ -175,7 +193,7 @@ def _run(
                 _gradient_of_weight(z, some, dweight if total is None else total, add=number > 0)
         if dweight is not None and total is not None and number == chunks - 1:
             dweight.copy_(total)
-        if reduced and number == chunks - 1:
+        if reduction != "none" and upstream is None and number == chunks - 1:
             loss = loss.sum()  # which may lie where the gradient of x comes now
         if dx is not None:
             _gradient_of_x(z, w, dx[part])
@@ -188,7 +206,10 @@ def _run(
         dx = dx.view(x.shape)
     if dbias is not None and bias is not None:
         dbias = dbias.to(bias.dtype)
-    return loss, lse, dx, dweight, dbias
+    lse = None if lse is None else lse.view(shape)
+    if upstream is not None:
+        return None, lse, dx, dweight, dbias
+    return loss.view(shape) if reduction == "none" else loss, lse, dx, dweight, dbias
 
 
 def _of_rows(parts: Tensor) -> Tensor:
@@ -225,99 +246,66 @@ def _again(
         _gradient_of_weight(z, x, dweight[part])
 
 
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, reduced: bool, *inputs: Any) -> Any:
-        x, _, _, targets, *_ = inputs
-        ctx.later, ctx.gradients = None, None
-        if reduced and x.dtype in AHEAD:
-            launches = dispatch.Launch.firsts
-            loss, lse, *ctx.gradients = _run(*(True, None, *inputs))
-            if dispatch.Launch.firsts != launches:
-                for gradient in filter(lambda g: g is not None, ctx.gradients):
-                    dispatch.rehearse(scale, gradient, loss)
-        else:
-            loss, lse, *_ = _run(*(reduced, None, *inputs[:-3], False, False, False))
-            ctx.save_for_backward(*inputs[:5])
-            ctx.later = (*inputs[5:-4], False, *inputs[-3:])
-        if lse is not None:
-            lse = lse.view(targets.shape)
-            ctx.mark_non_differentiable(lse)
-        return (loss if reduced else loss.view(targets.shape)), lse
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Any, _: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(_ONCE)
-        if ctx.later is not None:
-            _, _, *gradients = _run(False, upstream, *ctx.saved_tensors, *ctx.later)
-        else:
-            gradients, ctx.gradients = ctx.gradients, None
-            if gradients is None:
-                raise RuntimeError(f"{_NAME}: an earlier backward took its gradients; run forward again.")
-            gradients = [g if g is None else scale(g, upstream) for g in gradients]
-        return None, *gradients, *(None,) * 13
+def _fake(inputs: Inputs) -> Outputs:
+    x = inputs.x
+    lse = inputs.targets.to(dispatch.compute_dtype(x))
+    loss = None if inputs.upstream is not None else torch.empty_like(lse) if inputs.reduction == "none" else lse.sum()
+    gradients = [
+        torch.empty_like(t, memory_format=torch.contiguous_format) if needed and t is not None else None
+        for t, needed in ((x, inputs.needs_x), (inputs.weight, inputs.needs_weight), (inputs.bias, inputs.needs_bias))
+    ]
+    return loss, lse if inputs.wants_lse else None, *gradients  # type: ignore[return-value]
 
 
-_eager = dispatch.eager(_Function)
-
-
-@torch.library.custom_op(
-    "tilewright::linear_cross_entropy",
-    mutates_args=(),
-    schema="(bool reduced, Tensor? upstream, "
-    "Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight, int ignore_index, "
-    "float smoothing, float z_loss, float softcap, bool mean, int memory, bool exact, bool wants_lse, "
-    "bool needs_x, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _registered(reduced: bool, upstream: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    # A registered op cannot return None: an empty tensor stands for what nobody asked for.
-    x, _, _, targets, *_ = inputs
-    loss, lse, *gradients = _run(reduced, upstream, *inputs[:-3], *_needed(reduced, upstream, inputs))
-    # In backward nobody asks for the loss, which may lie in the gradient of x by now.
-    first = None if upstream is not None else loss if reduced else loss.view(targets.shape)
-    lse = None if lse is None else lse.view(targets.shape)
-    return tuple(x.new_empty(0) if t is None else t for t in (first, lse, *gradients))
-
-
-def _needed(reduced: bool, upstream: Tensor | None, inputs: Any) -> Any:
-    """Which gradients, of those that are wanted at all, can be computed now."""
-    return inputs[-3:] if upstream is not None or (reduced and inputs[0].dtype in AHEAD) else (False,) * 3
-
-
-@dispatch.fake_of(_registered)
-def _(reduced: bool, upstream: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    x, weight, bias, targets, *_, wants_lse, _, _, _ = inputs
-    rows = targets.to(dispatch.compute_dtype(x))
-    given = (rows.sum() if reduced else rows, rows, x, weight, bias)
-    wanted = (upstream is None, wants_lse, *_needed(reduced, upstream, inputs))
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) if wants else x.new_empty(0)
-        for t, wants in zip(given, wanted, strict=True)
-    )
-
-
-def _registered_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    reduced, upstream, *rest = inputs
-    ctx.needs, ctx.ahead, ctx.later = rest[-3:], any(_needed(reduced, upstream, rest)), (*rest[5:-4], False)
-    ctx.save_for_backward(*(output[2:] if ctx.ahead else rest[:5]))
+def _save(ctx: Any, inputs: Inputs, output: Any) -> None:
+    """What a compiler may see saved, and what is saved where the gradients wait for backward."""
+    x, weight, bias, targets, class_weight, *ctx.options, _, needs_x, needs_weight, needs_bias, _ = inputs
+    ctx.ahead = needs_x or needs_weight or needs_bias
+    ctx.save_for_backward(*(output[2:] if ctx.ahead else (x, weight, bias, targets, class_weight)))
     ctx.set_materialize_grads(False)
 
 
-def _registered_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(_ONCE)
+def _differentiate(ctx: Any, run: Any, upstream: Any, *_: Any) -> Sequence[Any]:
+    register.refuse_second_derivative(_NAME)
     if upstream is None:
-        return (None,) * 18
+        return ()
+    needs = ctx.needs_input_grad[:3]
     if ctx.ahead:
-        gradients = [(g * upstream).to(g.dtype) for g in ctx.saved_tensors]
+        gradients = [(gradient * upstream).to(gradient.dtype) for gradient in ctx.saved_tensors]
     else:
-        _, _, *gradients = _registered(False, upstream, *ctx.saved_tensors, *ctx.later, *ctx.needs)
-    wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True))
-    return None, None, *wanted, *(None,) * 13
+        x, weight, bias, targets, class_weight = ctx.saved_tensors
+        again = (*ctx.options, False, *needs, upstream)  # no lse
+        _, _, *gradients = run(Inputs(x, weight, bias, targets, class_weight, *again))
+    return [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]
 
 
-_registered.register_autograd(_registered_backward, setup_context=_registered_setup)
+def _save_eager(ctx: Any, inputs: Inputs, output: Any) -> None:
+    """Gradients that are there already are nobody else's: backward overwrites them."""
+    _, lse, *gradients = output
+    ctx.ahead = inputs.needs_x or inputs.needs_weight or inputs.needs_bias
+    if ctx.ahead:
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+    else:
+        _save(ctx, inputs, output)
+    if lse is not None:
+        ctx.mark_non_differentiable(lse)
+
+
+def _differentiate_eager(ctx: Any, run: Any, upstream: Any, *_: Any) -> Sequence[Any]:
+    return take_gradients(ctx, _NAME, upstream) if ctx.ahead else _differentiate(ctx, run, upstream)
+
+
+def _foresee(ctx: Any, inputs: Inputs, output: Any) -> None:
+    loss, _, *gradients = output
+    for gradient in gradients:
+        if gradient is not None:
+            scale(gradient, loss)
+
+
+_OP = register.Op(_NAME, _launch, _fake)
+_OP.register_gradient(_save, _differentiate)
+_eager = register.make_eager(_launch, _save_eager, _differentiate_eager, _OP, _foresee, outputs=2)
 
 
 class _Mean(torch.autograd.Function):
@@ -397,7 +385,7 @@ def linear_cross_entropy(
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
     weight, bias = _whole(weight), _whole(bias)  # type: ignore[assignment]
     _check(x, weight, bias, targets, class_weight, options, reduction, memory, sum_dtype)
-    x = x.to(_dtype(x))
+    x = x.to(matmul_dtype(x))
     tensors = (weight, bias, targets, class_weight)
     plain = memory is None and sum_dtype is None and all(t is None or t.dtype == x.dtype for t in (weight, bias))
     whole = x.shape[-1] % _VECTOR == len(weight) % _VECTOR == 0
@@ -417,22 +405,18 @@ def linear_cross_entropy(
         )  # fmt: skip
     if x.shape[-1] % _VECTOR and targets.numel() >= _MANY and is_worth_padding(x, weight):
         x, weight = pad(x, -1), pad(weight, 1)
-    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
-    how = (reduction == "mean", memory or 0, sum_dtype is not None, return_lse)
-    inputs = (x, weight, bias, targets, class_weight, *options, *how, *needs)
+    ahead = torch.is_grad_enabled() and reduction != "none" and x.dtype in AHEAD
+    inputs = Inputs(
+        x, weight, bias, targets, class_weight, *options, reduction, memory or 0, sum_dtype is not None, return_lse,
+        needs_x=ahead and x.requires_grad, needs_weight=ahead and weight.requires_grad,
+        needs_bias=ahead and bias is not None and bias.requires_grad, upstream=None,
+    )  # fmt: skip
     if path == paths.REGISTERED:
-        loss, lse, *_ = _registered(reduction != "none", None, *inputs)
+        loss, lse, *_ = _OP.call_registered(inputs)
         lse = lse.detach()
     else:
-        loss, lse = _eager(reduction != "none", *inputs)
+        loss, lse = _eager(*inputs)
     return (loss, lse) if return_lse else loss
-
-
-def _dtype(x: Tensor) -> torch.dtype:
-    """What the matmuls are computed in: as a linear layer's would be."""
-    kind = x.device.type
-    autocast = x.dtype != torch.float64 and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if autocast else x.dtype
 
 
 def _check(
@@ -449,12 +433,14 @@ def _check(
     dispatch.check_tensor(_NAME, "weight", weight, weight.shape, x)
     dispatch.check_tensor(_NAME, "bias", bias, weight.shape[:1], x)
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype and _dtype(x) == x.dtype != _dtype(tensor):
+        if tensor is not None and tensor.dtype != x.dtype and matmul_dtype(x) == x.dtype != matmul_dtype(tensor):
             raise TypeError(
                 f"{_NAME}: {name} is {tensor.dtype} and x is {x.dtype}; convert one, or use torch.autocast."
             )
-        if tensor is not None and tensor.dtype not in (_dtype(x), torch.float32, torch.float64):
-            raise TypeError(f"{_NAME}: {name} is {tensor.dtype} and autocast's dtype {_dtype(x)}; convert {name}.")
+        if tensor is not None and tensor.dtype not in (matmul_dtype(x), torch.float32, torch.float64):
+            raise TypeError(
+                f"{_NAME}: {name} is {tensor.dtype} and autocast's dtype {matmul_dtype(x)}; convert {name}."
+            )
     check_loss(_NAME, x, len(weight), targets, "class_weight", class_weight, options, reduction)
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
         raise ValueError(f"{_NAME}: memory is {memory!r}; give bytes, at least 1.")

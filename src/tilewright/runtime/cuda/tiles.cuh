@@ -14,7 +14,6 @@ constexpr int BUFFER = ROWS * CHUNK * 2, BUFFERS = 2;
 constexpr int AT_BUFFERS = STAGES * STAGE, AT_SUMS = AT_BUFFERS + 2 * BUFFERS * BUFFER;
 constexpr int AT_BARRIERS = AT_SUMS + 2 * 4 * CHUNK * 4;
 static_assert(AT_BARRIERS + 8 * (2 * STAGES + 2 * BUFFERS) == SHARED_BYTES, "what the host gives");
-constexpr int AT_COLUMN_SUMS = AT_BUFFERS + 2 * BUFFER;  // of PARTS, whose groups need half as much
 constexpr int FULL = 0, EMPTY = STAGES, LOADED = 2 * STAGES;  // barriers: of the stages, and of each group's buffers
 
 __device__ __forceinline__ void arrive(u32 barrier, u32 rank) {

@@ -1,6 +1,9 @@
-// What happens to the matmuls of `gelu_mlp` on their way to memory.
-#pragma once
-#include "tiles.cuh"
+// The matmuls of `gelu_mlp`.
+//
+//   value       z = left right^T + bias     stores gelu(z) and its slope; lean, z and not the slope
+//   gradient    g = (left right) slope      stores g, and its sum over 128 rows; lean, it takes z, has the slope of it,
+//                                           and stores gelu(z) once more
+#include "gemm.cuh"
 
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
@@ -165,3 +168,57 @@ __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place
     if (!LEAN) synchronise(3 + at.group, 128);  // the next sums go to the same place
   }
 }
+
+template <bool LEAN>
+struct Value : Epilogue {
+  const Map *kept, *value;
+  const float* bias;  // or null
+  int columns;
+  __device__ __forceinline__ Value(const Map* kept, const Map* value, const float* bias, int columns)
+      : kept(kept), value(value), bias(bias), columns(columns) {}
+  __device__ __forceinline__ void load(const Place& at) const { load_bias(at, bias, columns); }
+  __device__ __forceinline__ void finish(float (&sum)[2][96], const Place& at, u32& parity) const {
+    finish_value<LEAN>(sum, at, kept, value);
+  }
+};
+
+template <bool LEAN>
+struct Gradient : Epilogue {
+  static constexpr bool RIGHT_ACROSS = true;
+  const Map *kept, *value, *out;
+  float* sums;  // one for 128 rows and a column
+  int columns;
+  __device__ __forceinline__ Gradient(const Map* kept, const Map* value, const Map* out, float* sums, int columns)
+      : kept(kept), value(value), out(out), sums(sums), columns(columns) {}
+  __device__ __forceinline__ void load(const Place& at) const {
+    if (at.thread != 0) return;
+    wait_stores_read();
+    for (int chunk = 0; chunk < BUFFERS; chunk++) load_kept<LEAN ? NARROW : CHUNK>(at, kept, chunk);
+  }
+  __device__ __forceinline__ void finish(float (&sum)[2][96], const Place& at, u32& parity) const {
+    finish_gradient<LEAN>(sum, at, kept, value, out, sums, columns, parity);
+  }
+};
+
+#define GELU_MLP_VALUE(name, LEAN)                                                                                   \
+  KERNEL name(MAP(left), MAP(right), MAP(kept), MAP(value), float* bias, int rows, int columns, int inner) {         \
+    run(Value<LEAN>(&kept, &value, bias, columns), &left, &right, rows, columns, inner);                             \
+  }
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_VALUE)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_value, false)
+#endif
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_VALUE)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_lean_value, true)
+#endif
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_GRADIENT)
+KERNEL tilewright_gelu_mlp_matmul_gradient(MAP(left), MAP(right), MAP(slope), MAP(out), float* sums, int rows,
+                                           int columns, int inner) {
+  run(Gradient<false>(&slope, nullptr, &out, sums, columns), &left, &right, rows, columns, inner);
+}
+#endif
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_GRADIENT)
+KERNEL tilewright_gelu_mlp_matmul_lean_gradient(MAP(left), MAP(right), MAP(sum), MAP(value), MAP(out), float* sums,
+                                                int rows, int columns, int inner) {
+  run(Gradient<true>(&sum, &value, &out, sums, columns), &left, &right, rows, columns, inner);
+}
+#endif

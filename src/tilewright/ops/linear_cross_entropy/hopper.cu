@@ -1,6 +1,5 @@
-// What happens to a part of the gradient of a classifier's weight on its way to memory.
-#pragma once
-#include "tiles.cuh"
+// The matmul of `linear_cross_entropy` that adds itself to a sum of 16 bits: total^T += left^T right.
+#include "gemm.cuh"
 
 // Between two parts of a sum `total` holds float16, three bits finer than bfloat16, times a power of two for every row
 // (a column of `total`) and 192 columns, which lies in `scales` as a bfloat16. The last part leaves bfloat16. An infinite
@@ -107,3 +106,31 @@ __device__ __forceinline__ void finish_sum(float (&sum)[2][96], const Place& at,
     }
   }
 }
+
+struct Sum : Epilogue {
+  static constexpr bool LEFT_ACROSS = true, RIGHT_ACROSS = true, DOWN_FIRST = true;
+  const Map* total;
+  unsigned short* scales;
+  int rows;
+  int first, last;
+  __device__ __forceinline__ Sum(const Map* total, unsigned short* scales, int rows, int first, int last)
+      : total(total), scales(scales), rows(rows), first(first), last(last) {}
+  __device__ __forceinline__ void load_left(const Map* left, u32 to, u32 full, int row, int at_inner) const {
+    for (int i = 0; i < ROWS / 64; i++) ::load(to + i * ACROSS, left, full, row + 64 * i, at_inner);
+  }
+  __device__ __forceinline__ void load(const Place& at) const {
+    if (first || at.thread != 0) return;
+    wait_stores_read();
+    for (int chunk = 0; chunk < BUFFERS; chunk++) load_total(at, total, chunk);
+  }
+  __device__ __forceinline__ void finish(float (&sum)[2][96], const Place& at, u32& parity) const {
+    finish_sum(sum, at, total, scales, rows, first, last, parity);
+  }
+};
+
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_LINEAR_CROSS_ENTROPY_MATMUL_ADD)
+KERNEL tilewright_linear_cross_entropy_matmul_add(MAP(left), MAP(right), MAP(total), unsigned short* scales, int rows,
+                                                  int columns, int inner, int first, int last) {
+  run(Sum(&total, scales, rows, first, last), &left, &right, rows, columns, inner);
+}
+#endif
