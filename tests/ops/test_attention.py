@@ -22,8 +22,9 @@ from ops.contract import (
     on_hopper,
 )
 from tilewright.measure.work import Observation
+from tilewright.ops.attention import hopper as module
 from tilewright.ops.attention import kernels
-from tilewright.ops.attention import op as module
+from tilewright.ops.attention.backends import by_pytorch
 from tilewright.ops.attention.op import attention, reference
 
 BF16 = torch.bfloat16
@@ -100,7 +101,7 @@ def launched(monkeypatch):
     if not HOPPER:
         monkeypatch.setattr(module, "_DEVICES", (DEVICE,))
         monkeypatch.setattr(module, "_kernel", lambda device: start)
-        monkeypatch.setattr(module, "_is_cudnns", lambda *tensors: True)
+        monkeypatch.setattr(module, "is_cudnns", lambda *tensors: True)
         monkeypatch.setattr(module, "_forward", forward)
         monkeypatch.setattr(module, "_start", start)
     calls, real = [], module._start
@@ -115,7 +116,7 @@ def test_gradients_are_near_the_truth_and_no_worse_than_pytorchs(shape, how, lau
     actual = run(attention, inputs, upstream)
     assert len(launched) == 1
     truth = run(plain, doubles(inputs), upstream.double())
-    assert_no_worse(actual, run(reference, inputs, upstream), truth)
+    assert_no_worse(actual, run(by_pytorch, inputs, upstream), truth)
     assert_near_truth(actual, truth, shape[1])
 
 
@@ -132,7 +133,7 @@ def test_gradients_are_the_same_on_every_run(shape, launched):
 def test_flat_and_very_sharp_attention(scale, launched):
     inputs, upstream = leaves((2, 384, 2, 64), scale=scale), upstream_of((2, 384, 2, 64))
     truth = run(plain, doubles(inputs), upstream.double())
-    assert_no_worse(run(attention, inputs, upstream), run(reference, inputs, upstream), truth)
+    assert_no_worse(run(attention, inputs, upstream), run(by_pytorch, inputs, upstream), truth)
     assert len(launched) == 1
 
 
@@ -214,7 +215,7 @@ def test_another_autocast_is_pytorchs(launched):
 
 def reference_dtype(inputs):
     with torch.autocast(DEVICE, torch.float16):
-        return reference(*inputs).dtype
+        return by_pytorch(*inputs).dtype
 
 
 @on_hopper

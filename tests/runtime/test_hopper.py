@@ -12,7 +12,7 @@ import torch
 
 from ops.contract import DEVICE, assert_equal, on_hopper
 from tilewright.measure.work import Observation
-from tilewright.ops.attention import op as attention
+from tilewright.ops.attention import hopper as attention
 from tilewright.ops.cross_entropy import hopper as cross_entropy_hopper
 from tilewright.ops.cross_entropy.hopper import launch_config
 from tilewright.ops.linear_cross_entropy import kernels
