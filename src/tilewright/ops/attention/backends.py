@@ -30,7 +30,7 @@ FEATURES = {  # what a call can ask for, in words
     "aligned": "a causal mask or a window over another number of keys than of queries", "scale": "a scale of its own",
     "softcap": "a soft-cap", "alibi": "ALiBi", "bias": "a bias", "mask": "a boolean mask",
     "masked bias": "a bias beside a causal mask or a window", "dropout": "dropout", "packed": "packed sequences",
-    "gqa": "heads of keys that serve several of queries", "lse": "the log-sum-exp",
+    "gqa": "heads of keys that serve several of queries", "lse": "log-sum-exp",
     "values": "values of another head_dim than keys",
 }  # fmt: skip
 _PYTORCHS = frozenset({"full", "causal", "lengths", "scale", "dropout"})
@@ -73,6 +73,10 @@ def list_features(inputs: Inputs) -> Iterator[str]:
         yield "mask" if inputs.bias.dtype == torch.bool else "bias"
         asked["masked bias"] = is_masked
     yield from (name for name, is_asked in asked.items() if is_asked)
+
+
+def _word(feature: str) -> str:
+    return FEATURES[feature].removeprefix("a ")
 
 
 def by_pytorch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -133,7 +137,7 @@ def why_not(backend: Backend, inputs: Inputs) -> str:
         return dispatch.why_no_kernel(q)
     for feature in list_features(inputs):
         if feature not in features:
-            return f"it has no {FEATURES[feature].removeprefix('a ')}"
+            return f"it has no {_word(feature)}"
     kind = q.device.type
     dtype = torch.get_autocast_dtype(kind) if q.dtype != torch.float64 and torch.is_autocast_enabled(kind) else q.dtype
     if dtype not in dtypes:
@@ -167,14 +171,14 @@ def _pick(inputs: Inputs) -> tuple[Backend, str, str]:
         if why:
             return BACKENDS["math"], paths.REFERENCE, f"{lacking}, and triton cannot take it: {why}"
         return BACKENDS["triton"], "triton", lacking
-    if not dispatch.runs_kernel(q):
-        return _BY_PYTORCH, paths.REFERENCE, dispatch.why_no_kernel(q)
     fastest = _find_fastest(inputs)
     if fastest:
         return BACKENDS[fastest], fastest, "it is the fastest measured on this GPU"
+    if not dispatch.runs_kernel(q):
+        return _BY_PYTORCH, paths.REFERENCE, dispatch.why_no_kernel(q)
     features = BACKENDS["hopper"].capability.features
     odd = next((feature for feature in list_features(inputs) if feature not in features), "")
-    why = f"the hopper backend has no {FEATURES[odd].removeprefix('a ')}" if odd else _why_not_hopper(inputs)
+    why = f"the hopper backend has no {_word(odd)}" if odd else _why_not_hopper(inputs)
     return (_BY_PYTORCH, paths.PYTORCH, why) if why else (BACKENDS["hopper"], paths.KERNEL, "")
 
 
@@ -183,10 +187,14 @@ def _why_not_hopper(inputs: Inputs) -> str:
     return why or ("" if hopper.is_cudnns(*inputs[:3]) else "PyTorch itself would not take cuDNN's forward")
 
 
+def _is_on_gpu(q: Tensor) -> bool:
+    return q.is_cuda
+
+
 def _find_fastest(inputs: Inputs) -> str:
     """The backend that measurements name, if it can take the call and nobody has forbidden PyTorch any of its own."""
     q = inputs.q
-    if not q.is_cuda or dispatch.is_traced(*inputs[:3]) or not set(list_features(inputs)) <= {"causal", "full", "gqa"}:
+    if not _is_on_gpu(q) or dispatch.is_traced(*inputs[:3]) or not set(list_features(inputs)) <= {"causal", "full", "gqa"}:
         return ""
     found = table.find(table.Key(table.gpu_name(q.device), q.dtype, q.shape[3], inputs.right == 0, q.shape[1]))
     is_free = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,6 +1,6 @@
 """The backward kernels of `attention`, by how they move the data. Each computes the scores again; no sum uses atomics.
 
-    delta          sum of out dout, a number for each query
+    delta          sum of out dout, and the log-sum-exp as a power of 2, for each query
     key_gradients  a program keeps BLOCK_N keys and values, and reads all queries that see them, of all heads they serve
     query_gradients  a program keeps BLOCK_M queries, and reads all keys that they see
     bias_gradient  a program keeps a tile of the bias, and adds up all batches and heads that share it
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tilewright.ops.attention.score_kernels import (
     LOG2E,
+    dot,
     finish_scores,
     key_range,
     load_tile,
@@ -25,21 +26,16 @@ from tilewright.ops.attention.score_kernels import (
 from tilewright.runtime.philox_kernels import keep_mask, load_seed
 
 
-@triton.jit
-def _row_numbers(lse, delta, at, there):
-    """(the log-sum-exp as a power of 2, delta) of queries. One that sees no key, or is not there, gets no weight."""
-    log = tl.load(lse + at, there, float("inf"))
-    log = tl.where(log == float("-inf"), float("inf"), log * LOG2E)
-    return log, tl.load(delta + at, there, 0.0)
-
-
 @triton.jit(do_not_specialize=["rows", "heads", "queries", "dout_batch", "dout_token", "dout_head"])
 def tilewright_attention_delta(
-    out, dout, dlse, delta,
+    out, dout, lse, dlse, log, delta,
     rows: tl.int64, heads: tl.int32, queries: tl.int32, dout_batch: tl.int64, dout_token: tl.int64, dout_head: tl.int64,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum of out dout - dlse; `rows` are those of all heads. Heads are further apart than queries in delta."""
+    """delta = sum of out dout - dlse,  log = lse as a power of 2, inf where a query sees no key: it has no weights then.
+
+    `rows` are those of all heads, as they lie in lse.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     pair, query = row // queries, row % queries
@@ -54,44 +50,52 @@ def tilewright_attention_delta(
     if dlse is not None:
         result -= tl.load(dlse + row, there, 0.0)
     tl.store(delta + row, result, there)
+    largest = tl.load(lse + row, there, 0.0)
+    tl.store(log + row, tl.where(largest == float("-inf"), float("inf"), largest * LOG2E), there)
 
 
 @triton.jit
 def _add_queries(
-    dk, dv, k_tile, v_tile, q_at, dout_at, q_token, dout_token, lse, delta, low, high, column, queries, keys,
+    dk, dv, k_tile, v_tile, q_at, dout_at, q_token, dout_token, log_at, delta_at, low, high, column, queries, keys,
     offset, left, right, slope, bias, bias_row, bias_column, scale, softcap, seed, row_place, row_width, column_first,
     threshold, keep_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries from `low` to `high` say to the gradients of a tile of keys and values."""
+    """Adds what the queries from `low` to `high` say to the gradients of a tile of keys and values.
+
+    One loop for all of them, each with a mask: loops of their own for those that see all keys cost more registers than
+    there are. What a key gets that is not there is not stored.
+    """
     for first in tl.range(low, high, BLOCK_M, num_stages=STAGES):
         row = first + tl.arange(0, BLOCK_M)
         there = row < queries
-        q_tile = load_tile(q_at + first * q_token, there, WIDTH, COLUMNS, not MASKED)
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        q_tile = load_tile(q_at + first * q_token, there, WIDTH, COLUMNS, False)
+        s = dot(k_tile, tl.trans(q_tile), None)
         exists = (column < keys)[:, None] & there[None, :]
         s, factor, damping = finish_scores(
             s, row[None, :], column[:, None], exists, offset, slope, bias, bias_row, bias_column, scale, softcap,
             ALIBI, SOFTCAP, PRECISE,
         )  # fmt: skip
-        at = row_place + row
-        log, mean = _row_numbers(lse, delta, at, there)
+        # From one address on: in the layout of a matmul a thread has many of these numbers, and as many addresses.
+        each = tl.arange(0, BLOCK_M)
+        log = tl.load(log_at + first + each, there, float("inf"))
+        mean = tl.load(delta_at + first + each, there, 0.0)
         p = tl.exp2(s * factor - log[None, :])
-        if MASKED:
+        if HAS_LEFT or HAS_RIGHT:
             seen = visible(row[None, :], column[:, None], keys, offset, left, right, HAS_LEFT, HAS_RIGHT)
             p = tl.where(seen, p, 0.0)
-        dout_tile = load_tile(dout_at + first * dout_token, there, WIDTH, COLUMNS, not MASKED)
-        dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision="ieee")
+        dout_tile = load_tile(dout_at + first * dout_token, there, WIDTH, COLUMNS, False)
+        dp = dot(v_tile, tl.trans(dout_tile), None)
         if DROPOUT:
-            kept = tl.trans(keep_mask(seed, at * row_width + column_first, threshold, 0, BLOCK_N))
-            dv = tl.dot(tl.where(kept, p * keep_scale, 0.0).to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
+            kept = tl.trans(keep_mask(seed, (row_place + row) * row_width + column_first, threshold, 0, BLOCK_N))
+            dv = dot(tl.where(kept, p * keep_scale, 0.0).to(dout_tile.dtype), dout_tile, dv)
             dp = tl.where(kept, dp * keep_scale, 0.0)
         else:
-            dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
+            dv = dot(p.to(dout_tile.dtype), dout_tile, dv)
         ds = p * (dp - mean[None, :]) * damping
-        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
+        dk = dot(ds.to(q_tile.dtype), q_tile, dk)
     return dk, dv
 
 
@@ -104,7 +108,7 @@ def _add_queries(
     ]
 )  # fmt: skip
 def tilewright_attention_key_gradients(
-    q, k, v, bias, slopes, q_starts, k_starts, seed_tensor, dout, lse, delta, dk, dv,
+    q, k, v, bias, slopes, q_starts, k_starts, seed_tensor, dout, log, delta, dk, dv,
     seed: tl.int64, heads: tl.int32, shared: tl.int32, sequences: tl.int32, queries: tl.int32, keys: tl.int32,
     all_queries: tl.int32, all_keys: tl.int32, blocks: tl.int32, group: tl.int32, left: tl.int32, right: tl.int32,
     threshold: tl.int32, scale: tl.float32, softcap: tl.float32, keep_scale: tl.float32,
@@ -136,9 +140,7 @@ def tilewright_attention_key_gradients(
     v_tile = load_tile(v_at, inside, WIDTH, COLUMNS, False)
     seed = load_seed(seed_tensor, seed)
     offset = keys - queries
-    low, full_low, full_high, high = query_range(
-        start, queries, offset, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
-    )
+    low, high = query_range(start, queries, offset, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
     dk_sum = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     for member in range(shared):
@@ -146,30 +148,18 @@ def tilewright_attention_key_gradients(
         q_at = tile_pointers(q, batch, q_place, head, q_batch, q_token, q_head, BLOCK_M, COLUMNS, UNIT)
         dout_at = tile_pointers(dout, batch, q_place, head, dout_batch, dout_token, dout_head, BLOCK_M, COLUMNS, UNIT)
         row_place = (batch * heads + head) * all_queries + q_place
+        log_at, delta_at = log + row_place, delta + row_place
         slope = 0.0
         if ALIBI:
             slope = tl.load(slopes + sequence * slope_batch + head)
         head_bias = bias
         if bias is not None:
             head_bias = bias + sequence * bias_batch + head * bias_head
-        if HAS_RIGHT:
-            dk_sum, dv_sum = _add_queries(
-                dk_sum, dv_sum, k_tile, v_tile, q_at, dout_at, q_token * UNIT, dout_token * UNIT, lse, delta,
-                low, full_low, column, queries, keys, offset, left, right, slope, head_bias, bias_row, bias_column,
-                scale, softcap, seed, row_place, row_width, start, threshold, keep_scale,
-                BLOCK_M, BLOCK_N, WIDTH, COLUMNS, STAGES, True, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DROPOUT, PRECISE,
-            )  # fmt: skip
         dk_sum, dv_sum = _add_queries(
-            dk_sum, dv_sum, k_tile, v_tile, q_at, dout_at, q_token * UNIT, dout_token * UNIT, lse, delta,
-            full_low, full_high, column, queries, keys, offset, left, right, slope, head_bias, bias_row, bias_column,
+            dk_sum, dv_sum, k_tile, v_tile, q_at, dout_at, q_token * UNIT, dout_token * UNIT, log_at, delta_at,
+            low, high, column, queries, keys, offset, left, right, slope, head_bias, bias_row, bias_column,
             scale, softcap, seed, row_place, row_width, start, threshold, keep_scale,
-            BLOCK_M, BLOCK_N, WIDTH, COLUMNS, STAGES, False, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DROPOUT, PRECISE,
-        )  # fmt: skip
-        dk_sum, dv_sum = _add_queries(
-            dk_sum, dv_sum, k_tile, v_tile, q_at, dout_at, q_token * UNIT, dout_token * UNIT, lse, delta,
-            full_high, high, column, queries, keys, offset, left, right, slope, head_bias, bias_row, bias_column,
-            scale, softcap, seed, row_place, row_width, start, threshold, keep_scale,
-            BLOCK_M, BLOCK_N, WIDTH, COLUMNS, STAGES, True, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DROPOUT, PRECISE,
+            BLOCK_M, BLOCK_N, WIDTH, COLUMNS, STAGES, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DROPOUT, PRECISE,
         )  # fmt: skip
     width = kv_heads * WIDTH
     stored = inside[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
@@ -188,7 +178,7 @@ def _score_slopes(
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """(gradient of finished scores, slope of the soft-cap) of a tile with queries down."""
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    s = dot(q_tile, tl.trans(k_tile), None)
     exists = there[:, None] & (column < keys)[None, :]
     s, factor, damping = finish_scores(
         s, row[:, None], column[None, :], exists, offset, slope, bias, bias_row, bias_column, scale, softcap,
@@ -198,7 +188,7 @@ def _score_slopes(
     if MASKED:
         seen = visible(row[:, None], column[None, :], keys, offset, left, right, HAS_LEFT, HAS_RIGHT)
         p = tl.where(seen, p, 0.0)
-    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision="ieee")
+    dp = dot(dout_tile, tl.trans(v_tile), None)
     if DROPOUT:
         dp = tl.where(keep_mask(seed, draws, threshold, 0, BLOCK_N), dp * keep_scale, 0.0)
     return p * (dp - mean[:, None]), damping
@@ -222,7 +212,7 @@ def _add_keys(
             bias, bias_row, bias_column, scale, softcap, seed, draws + first, threshold, keep_scale,
             BLOCK_N, MASKED, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DROPOUT, PRECISE,
         )  # fmt: skip
-        dq = tl.dot((ds * damping).to(k_tile.dtype), k_tile, dq, input_precision="ieee")
+        dq = dot((ds * damping).to(k_tile.dtype), k_tile, dq)
     return dq
 
 
@@ -235,7 +225,7 @@ def _add_keys(
     ]
 )  # fmt: skip
 def tilewright_attention_query_gradients(
-    q, k, v, bias, slopes, q_starts, k_starts, seed_tensor, dout, lse, delta, dq,
+    q, k, v, bias, slopes, q_starts, k_starts, seed_tensor, dout, log, delta, dq,
     seed: tl.int64, heads: tl.int32, shared: tl.int32, sequences: tl.int32, queries: tl.int32, keys: tl.int32,
     all_queries: tl.int32, all_keys: tl.int32, blocks: tl.int32, group: tl.int32, left: tl.int32, right: tl.int32,
     threshold: tl.int32, scale: tl.float32, softcap: tl.float32, keep_scale: tl.float32,
@@ -273,7 +263,7 @@ def tilewright_attention_query_gradients(
     if bias is not None:
         bias += sequence * bias_batch + head * bias_head
     place_of_row = (batch * heads + head) * all_queries + q_place + tl.arange(0, BLOCK_M)
-    log, mean = _row_numbers(lse, delta, place_of_row, there)
+    power, mean = tl.load(log + place_of_row, there, float("inf")), tl.load(delta + place_of_row, there, 0.0)
     draws = place_of_row * row_width
     seed = load_seed(seed_tensor, seed)
     offset = keys - queries
@@ -283,17 +273,17 @@ def tilewright_attention_query_gradients(
     acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     if HAS_LEFT:
         acc = _add_keys(
-            acc, q_tile, dout_tile, k_at, v_at, k_token * UNIT, v_token * UNIT, low, full_low, row, there, log, mean,
+            acc, q_tile, dout_tile, k_at, v_at, k_token * UNIT, v_token * UNIT, low, full_low, row, there, power, mean,
             keys, offset, left, right, slope, bias, bias_row, bias_column, scale, softcap, seed, draws, threshold,
             keep_scale, BLOCK_N, WIDTH, COLUMNS, STAGES, True, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DROPOUT, PRECISE,
         )  # fmt: skip
     acc = _add_keys(
-        acc, q_tile, dout_tile, k_at, v_at, k_token * UNIT, v_token * UNIT, full_low, full_high, row, there, log, mean,
+        acc, q_tile, dout_tile, k_at, v_at, k_token * UNIT, v_token * UNIT, full_low, full_high, row, there, power, mean,
         keys, offset, left, right, slope, bias, bias_row, bias_column, scale, softcap, seed, draws, threshold,
         keep_scale, BLOCK_N, WIDTH, COLUMNS, STAGES, False, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DROPOUT, PRECISE,
     )  # fmt: skip
     acc = _add_keys(
-        acc, q_tile, dout_tile, k_at, v_at, k_token * UNIT, v_token * UNIT, full_high, high, row, there, log, mean,
+        acc, q_tile, dout_tile, k_at, v_at, k_token * UNIT, v_token * UNIT, full_high, high, row, there, power, mean,
         keys, offset, left, right, slope, bias, bias_row, bias_column, scale, softcap, seed, draws, threshold,
         keep_scale, BLOCK_N, WIDTH, COLUMNS, STAGES, True, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DROPOUT, PRECISE,
     )  # fmt: skip
@@ -313,7 +303,7 @@ def tilewright_attention_query_gradients(
     ]
 )  # fmt: skip
 def tilewright_attention_bias_gradient(
-    q, k, v, bias, slopes, q_starts, k_starts, seed_tensor, dout, lse, delta, dbias,
+    q, k, v, bias, slopes, q_starts, k_starts, seed_tensor, dout, log, delta, dbias,
     seed: tl.int64, heads: tl.int32, shared: tl.int32, sequences: tl.int32, queries: tl.int32, keys: tl.int32,
     all_queries: tl.int32, all_keys: tl.int32, blocks: tl.int32, group: tl.int32, left: tl.int32, right: tl.int32,
     threshold: tl.int32, scale: tl.float32, softcap: tl.float32, keep_scale: tl.float32,
@@ -350,7 +340,7 @@ def tilewright_attention_bias_gradient(
     members = sequences // bias_sequences * (heads // bias_heads)
     if (column_first >= high) | (column_first + BLOCK_N <= low):
         members = members * 0
-    for member in range(members):
+    for member in tl.range(0, members, 1, num_stages=1):
         sequence = sequence_first + member // (heads // bias_heads)
         head = head_first + member % (heads // bias_heads)
         batch, kv_head = sequence.to(tl.int64), head // shared
@@ -362,11 +352,11 @@ def tilewright_attention_bias_gradient(
         if ALIBI:
             slope = tl.load(slopes + sequence * slope_batch + head)
         row_place = (batch * heads + head) * all_queries + row
-        log, mean = _row_numbers(lse, delta, row_place, there)
+        power, mean = tl.load(log + row_place, there, float("inf")), tl.load(delta + row_place, there, 0.0)
         ds, _damping = _score_slopes(
             load_tile(q_at, there, WIDTH, COLUMNS, False), load_tile(dout_at, there, WIDTH, COLUMNS, False),
             load_tile(k_at, inside, WIDTH, COLUMNS, False), load_tile(v_at, inside, WIDTH, COLUMNS, False),
-            row, column, there, log, mean, keys, offset, left, right, slope,
+            row, column, there, power, mean, keys, offset, left, right, slope,
             bias + sequence * bias_batch + head * bias_head, bias_row, bias_column, scale, softcap,
             seed, row_place * row_width + column_first, threshold, keep_scale,
             BLOCK_N, True, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DROPOUT, PRECISE,

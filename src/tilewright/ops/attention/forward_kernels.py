@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tilewright.ops.attention.score_kernels import (
     LOG2E,
+    dot,
     finish_scores,
     key_range,
     load_tile,
@@ -33,7 +34,7 @@ def _attend(
     for first in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         column = first + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k_at + first * k_token, column < keys, WIDTH, COLUMNS, not MASKED)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        s = dot(q_tile, tl.trans(k_tile), None)
         exists = there[:, None] & (column < keys)[None, :]
         s, factor, _slope = finish_scores(
             s, row[:, None], column[None, :], exists, offset, slope, bias, bias_row, bias_column, scale, softcap,
@@ -51,7 +52,7 @@ def _attend(
         if DROPOUT:
             p = tl.where(keep_mask(seed, draws + first, threshold, 0, BLOCK_N), p * keep_scale, 0.0)
         v_tile = load_tile(v_at + first * v_token, column < keys, WIDTH, COLUMNS, not MASKED)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="ieee")
+        acc = dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None])
         most = larger
     return acc, total, most
 

@@ -34,7 +34,7 @@ class Flags(NamedTuple):
 FORWARD = {
     64: (Config(128, 64, 4, 3), Config(64, 64, 4, 2)),
     128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
-    256: (Config(128, 64, 8, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
+    256: (Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
 }
 KEYS = {
     64: (Config(64, 128, 8, 2), Config(32, 64, 4, 2)),

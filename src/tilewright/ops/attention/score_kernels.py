@@ -7,7 +7,18 @@ tensors of two dimensions, one of which has one element, and broadcast.
 import triton
 import triton.language as tl
 
+from tilewright.runtime import dispatch
+
 LOG2E = tl.constexpr(1.4426950408889634)
+_INTERPRETED = tl.constexpr(dispatch.INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """a b + acc, in float32 without TF32. The interpreter would multiply the bits of bfloat16."""
+    if _INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -99,21 +110,14 @@ def key_range(first, queries, keys, offset, left, right,
 @triton.jit
 def query_range(first, queries, offset, left, right,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # fmt: skip
-    """The same of the queries that see BLOCK_N keys from `first` on; all but `high` are multiples of BLOCK_M."""
+    """(low, high): the queries that see any of BLOCK_N keys from `first` on; `low` is a multiple of BLOCK_M."""
+    low = 0
     high = queries
-    full_high = queries
     if HAS_LEFT:
         high = tl.minimum(high, tl.maximum(first + BLOCK_N - offset + left, 0))
-        full_high = tl.minimum(full_high, tl.maximum(first - offset + left + 1, 0))
-    full_high = full_high // BLOCK_M * BLOCK_M
-    low = 0
-    full_low = 0
     if HAS_RIGHT:
         low = tl.minimum(tl.maximum(first - offset - right, 0), high) // BLOCK_M * BLOCK_M
-        full_low = (tl.maximum(first + BLOCK_N - 1 - offset - right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-        full_low = tl.maximum(low, tl.minimum(full_low, (high + BLOCK_M - 1) // BLOCK_M * BLOCK_M))
-    full_high = tl.maximum(full_low, full_high)
-    return low, full_low, full_high, high
+    return low, high
 
 
 @triton.jit

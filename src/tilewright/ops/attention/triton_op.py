@@ -151,8 +151,8 @@ def _backward(gradient: Gradient) -> list[Tensor | None]:
     heads, shared, sequences, *_ = common.sizes
     device, width, element = q.device, q.shape[3], q.element_size()
     dout = _walkable(gradient.dout)
-    delta = _sum_up(gradient, dout)
-    lse, strides = gradient.lse, _strides(dout)
+    log, delta = _sum_up(gradient, dout)
+    strides = _strides(dout)
     dq, dk, dv = (
         (x.new_empty if gradient.q_starts is None else x.new_zeros)(x.shape) if need else None
         for x, need in zip(gradient[:3], (needs[0], needs[1] or needs[2], needs[1] or needs[2]), strict=True)
@@ -162,32 +162,31 @@ def _backward(gradient: Gradient) -> list[Tensor | None]:
         blocks, pairs = _blocks(gradient.longest_k, config.block_n), sequences * heads // shared
         group = launches.heads_in_l2(gradient.longest_q * shared, width, element, pairs)
         if programs := blocks * pairs:
-            tensors = (dout, lse, delta, dk, dv)
+            tensors = (dout, log, delta, dk, dv)
             common.start("keys", tensors, blocks, group, programs, strides, _flops(gradient, sequences, 4))
     if dq is not None:
         config = launches.choose_config(device, "queries", width, q.dtype)
         blocks, pairs = _blocks(gradient.longest_q, config.block_m), sequences * heads // shared
         group = shared * launches.heads_in_l2(gradient.longest_k, width, element, pairs)
         if programs := blocks * pairs * shared:
-            tensors = (dout, lse, delta, dq)
+            tensors = (dout, log, delta, dq)
             common.start("queries", tensors, blocks, group, programs, strides, _flops(gradient, sequences, 3))
-    dbias = _differentiate_bias(gradient, common, dout, delta) if needs[3] and bias is not None else None
+    dbias = _differentiate_bias(gradient, common, dout, log, delta) if needs[3] and bias is not None else None
     return [dq, dk if needs[1] else None, dv if needs[2] else None, dbias]
 
 
-def _sum_up(gradient: Gradient, dout: Tensor) -> Tensor:
-    """The mean that the gradient of softmax subtracts, for each query and head."""
-    lse, out = gradient.lse, gradient.out
-    delta = torch.empty_like(lse)
-    out, dlse = dispatch.packed((out, gradient.dlse))
-    tensors = (out, dout, dlse, delta)
+def _sum_up(gradient: Gradient, dout: Tensor) -> tuple[Tensor, Tensor]:
+    """(the log-sum-exp as a power of 2, the mean that the gradient of softmax subtracts), for each query and head."""
+    out, lse, dlse = dispatch.packed((gradient.out, gradient.lse, gradient.dlse))
+    log, delta = torch.empty_like(lse), torch.empty_like(lse)
+    tensors = (out, dout, lse, dlse, log, delta)
     launch = launches.delta_launch(out.device, dispatch.dtypes(tensors), out.shape[3])
     if programs := _blocks(delta.numel(), launches.DELTA_ROWS):
         launch((programs, 1), tensors, (delta.numel(), out.shape[2], out.shape[1], *_strides(dout)))
-    return delta
+    return log, delta
 
 
-def _differentiate_bias(gradient: Gradient, common: _Common, dout: Tensor, delta: Tensor) -> Tensor:
+def _differentiate_bias(gradient: Gradient, common: _Common, dout: Tensor, log: Tensor, delta: Tensor) -> Tensor:
     """By a kernel over batches and heads that share the bias, and a sum over queries or keys that do."""
     bias = gradient.bias
     assert bias is not None
@@ -198,7 +197,7 @@ def _differentiate_bias(gradient: Gradient, common: _Common, dout: Tensor, delta
     config = launches.choose_config(bias.device, "bias", gradient.q.shape[3], gradient.q.dtype)
     blocks = _blocks(queries, config.block_m) * _blocks(keys, config.block_n)
     if programs := blocks * shape[0] * shape[1]:
-        tensors = (dout, gradient.lse, delta, whole)
+        tensors = (dout, log, delta, whole)
         strides = (*_strides(dout), *bias.shape[:2])
         flops = _flops(gradient, gradient.q.shape[0], 2)
         common.start("bias", tensors, blocks, 1, programs, strides, flops)
