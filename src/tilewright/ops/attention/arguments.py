@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from typing import Any, NamedTuple
@@ -108,7 +109,9 @@ def _is_autocast(x: Tensor) -> bool:
     return x.dtype != torch.float64 and x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
-def _check_packed(q: Tensor, k: Tensor, bias: Any, starts_q: Any, starts_k: Any, longest_q: Any, longest_k: Any) -> None:
+def _check_packed(
+    q: Tensor, k: Tensor, bias: Any, starts_q: Any, starts_k: Any, longest_q: Any, longest_k: Any
+) -> None:
     for end, starts, longest, x in (("q", starts_q, longest_q, q), ("k", starts_k, longest_k, k)):
         name = f"cu_seqlens_{end}"
         if not isinstance(starts, Tensor) or starts.dtype != torch.int32:
@@ -125,7 +128,7 @@ def _check_packed(q: Tensor, k: Tensor, bias: Any, starts_q: Any, starts_k: Any,
             raise ValueError(f"{NAME}: max_seqlen_{end} is {longest!r}; give the tokens of the longest sequence.")
         is_read = starts.device.type == "cpu" or os.environ.get("TILEWRIGHT_DEBUG") == "1"
         if is_read and not torch.compiler.is_compiling():
-            _check_starts(name, starts.tolist(), longest, x.shape[0])
+            _check_starts(name, starts.tolist(), int(longest), x.shape[0])
     if bias is not None:
         raise ValueError(f"{NAME}: a bias does not go with packed sequences; pad them, or leave out cu_seqlens_q.")
 
@@ -133,11 +136,13 @@ def _check_packed(q: Tensor, k: Tensor, bias: Any, starts_q: Any, starts_k: Any,
 def _check_starts(name: str, starts: list[int], longest: int, tokens: int) -> None:
     if starts[0] < 0 or starts[-1] > tokens:
         raise ValueError(f"{NAME}: {name} goes from {starts[0]} to {starts[-1]}, but there are {tokens} tokens.")
-    for first, end in zip(starts, starts[1:], strict=False):
+    for first, end in itertools.pairwise(starts):
         if end < first:
             raise ValueError(f"{NAME}: {name} falls from {first} to {end}; it must not decrease.")
         if end - first > longest:
-            raise ValueError(f"{NAME}: {name} has a sequence of {end - first} tokens; its longest is said to be {longest}.")
+            raise ValueError(
+                f"{NAME}: {name} has a sequence of {end - first} tokens; its longest is said to be {longest}."
+            )
 
 
 def _read_window(window: Any, causal: bool) -> tuple[int, int]:
@@ -153,7 +158,9 @@ def _read_window(window: Any, causal: bool) -> tuple[int, int]:
 def _check_number(name: str, value: Any, least: float, inclusive: bool) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < least or (value == least and not inclusive):
-        raise ValueError(f"{NAME}: {name} is {value!r}; give a finite number {'of at least' if inclusive else 'above'} 0.")
+        raise ValueError(
+            f"{NAME}: {name} is {value!r}; give a finite number {'of at least' if inclusive else 'above'} 0."
+        )
     return float(value)
 
 

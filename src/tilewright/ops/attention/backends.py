@@ -1,7 +1,7 @@
 """Who computes a call of `attention`: what each backend takes, and which one `auto` picks.
 
-A backend is a function of `Inputs` that returns (out, log-sum-exp or None), a `Capability`, and, where that does not say
-all, a function that says why a call is not for it. A new one is an entry in `BACKENDS`.
+A backend is a function of `Inputs` that returns (out, log-sum-exp or None), a `Capability`, and, where that does not
+say all, a function that says why a call is not for it. A new one is an entry in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def choose(inputs: Inputs, name: str) -> tuple[Backend, str, str]:
 
 
 def _pick(inputs: Inputs) -> tuple[Backend, str, str]:
-    q, k, v = inputs[:3]
+    q, k = inputs[:2]
     if q.numel() == 0 or k.numel() == 0:
         return BACKENDS["math"], paths.REFERENCE, "there is nothing to compute"
     lacking = why_not(_BY_PYTORCH, inputs)
@@ -194,7 +194,11 @@ def _is_on_gpu(q: Tensor) -> bool:
 def _find_fastest(inputs: Inputs) -> str:
     """The backend that measurements name, if it can take the call and nobody has forbidden PyTorch any of its own."""
     q = inputs.q
-    if not _is_on_gpu(q) or dispatch.is_traced(*inputs[:3]) or not set(list_features(inputs)) <= {"causal", "full", "gqa"}:
+    if (
+        not _is_on_gpu(q)
+        or dispatch.is_traced(*inputs[:3])
+        or not set(list_features(inputs)) <= {"causal", "full", "gqa"}
+    ):
         return ""
     found = table.find(table.Key(table.gpu_name(q.device), q.dtype, q.shape[3], inputs.right == 0, q.shape[1]))
     is_free = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()

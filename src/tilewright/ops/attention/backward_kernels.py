@@ -32,7 +32,7 @@ def tilewright_attention_delta(
     rows: tl.int64, heads: tl.int32, queries: tl.int32, dout_batch: tl.int64, dout_token: tl.int64, dout_head: tl.int64,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum of out dout - dlse,  log = lse as a power of 2, inf where a query sees no key: it has no weights then.
+    """delta = sum of out dout - dlse,  log = lse as a power of 2, inf where a query sees no key, and has no weights.
 
     `rows` are those of all heads, as they lie in lse.
     """
@@ -127,7 +127,7 @@ def tilewright_attention_key_gradients(
     sequence, kv_head = pair // kv_heads, pair % kv_heads
     row_width = (keys + 7) // 8 * 8
     q_address, q_first, queries = sequence_bounds(q_starts, sequence, queries, all_queries)
-    k_address, k_first, keys = sequence_bounds(k_starts, sequence, keys, all_keys)
+    _k_address, k_first, keys = sequence_bounds(k_starts, sequence, keys, all_keys)
     start = block * BLOCK_N
     if start >= keys:
         return
@@ -243,7 +243,7 @@ def tilewright_attention_query_gradients(
     sequence, head = pair // heads, pair % heads
     row_width = (keys + 7) // 8 * 8
     q_address, q_first, queries = sequence_bounds(q_starts, sequence, queries, all_queries)
-    k_address, k_first, keys = sequence_bounds(k_starts, sequence, keys, all_keys)
+    _k_address, k_first, keys = sequence_bounds(k_starts, sequence, keys, all_keys)
     start = block * BLOCK_M
     if start >= queries:
         return
@@ -278,8 +278,8 @@ def tilewright_attention_query_gradients(
             keep_scale, BLOCK_N, WIDTH, COLUMNS, STAGES, True, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DROPOUT, PRECISE,
         )  # fmt: skip
     acc = _add_keys(
-        acc, q_tile, dout_tile, k_at, v_at, k_token * UNIT, v_token * UNIT, full_low, full_high, row, there, power, mean,
-        keys, offset, left, right, slope, bias, bias_row, bias_column, scale, softcap, seed, draws, threshold,
+        acc, q_tile, dout_tile, k_at, v_at, k_token * UNIT, v_token * UNIT, full_low, full_high, row, there, power,
+        mean, keys, offset, left, right, slope, bias, bias_row, bias_column, scale, softcap, seed, draws, threshold,
         keep_scale, BLOCK_N, WIDTH, COLUMNS, STAGES, False, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DROPOUT, PRECISE,
     )  # fmt: skip
     acc = _add_keys(
@@ -345,7 +345,9 @@ def tilewright_attention_bias_gradient(
         head = head_first + member % (heads // bias_heads)
         batch, kv_head = sequence.to(tl.int64), head // shared
         q_at = tile_pointers(q, batch, start + zero, head, q_batch, q_token, q_head, BLOCK_M, COLUMNS, UNIT)
-        dout_at = tile_pointers(dout, batch, start + zero, head, dout_batch, dout_token, dout_head, BLOCK_M, COLUMNS, UNIT)
+        dout_at = tile_pointers(
+            dout, batch, start + zero, head, dout_batch, dout_token, dout_head, BLOCK_M, COLUMNS, UNIT
+        )
         k_at = tile_pointers(k, batch, column_first + zero, kv_head, k_batch, k_token, k_head, BLOCK_N, COLUMNS, UNIT)
         v_at = tile_pointers(v, batch, column_first + zero, kv_head, v_batch, v_token, v_head, BLOCK_N, COLUMNS, UNIT)
         slope = 0.0

@@ -85,7 +85,7 @@ def tilewright_attention_forward(
     sequence, head = pair // heads, pair % heads
     row_width = (keys + 7) // 8 * 8  # draws of a query
     q_address, q_first, queries = sequence_bounds(q_starts, sequence, queries, all_queries)
-    k_address, k_first, keys = sequence_bounds(k_starts, sequence, keys, all_keys)
+    _k_address, k_first, keys = sequence_bounds(k_starts, sequence, keys, all_keys)
     start = block * BLOCK_M
     if start >= queries:
         return

@@ -143,7 +143,7 @@ def _kernel(device: torch.device) -> nvrtc.Kernel | None:
 
 def why_not(inputs: Inputs) -> str:
     """Say why the kernels cannot take the call; nothing where they can."""
-    q, k, v = parts = inputs[:3]
+    q, parts = inputs.q, inputs[:3]
     kind = q.device.type
     if kind not in _DEVICES or not dispatch.runs_kernel(q):
         return dispatch.why_no_kernel(q)

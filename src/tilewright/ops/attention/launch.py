@@ -30,26 +30,34 @@ class Flags(NamedTuple):
     dropout: bool
 
 
+_Table = dict[int, tuple[Config, ...]]
+
 # By the width of a head, rounded up to a power of two. The first that fits into shared memory is taken.
-FORWARD = {
+FORWARD: _Table = {
     64: (Config(128, 64, 4, 3), Config(64, 64, 4, 2)),
     128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
     256: (Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
 }
-KEYS = {
+KEYS: _Table = {
     64: (Config(64, 128, 8, 2), Config(32, 64, 4, 2)),
     128: (Config(64, 128, 8, 2), Config(32, 64, 4, 2)),
     256: (Config(32, 64, 8, 2), Config(32, 32, 4, 1)),
 }
-QUERIES = {
+QUERIES: _Table = {
     64: (Config(128, 64, 8, 3), Config(64, 32, 4, 2)),
     128: (Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
     256: (Config(64, 32, 8, 2), Config(32, 32, 4, 1)),
 }
-BIAS = {64: (Config(64, 64, 4, 1),), 128: (Config(64, 64, 4, 1), Config(32, 32, 4, 1)), 256: (Config(32, 32, 4, 1),)}
+BIAS: _Table = {
+    64: (Config(64, 64, 4, 1),),
+    128: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    256: (Config(32, 32, 4, 1),),
+}
 # In float32 no tensor core takes part: operands are in registers.
-WIDE = {64: (Config(32, 32, 4, 2),), 128: (Config(32, 32, 8, 1),), 256: (Config(16, 16, 4, 1),)}
-_TABLES = {"forward": FORWARD, "keys": KEYS, "queries": QUERIES, "bias": BIAS}
+WIDE: _Table = {64: (Config(32, 32, 4, 2),), 128: (Config(16, 32, 8, 1),), 256: (Config(16, 16, 8, 1),)}
+_TABLES = {
+    "forward": FORWARD, "keys": KEYS, "queries": QUERIES, "bias": BIAS,
+}  # fmt: skip
 _INTERPRETED = {"forward": Config(32, 16, 4, 1), "keys": Config(16, 32, 4, 1), "queries": Config(32, 16, 4, 1),
                 "bias": Config(32, 16, 4, 1)}  # fmt: skip
 
@@ -76,7 +84,7 @@ def _shared_bytes(config: Config, part: str, row: int) -> int:
     """Shared memory of a program: the tiles that it keeps, and those of the loop."""
     if part == "forward":
         return row * (config.block_m + 2 * config.stages * config.block_n)
-    if part == "keys":  # and a tile of gradients on its way from one matmul to the next
+    if part == "keys":
         return row * (2 * config.block_n + 2 * config.stages * config.block_m)
     return row * (2 * config.block_m + 2 * config.stages * config.block_n)
 
@@ -93,7 +101,7 @@ def launch(
     """(config, the kernel); `dtypes` are those of all its tensors."""
     from tilewright.ops.attention import backward_kernels, forward_kernels
 
-    kernel = {
+    kernel: Any = {
         "forward": forward_kernels.tilewright_attention_forward,
         "keys": backward_kernels.tilewright_attention_key_gradients,
         "queries": backward_kernels.tilewright_attention_query_gradients,

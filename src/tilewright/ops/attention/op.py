@@ -7,8 +7,8 @@
     dbias = dS,  dq = scale dS' k,  dk = scale dS'^T q,  dv = dropout(P)^T dout,  dS' = dS softcap'(scale q k^T)
 
 Several backends compute it; `backends.py` says what each takes and which one `auto` picks. Our own are the Triton
-kernels (`forward_kernels.py`, `backward_kernels.py`), which take everything, and for what they reach on a Hopper cuDNN's
-forward with a backward in CUDA C++ (`hopper.py`). In both, every sum has a fixed order.
+kernels (`forward_kernels.py`, `backward_kernels.py`), which take everything, and on a Hopper cuDNN's forward with a
+backward in CUDA C++ (`hopper.py`). In both backwards every sum has a fixed order.
 
 Saved for backward: q, k, v, out, a float32 for each query and head, and the seed of dropout.
 
@@ -69,9 +69,9 @@ def attention(
         p: probability in [0, 1) that a weight is dropped, rounded to a multiple of 2**-16. The mask is drawn again, not
             stored, for backward. There is no training flag: pass 0 to evaluate.
         cu_seqlens_q, cu_seqlens_k: int32 on the device of q, where each packed sequence begins and the last one ends;
-            that of keys may be left out if it is the same. Nothing waits for them to be read. Tokens of no sequence get
-            0. Numbers out of place give wrong results, never a wrong address; with ``TILEWRIGHT_DEBUG=1``, and on a CPU,
-            they are an error.
+            that of keys may be left out if it is the same. Nothing waits for them to be read. Tokens of no sequence
+            get 0. Numbers out of place give wrong results, never a wrong address; with ``TILEWRIGHT_DEBUG=1``, and on
+            a CPU, they are an error.
         max_seqlen_q, max_seqlen_k: at least the tokens of the longest sequence; needed with cu_seqlens_q.
         return_lse: also return the logarithm of the sum of exponentials of the scores, float32,
             ``(batch, heads, sequence)`` or, packed, ``(heads, tokens)``; -inf for a query that sees no key.

@@ -25,8 +25,8 @@ def dot(a, b, acc):
 def place(program, blocks, heads, group, REVERSED: tl.constexpr):
     """(block, head) of a program.
 
-    `group` heads take turns block by block, so what they all read of each other's tiles is in L2. With REVERSED the last
-    block is the first: under a causal mask it is the longest.
+    `group` heads take turns block by block, so that what their programs share is in L2. With REVERSED the last block is
+    the first: under a causal mask it is the longest.
     """
     first = program // (group * blocks) * group
     size = tl.minimum(group, heads - first)
@@ -86,8 +86,10 @@ def visible(row, column, keys, offset, left, right, HAS_LEFT: tl.constexpr, HAS_
 
 
 @triton.jit
-def key_range(first, queries, keys, offset, left, right,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # fmt: skip
+def key_range(
+    first, queries, keys, offset, left, right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
     """(low, full_low, full_high, high): the keys that BLOCK_M queries from `first` on see any of, and between
     `full_low` and `full_high` those that each of them sees. All but `high` are multiples of BLOCK_N."""
     high = keys
@@ -108,8 +110,10 @@ def key_range(first, queries, keys, offset, left, right,
 
 
 @triton.jit
-def query_range(first, queries, offset, left, right,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # fmt: skip
+def query_range(
+    first, queries, offset, left, right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
     """(low, high): the queries that see any of BLOCK_N keys from `first` on; `low` is a multiple of BLOCK_M."""
     low = 0
     high = queries

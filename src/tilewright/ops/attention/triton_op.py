@@ -162,15 +162,17 @@ def _backward(gradient: Gradient) -> list[Tensor | None]:
         blocks, pairs = _blocks(gradient.longest_k, config.block_n), sequences * heads // shared
         group = launches.heads_in_l2(gradient.longest_q * shared, width, element, pairs)
         if programs := blocks * pairs:
-            tensors = (dout, log, delta, dk, dv)
-            common.start("keys", tensors, blocks, group, programs, strides, _flops(gradient, sequences, 4))
+            common.start(
+                "keys", (dout, log, delta, dk, dv), blocks, group, programs, strides, _flops(gradient, sequences, 4)
+            )
     if dq is not None:
         config = launches.choose_config(device, "queries", width, q.dtype)
         blocks, pairs = _blocks(gradient.longest_q, config.block_m), sequences * heads // shared
         group = shared * launches.heads_in_l2(gradient.longest_k, width, element, pairs)
         if programs := blocks * pairs * shared:
-            tensors = (dout, log, delta, dq)
-            common.start("queries", tensors, blocks, group, programs, strides, _flops(gradient, sequences, 3))
+            common.start(
+                "queries", (dout, log, delta, dq), blocks, group, programs, strides, _flops(gradient, sequences, 3)
+            )
     dbias = _differentiate_bias(gradient, common, dout, log, delta) if needs[3] and bias is not None else None
     return [dq, dk if needs[1] else None, dv if needs[2] else None, dbias]
 
@@ -206,7 +208,9 @@ def _differentiate_bias(gradient: Gradient, common: _Common, dout: Tensor, log: 
 
 def _fake_backward(gradient: Gradient) -> list[Tensor | None]:
     given = gradient[:4]
-    return [x.new_empty(x.shape) if need else None for x, need in zip(given, gradient.needs, strict=True)]
+    return [
+        x.new_empty(x.shape) if need and x is not None else None for x, need in zip(given, gradient.needs, strict=True)
+    ]
 
 
 def _save(ctx: Any, inputs: Inputs, output: tuple[Tensor, Tensor]) -> None:
@@ -227,7 +231,8 @@ def _differentiate(ctx: Any, backward: Any, dout: Tensor | None, dlse: Tensor | 
     seed = ctx.seed if seed is None else seed
     dlse = None if dlse is None else dlse.float()
     needs = list(ctx.needs_input_grad[:4])
-    return tuple(backward(Gradient(*saved, seed, *ctx.options, out, lse, dout, dlse, needs)))
+    gradient = Gradient._make((*saved, seed, *ctx.options, out, lse, dout, dlse, needs))
+    return tuple(backward(gradient))
 
 
 def _foresee(ctx: Any, inputs: Inputs, output: tuple[Tensor, Tensor]) -> None:
