@@ -177,11 +177,18 @@ def _over(times: dict[str, float], name: str) -> str:
 
 
 def attention(result: dict[str, Any]) -> str:
-    """Every size."""
-    return _op(
-        result, "bf16, heads of 64: batch, sequence, heads", ("cudnn", "flash"),
-        lambda case: f"{case['batch']}, {case['sequence']}, {case['heads']}",
-    )  # fmt: skip
+    """Every case."""
+
+    def name(case: dict[str, Any]) -> str:
+        kv_heads = case.get("kv_heads", case["heads"])
+        heads = f"{case['heads']}" if kv_heads == case["heads"] else f"{case['heads']}/{kv_heads}"
+        kind = "packed" if case.get("packed") else "causal" if case.get("causal", True) else "full"
+        window = f", window {case['window']}" if case.get("window") else ""
+        return f"{case['batch']} x {case['sequence']}, {heads} x {case['head_dim']}, {kind}{window}"
+
+    peers = ("tilewright-triton", "cudnn", "flash", "flex", "fa3")
+    known = tuple(peer for peer in peers if any(peer in case["forward"]["implementations"] for case in result["cases"]))
+    return _op(result, "bf16: batch x sequence, heads x head_dim", known, name)
 
 
 def gelu_mlp(result: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from tilewright.measure.profile import (
     profile_steps,
     read_trace,
 )
-from tilewright.ops.attention import op as attention
+from tilewright.ops.attention import hopper_backward as attention
 from tilewright.ops.cross_entropy import hopper as cross_entropy_hopper
 from tilewright.plan.decoder import load
 from tilewright.plan.memory import Training, train

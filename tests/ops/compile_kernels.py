@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from tilewright.bench import lltm as lltm_bench
 from tilewright.ops.activation import kernels as activation_kernels
 from tilewright.ops.attention import kernels as attention_kernels
+from tilewright.ops.attention import launch as attention_launch
 from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
 from tilewright.ops.dropout_add_norm import launch as launches
 from tilewright.ops.embedding import kernels as embedding_kernels
@@ -119,6 +120,23 @@ def attention(head_dim: int):
     yield "finish", resources(finish, ["*fp32", "*bf16", *scalars, "fp32"])
 
 
+def attention_triton(dtype: torch.dtype, head_dim: int):
+    """Forward and backward under a causal mask."""
+    single = torch.float32
+    inputs, more = (dtype, dtype, dtype, None, None, None, None, None), (dtype, single, single)
+    scalars = ["i64", *["i32"] * 12, "fp32", "fp32", "fp32", *["i64"] * 14]
+    strides = ["i64"] * 3
+    flags = attention_launch.Flags(False, True, False, False)
+    for part, outputs, extra in (
+        ("forward", (dtype, single), []),
+        ("keys", (*more, dtype, dtype), strides),
+        ("queries", (*more, dtype), strides),
+    ):
+        tensors = (*inputs, *outputs)
+        _, launch = attention_launch.launch(part, H200, tensors, head_dim, flags)
+        yield part, resources(launch, [*(POINTER[t] for t in tensors), *scalars, *extra])
+
+
 def embedding(stored: torch.dtype, dtype: torch.dtype, width: int):
     """Token and position tables in one dtype, the result and its gradient in another."""
     tensors = (torch.int64, stored, stored, dtype)
@@ -171,8 +189,13 @@ if __name__ == "__main__":
     for line in sys.stdin:
         op, *arguments = json.loads(line)
         arguments = [getattr(torch, a, a) if isinstance(a, str) and "float" in a else a for a in arguments]
-        functions = (activation, attention, cross_entropy, dropout_add_norm, embedding, lltm, optimizer, rope)
-        ops = {f.__name__: f for f in functions}
+        ops = {
+            f.__name__: f
+            for f in (
+                activation, attention, attention_triton, cross_entropy, dropout_add_norm, embedding, lltm, optimizer,
+                rope,
+            )
+        }  # fmt: skip
         for name, usage in ops[op](*arguments):
             print(json.dumps({"kernel": name, **usage}))
         print(flush=True)  # all of a case

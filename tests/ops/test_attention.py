@@ -22,9 +22,12 @@ from ops.contract import (
     on_hopper,
 )
 from tilewright.measure.work import Observation
+from tilewright.ops.attention import hopper as backend
+from tilewright.ops.attention import hopper_backward as module
+from tilewright.ops.attention import hopper_forward
 from tilewright.ops.attention import kernels
-from tilewright.ops.attention import op as module
-from tilewright.ops.attention.op import attention, reference
+from tilewright.ops.attention.backends import by_pytorch
+from tilewright.ops.attention.op import attention
 
 BF16 = torch.bfloat16
 # Of one tile, of several, of a number that is odd, of more blocks than there are processors, of a long one.
@@ -75,7 +78,7 @@ def forward(q, k, v):
     q, k, v = (t.detach().float() for t in (q, k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.125
     scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).to(BF16), scores.logsumexp(-1, keepdim=True)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).to(BF16), scores.logsumexp(-1)
 
 
 def start(inputs, starts, slope_starts, gradients, sums, counts, shape):
@@ -98,10 +101,11 @@ def start(inputs, starts, slope_starts, gradients, sums, counts, shape):
 def launched(monkeypatch):
     """How often the kernel was started."""
     if not HOPPER:
-        monkeypatch.setattr(module, "_DEVICES", (DEVICE,))
+        monkeypatch.setattr(backend, "_DEVICES", (DEVICE,))
+        monkeypatch.setattr(backend, "is_cudnns", lambda inputs: True)
+        monkeypatch.setattr(hopper_forward, "why_not", lambda *call: "")
+        monkeypatch.setattr(hopper_forward, "forward", lambda q, k, v, *options: forward(q, k, v))
         monkeypatch.setattr(module, "_kernel", lambda device: start)
-        monkeypatch.setattr(module, "_is_cudnns", lambda *tensors: True)
-        monkeypatch.setattr(module, "_forward", forward)
         monkeypatch.setattr(module, "_start", start)
     calls, real = [], module._start
     monkeypatch.setattr(module, "_start", lambda *arguments: calls.append(1) or real(*arguments))
@@ -115,7 +119,7 @@ def test_gradients_are_near_the_truth_and_no_worse_than_pytorchs(shape, how, lau
     actual = run(attention, inputs, upstream)
     assert len(launched) == 1
     truth = run(plain, doubles(inputs), upstream.double())
-    assert_no_worse(actual, run(reference, inputs, upstream), truth)
+    assert_no_worse(actual, run(by_pytorch, inputs, upstream), truth)
     assert_near_truth(actual, truth, shape[1])
 
 
@@ -132,7 +136,7 @@ def test_gradients_are_the_same_on_every_run(shape, launched):
 def test_flat_and_very_sharp_attention(scale, launched):
     inputs, upstream = leaves((2, 384, 2, 64), scale=scale), upstream_of((2, 384, 2, 64))
     truth = run(plain, doubles(inputs), upstream.double())
-    assert_no_worse(run(attention, inputs, upstream), run(reference, inputs, upstream), truth)
+    assert_no_worse(run(attention, inputs, upstream), run(by_pytorch, inputs, upstream), truth)
     assert len(launched) == 1
 
 
@@ -214,7 +218,7 @@ def test_another_autocast_is_pytorchs(launched):
 
 def reference_dtype(inputs):
     with torch.autocast(DEVICE, torch.float16):
-        return reference(*inputs).dtype
+        return by_pytorch(*inputs).dtype
 
 
 @on_hopper
@@ -274,10 +278,10 @@ def test_what_a_user_forbids_is_not_done(launched):
 
 def test_what_the_host_takes_longer_for_is_pytorchs(launched, monkeypatch):
     inputs = leaves((2, 256, 3, 64))
-    monkeypatch.setattr(module, "HOST_BOUND", 2 * 3 * 256 * 256)
+    monkeypatch.setattr(backend, "HOST_BOUND", 2 * 3 * 256 * 256)
     attention(*inputs).sum().backward()
     assert not launched
-    monkeypatch.setattr(module, "HOST_BOUND", 2 * 3 * 256 * 256 - 1)
+    monkeypatch.setattr(backend, "HOST_BOUND", 2 * 3 * 256 * 256 - 1)
     attention(*inputs).sum().backward()
     assert len(launched) == 1
 

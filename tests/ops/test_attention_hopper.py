@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ops.contract import DEVICE, assert_deterministic, assert_equal, assert_no_worse, on_hopper
-from tilewright.ops.attention import hopper
+from tilewright.ops.attention import hopper_forward as hopper
 
 EMULATOR = Path(__file__).with_name("hopper_emulator")
 BF16, FP16 = torch.bfloat16, torch.float16

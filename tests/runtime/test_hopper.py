@@ -15,8 +15,7 @@ import triton
 import tilewright.ops  # noqa: F401  which add their kernels
 from ops.contract import DEVICE, assert_equal, on_hopper
 from tilewright.measure.work import Observation
-from tilewright.ops.attention import hopper as attention_hopper
-from tilewright.ops.attention import op as attention
+from tilewright.ops.attention import hopper_backward, hopper_forward
 from tilewright.ops.cross_entropy import hopper as cross_entropy_hopper
 from tilewright.ops.cross_entropy.hopper import launch_config
 from tilewright.ops.linear_cross_entropy import kernels
@@ -48,7 +47,7 @@ def compile_kernels(source, macros, names, most, to):
         *[(source, hopper.MACROS, names, 64) for source, names in BY_SOURCE.items()],
         (cross_entropy_hopper.SOURCE, launch_config(50304, 50304), (cross_entropy_hopper.NAME,), 0),
         (cross_entropy_hopper.SOURCE, launch_config(65536, 65536), (cross_entropy_hopper.NAME,), 0),
-        (attention.SOURCE, attention.MACROS, (attention.NAME,), 0),
+        (hopper_backward.SOURCE, hopper_backward.MACROS, (hopper_backward.NAME,), 0),
     ],
     ids=[*[source.parent.name for source in BY_SOURCE], "rows", "longest rows", "attention"],
 )
@@ -58,12 +57,12 @@ def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(source,
 
 @needs_nvcc
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("head_dim", attention_hopper.HEADS)
+@pytest.mark.parametrize("head_dim", hopper_forward.HEADS)
 def test_exponentials_of_attention_run_beside_its_second_matmul(head_dim, causal, tmp_path):
     """Left to itself the assembler waits for that matmul as soon as scores are there, before it uses them."""
-    config = attention_hopper.launch_config(head_dim, causal, torch.float16 if causal else torch.bfloat16)
+    config = hopper_forward.launch_config(head_dim, causal, torch.float16 if causal else torch.bfloat16)
     code = tmp_path / "kernels"
-    compile_kernels(attention_hopper.SOURCE, config.macros, (attention_hopper.NAME,), 0, code)
+    compile_kernels(hopper_forward.SOURCE, config.macros, (hopper_forward.NAME,), 0, code)
     disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not disassembler.exists():
         pytest.skip("Triton has brought no cuobjdump")

@@ -14,7 +14,7 @@ from ctypes import POINTER, c_int, cast
 import pytest
 import torch
 
-from tilewright.ops.attention import op as attention  # noqa: F401
+from tilewright.ops.attention import hopper as attention  # noqa: F401
 from tilewright.runtime import nvrtc
 
 CONTEXT, MODULE, FUNCTION, STREAM = 11, 12, 13, 14
@@ -204,7 +204,7 @@ def test_what_depends_on_something_else_is_compiled_again(emulator, source, forg
 
 
 def test_attention_is_not_for_a_compiler_that_crashes_on_it(emulator, monkeypatch):
-    module = sys.modules["tilewright.ops.attention.op"]
+    module = sys.modules["tilewright.ops.attention.hopper"]
     taken = []
     for version in ((12, 8), (12, 9), (13, 0), (13, 4)):
         emulator.version = version

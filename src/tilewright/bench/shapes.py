@@ -19,8 +19,7 @@ from tilewright import ops
 from tilewright.bench.compare import compare
 from tilewright.bench.protocol import Ask, Case
 from tilewright.errors import UserError
-from tilewright.ops.attention.op import attention
-from tilewright.ops.attention.op import reference as attend
+from tilewright.ops.attention.backends import by_pytorch
 from tilewright.plan import cost
 from tilewright.plan.cost import Cost
 
@@ -400,8 +399,8 @@ OPS: dict[str, Op] = {
     "attention": Op(
         _draw_attention,
         _attention_inputs,
-        lambda shape, *inputs: attention(*inputs),
-        lambda shape, *inputs: attend(*inputs),
+        lambda shape, *inputs: ops.attention(*inputs),
+        lambda shape, *inputs: by_pytorch(*inputs),
         _attention_cost,
         ((1,), (1,), (1,)),
         {"rows": 128, "head_dim": 16},

@@ -30,6 +30,7 @@ def bench(
         0.0, help="Seconds after which shapes stops and names what it has not reached; 0: none."
     ),
     resume: bool = typer.Option(False, help="Let shapes go on with the cases that are not in --out yet."),
+    learn: bool = typer.Option(False, help="Let ops.attention pick its backends by what attention measures here."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     out: Path = typer.Option(None, help="Also write the JSON to this file, after every case."),
 ) -> None:
@@ -51,6 +52,8 @@ def bench(
         raise UserError(f"There is no benchmark {name!r}; {hint}")
     if name != "shapes" and (resume or (seed, cases, ops, budget) != (0, 200, "", 0.0)):
         raise UserError("--seed, --cases, --ops, --budget and --resume are of `tilewright bench shapes` alone.")
+    if learn and name != "attention":
+        raise UserError("--learn is of `tilewright bench attention` alone.")
     module = importlib.import_module(f"tilewright.bench.{name}")
 
     def save(result: dict[str, Any]) -> None:
@@ -66,7 +69,7 @@ def bench(
 
     redirect_defaults()
     with own_compile_cache(), Stages() as stages:
-        result = module.run(Ask(stages.line, save, quick, only, jobs, seed, cases, ops, budget, previous))
+        result = module.run(Ask(stages.line, save, quick, only, jobs, seed, cases, ops, budget, previous, learn))
     if as_json:
         print(json.dumps(result))
 

@@ -28,8 +28,8 @@ from tilewright.models.standard import (
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.nn.hooks import is_own
 from tilewright.ops import linear_parts
+from tilewright.ops.attention.backends import by_pytorch
 from tilewright.ops.attention.op import attention
-from tilewright.ops.attention.op import reference as attend
 from tilewright.plan.gpt import GPTConfig
 
 # (standard, optimized)
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rope(q, k)
         with contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend):
-            return (attention if self.fused else attend)(q, k, v).flatten(2)
+            return (attention if self.fused else by_pytorch)(q, k, v).flatten(2)
 
 
 def add_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from tilewright.models.block import ROPES, Block, add_norm, new_norm
 from tilewright.models.recompute import run_block
 from tilewright.nn.hooks import is_own
 from tilewright.ops import cross_entropy, linear, linear_cross_entropy
-from tilewright.ops.attention.op import compile_ahead as compile_attention_ahead
+from tilewright.ops.attention.hopper_backward import compile_ahead as compile_attention_ahead
 from tilewright.ops.cross_entropy import hopper as cross_entropy_hopper
 from tilewright.ops.embedding.op import embedding, tied_embedding
 from tilewright.plan.gpt import GPTConfig

@@ -4,6 +4,7 @@
 """
 
 from tilewright.ops.activation.op import bias_gelu, geglu, swiglu
+from tilewright.ops.attention.op import attention
 from tilewright.ops.cross_entropy.op import cross_entropy
 from tilewright.ops.dropout_add_norm.op import dropout_add_norm
 from tilewright.ops.embedding.op import embedding
@@ -14,6 +15,6 @@ from tilewright.ops.rope.op import rope, rope_tables
 from tilewright.runtime.paths import explain
 
 __all__ = [
-    "bias_gelu", "cross_entropy", "dropout_add_norm", "embedding", "explain", "geglu", "gelu_mlp", "linear",
-    "linear_cross_entropy", "linear_parts", "rope", "rope_tables", "swiglu",
+    "attention", "bias_gelu", "cross_entropy", "dropout_add_norm", "embedding", "explain", "geglu", "gelu_mlp",
+    "linear", "linear_cross_entropy", "linear_parts", "rope", "rope_tables", "swiglu",
 ]  # fmt: skip

@@ -140,19 +140,48 @@ def embedding(
 
 def attention(
     batch: int, sequence: int, heads: int, kv_heads: int, head_dim: int, *,
-    context: float | None = None, element_bytes: int = 2, backward: bool = False,
+    keys: int | None = None, context: float | None = None, element_bytes: int = 2, backward: bool = False,
 ) -> Cost:  # fmt: skip
     """Attention that stores no scores: two matmuls forward, five backward.
 
-    `context` is how many tokens a token looks at in the mean; left out, it is half of them, as under a causal mask.
+    `keys` is how many there are where it is another number than `sequence`. `context` is how many of them a token looks
+    at in the mean, of which `mean_context` tells; left out, it is half of `sequence`, as under a causal mask. Of packed
+    sequences each is a batch of its own: their costs add up.
+
+    >>> attention(1, 4, 2, 1, 8).flops, attention(1, 4, 2, 1, 8, keys=8, context=8).flops
+    (512, 2048)
     """
-    queries, keys = batch * sequence * heads * head_dim, batch * sequence * kv_heads * head_dim
+    queries = batch * sequence * heads * head_dim
+    keys = batch * (sequence if keys is None else keys) * kv_heads * head_dim
     pairs = batch * heads * sequence * (sequence / 2 if context is None else context)
     if not backward:
         return Cost(int(4 * pairs * head_dim), element_bytes * (queries + 2 * keys), element_bytes * queries)
     return Cost(
         int(10 * pairs * head_dim), element_bytes * (3 * queries + 2 * keys), element_bytes * (queries + 2 * keys)
     )
+
+
+def mean_context(queries: int, keys: int, left: int = -1, right: int = -1) -> float:
+    """How many keys a query sees in the mean, from `left` before it to `right` behind it; -1 is no limit.
+
+    The last query is at the last key.
+
+    >>> mean_context(4, 4), mean_context(4, 4, right=0), mean_context(4, 4, left=1, right=0)
+    (4.0, 2.5, 1.75)
+    """
+
+    def triangle(n: int) -> int:
+        return n * (n - 1) // 2 if n > 0 else 0
+
+    def clipped(first: int) -> int:
+        """The sum of `first` and the numbers behind it, one for each query, each between 0 and `keys`."""
+        over = first - keys
+        return triangle(first + queries) - triangle(first) - triangle(over + queries) + triangle(over)
+
+    offset = keys - queries
+    ends = clipped(offset + right + 1) if right >= 0 else queries * keys
+    starts = clipped(offset - left) if left >= 0 else 0
+    return (ends - starts) / queries if queries else 0.0
 
 
 def activation(rows: int, width: int, *, gated: bool = False, element_bytes: int = 2, backward: bool = False) -> Cost:

@@ -1,1 +1,1 @@
-"""Attention: cuDNN forward, backward in CUDA C++ on a Hopper."""
+"""Attention by several backends: Triton kernels, CUDA C++ on a Hopper, PyTorch's."""

@@ -1,179 +1,161 @@
-"""Forward of attention on a Hopper: what `hopper_forward.cu` takes, its launch configs, and how it is started."""
+"""The backend `hopper`: forward in CUDA C++, and backward by the first of three that takes the call.
+
+Backward is our own in CUDA C++ (`hopper_backward.py`: causal, heads of 64), cuDNN's, which adds in no fixed order and has
+no window, or our Triton kernels'. All of them take what forward saves: out, and a logarithm for each query.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from ctypes import c_float, c_int, c_void_p
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend
 
-from tilewright.measure import work
-from tilewright.plan.cost import attention as cost
-from tilewright.runtime import dispatch, hopper, nvrtc
+from tilewright.ops.attention import hopper_backward, hopper_forward, triton_op
+from tilewright.ops.attention.arguments import NAME, ONCE, Inputs, Tensor
+from tilewright.runtime import dispatch, register
 
-SOURCE = Path(__file__).with_name("hopper_forward.cu")
-NAME = "tilewright_attention_forward"
-HEADS = (64, 128)  # columns of a head
-DTYPES = (torch.bfloat16, torch.float16)
-BOUNDED_WAITS = 0  # 1: a kernel that waits for more than two seconds traps, where it would hang; for tests
-_ROWS = 64  # queries of a warpgroup
-_L2_BYTES = 32 << 20  # of keys and values that blocks read at the same time
-_EVERYTHING = 2**30  # a window that leaves out nothing
+HOST_BOUND = 2**28  # pairs of a query and a key up to which an eager host may lose what the device saves
+_DEVICES = ("cuda",)
 
 
-@dataclass(frozen=True)
-class Config:
-    """Of a kernel: columns of a head, consumer warpgroups, keys of a tile, stages of the rings of keys and values."""
+class Call(NamedTuple):
+    """Attention as the kernels take it; a query sees `left` keys before its own, or all for -1."""
 
-    head_dim: int
-    groups: int
-    keys: int
-    stages: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
     causal: bool
-    half: bool
+    left: int
+    scale: float
 
     @property
-    def threads(self) -> int:
-        return 128 * (self.groups + 1)
-
-    @property
-    def shared_bytes(self) -> int:
-        rows = _ROWS * self.groups + 2 * self.stages * self.keys
-        return rows * self.head_dim * 2 + 8 * (2 * self.groups + 4 * self.stages)
-
-    @property
-    def macros(self) -> dict[str, int]:
-        return {
-            "HEAD": self.head_dim, "GROUPS": self.groups, "KEYS": self.keys, "STAGES": self.stages,
-            "CAUSAL": int(self.causal), "HALF": int(self.half), "SHARED_BYTES": self.shared_bytes,
-            "BOUNDED_WAITS": BOUNDED_WAITS,
-        }  # fmt: skip
+    def window(self) -> int | None:
+        return None if self.left < 0 else self.left + 1
 
 
-@functools.cache
-def launch_config(head_dim: int, causal: bool, dtype: torch.dtype) -> Config:
-    """Tiles as large as registers and shared memory hold; under a causal mask smaller ones, of which less is masked.
+class Gradient(NamedTuple):
+    """What the gradients of q, k and v follow from."""
 
-    >>> launch_config(128, True, torch.bfloat16).shared_bytes
-    229504
-    """
-    half = dtype == torch.float16
-    if head_dim == 64:
-        return Config(64, 3, 128, 4, causal, half)
-    return Config(128, 2, 128, 3, causal, half) if causal else Config(128, 2, 176, 2, causal, half)
-
-
-class _Sizes(ctypes.Structure):
-    """`Sizes` of the kernel."""
-
-    _fields_ = tuple((name, c_int) for name in ("batch", "heads", "shared_by", "queries", "keys", "window", "section"))
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    left: int
+    scale: float
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
 
 
-def _sizes(q: torch.Tensor, k: torch.Tensor, window: int | None) -> _Sizes:
-    batch, queries, heads, head_dim = q.shape
-    keys, key_heads = k.shape[1:3]
-    shared_by = heads // key_heads
-    at_once = max(1, _L2_BYTES // (keys * head_dim * 4))  # heads of keys and values
-    window = _EVERYTHING if window is None else min(window, _EVERYTHING)
-    return _Sizes(batch, heads, shared_by, queries, keys, window, min(batch * heads, at_once * shared_by))
+def _forward(call: Call) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp)."""
+    return hopper_forward.forward(call.q, call.k, call.v, call.causal, call.window, call.scale)
 
 
-def compile_ahead(device: torch.device, head_dim: int, causal: bool, dtype: torch.dtype) -> None:
-    """Begins to compile the kernel, if there is one."""
-    if head_dim in HEADS and dtype in DTYPES and _compiler_takes_it():
-        hopper.compile_ahead(device, SOURCE, launch_config(head_dim, causal, dtype).macros)
+def _fake_forward(call: Call) -> tuple[Tensor, Tensor]:
+    q = call.q
+    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
 
-@functools.cache
-def _compiler_takes_it() -> bool:
-    """NVRTC before 13.0 has not been tried, and crashes the process on the source of backward."""
-    return nvrtc.compiler_version() >= (13, 0)
+def _backward(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv."""
+    q, k, v, causal, left, scale, out, lse, dout = gradient
+    if not hopper_backward.why_not(q, k, v, causal, left, scale):
+        return hopper_backward.backward(q, k, v, out, lse, dout)
+    if left < 0 and q.shape[1] == k.shape[1] and q.numel() and not torch.are_deterministic_algorithms_enabled():
+        return _backward_by_cudnn(gradient)
+    tokens, keys, right = q.shape[1], k.shape[1], 0 if causal else -1
+    whole = (q, k, v, None, None, None, None, None, tokens, keys, left, right, scale, 0.0, 0.0)
+    dq, dk, dv, _ = triton_op.backward(triton_op.Gradient(*whole, out, lse, dout, None, [True, True, True, False]))
+    assert dq is not None and dk is not None and dv is not None
+    return dq, dk, dv
 
 
-def _kernel(device: torch.device, config: Config) -> nvrtc.Kernel | None:
-    if not _compiler_takes_it():
-        return None
-    loaded = hopper.kernels(device, SOURCE, (NAME,), config.threads, config.shared_bytes, config.macros)
-    return None if loaded is None else loaded[NAME]
+def _backward_by_cudnn(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, dout = (
+        x.transpose(1, 2) for x in (gradient.q, gradient.k, gradient.v, gradient.out, gradient.dout)
+    )
+    draws = torch.empty(0, dtype=torch.int64, device=q.device)  # of a dropout that there is not
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, gradient.lse.unsqueeze(-1), draws, draws, None, None, None, q.shape[2], k.shape[2], 0.0,
+        gradient.causal, scale=gradient.scale,
+    )  # fmt: skip
+    dq, dk, dv = (x.transpose(1, 2) for x in found)
+    return dq, dk, dv
 
 
-def why_not(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None = None,
-    scale: float | None = None,
-) -> str:  # fmt: skip
-    """Say what keeps `forward` from these; nothing where it takes them.
-
-    >>> q, k, v = torch.randn(3, 1, 16, 4, 64)
-    >>> why_not(q, k, v, causal=True)
-    'the kernel takes bfloat16 and float16, and heads of 64 or 128'
-    """
-    parts = q, k, v
-    if not all(t.ndim == 4 and t.dtype in DTYPES and t.shape[3] in HEADS for t in parts):
-        return "the kernel takes bfloat16 and float16, and heads of 64 or 128"
-    if len({(t.device, t.dtype, t.shape[0], t.shape[3]) for t in parts}) > 1 or k.shape != v.shape:
-        return "queries, keys and values differ in device, dtype, batch or head_dim, or keys and values in shape"
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        return "the query heads are no multiple of the key heads"
-    if window is not None and (not causal or window < 1):
-        return "a window needs a causal mask and at least one key"
-    if scale is not None and not 0.0 < scale < float("inf"):
-        return "the scale is no positive number"
-    if not all(map(_lies_well, parts)):
-        return "a head's columns do not lie side by side in memory, or rows do not begin at multiples of 16 bytes"
-    if q.device.type != "cuda" or _kernel(q.device, launch_config(q.shape[3], causal, q.dtype)) is None:
-        return "the kernel is for a Hopper, and needs NVRTC 13"
-    return ""
+def _fake_backward(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in gradient[:3])
+    return dq, dk, dv
 
 
-def _lies_well(t: torch.Tensor) -> bool:
-    """Whether TMA can read it as it lies."""
-    strides = [stride for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True) if size > 1]
-    apart = all(0 < stride < 2**38 and stride % 8 == 0 for stride in strides)
-    return t.stride(3) == 1 and apart and t.data_ptr() % 16 == 0 and not t.is_neg()
+def _backward_packed(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
+    """As compilers are told they lie."""
+    dq, dk, dv = (x.contiguous() for x in _backward(gradient))
+    return dq, dk, dv
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None = None,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The result, packed as (batch, queries, heads, head_dim), and a natural logarithm, (batch, heads, queries).
+def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*call[:3], *output)
+    ctx.options = call[3:]
+    ctx.set_materialize_grads(False)
 
-    For what `why_not` has nothing against. Where there are more or fewer keys than queries, the last query sees the
-    last key under a causal mask; `window` is how many keys a query sees at most, its own among them. A query that sees
-    none has 0 and -inf.
-    """
-    batch, queries, heads, head_dim = q.shape
-    out = q.new_empty(q.shape)
-    lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
-    if k.shape[1] == 0:
-        return out.zero_(), lse.fill_(-torch.inf)
-    if out.numel() == 0:
+
+def _differentiate(ctx: Any, backward: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise RuntimeError(ONCE)
+    if dout is None:
+        return ()
+    q, k, v, out, lse = ctx.saved_tensors
+    return tuple(backward(Gradient(q, k, v, *ctx.options, out, lse, dout)))
+
+
+_OP = register.Op(f"{NAME}_hopper", _forward, _fake_forward)
+_BACKWARD = register.Op(f"{NAME}_hopper_backward", _backward_packed, _fake_backward)
+_eager = _OP.differentiate(_save, _differentiate, _BACKWARD)
+
+
+def _call(inputs: Inputs) -> Call:
+    return Call(*inputs[:3], inputs.right == 0, inputs.left, inputs.scale)
+
+
+def why_not(inputs: Inputs) -> str:
+    """Say why the kernels cannot take the call; nothing where they can."""
+    q, kind = inputs.q, inputs.q.device.type
+    if kind not in _DEVICES or not dispatch.runs_kernel(q):
+        return dispatch.why_no_kernel(q)
+    if torch.compiler.is_dynamo_compiling():
+        return "a compiler sees PyTorch's own ops"
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
+        return "autocast has another dtype than the queries"
+    if inputs.right > 0:
+        return "the kernel has no window behind a query"
+    call = _call(inputs)
+    return hopper_forward.why_not(call.q, call.k, call.v, call.causal, call.window, call.scale)
+
+
+def is_host_bound(inputs: Inputs) -> bool:
+    """Whether an eager call is so small that the host may take longer than the device."""
+    q, k = inputs[:2]
+    return not dispatch.is_traced(*inputs[:3]) and q.numel() // q.shape[3] * k.shape[1] <= HOST_BOUND
+
+
+def is_cudnns(inputs: Inputs) -> bool:
+    """Whether PyTorch itself would take cuDNN's forward: what is preferred or forbidden stays so."""
+    q, k, v = (t.transpose(1, 2) for t in inputs[:3])
+    gqa, causal = q.shape[1] != k.shape[1], inputs.right == 0
+    return torch._fused_sdp_choice(q, k, v, None, 0.0, causal, enable_gqa=gqa) == SDPBackend.CUDNN_ATTENTION.value
+
+
+def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp), of which only the first has a gradient."""
+    call = _call(inputs)
+    if dispatch.is_traced(*call[:3]):
+        out, lse = _OP.call_registered(call)
         return out, lse
-    config = launch_config(head_dim, causal, q.dtype)
-    kernel = _kernel(q.device, config)
-    assert kernel is not None
-    context = _context(queries, k.shape[1], causal, window)
-    flops = cost(batch, queries, heads, k.shape[2], head_dim, context=context).flops
-    with work.launching(NAME, (q, k, v, out, lse), float(flops)):
-        maps = nvrtc.head_map(q, _ROWS), nvrtc.head_map(k, config.keys), nvrtc.head_map(v, config.keys)
-        tiles = -(-queries // (_ROWS * config.groups)) * batch * heads
-        addresses = c_void_p(out.data_ptr()), c_void_p(lse.data_ptr())
-        numbers = _sizes(q, k, window), c_float(head_dim**-0.5 if scale is None else scale)
-        kernel(min(tiles, dispatch.multiprocessors(q.device)), (*maps, *addresses, *numbers))
+    has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in call[:3])
+    if has_backward and not hopper_backward.why_no_shape(*call):
+        hopper_backward.foresee(call.q.device, *call.q.shape[2:])
+    out, lse = _eager(*call)
     return out, lse
-
-
-def _context(queries: int, keys: int, causal: bool, window: int | None) -> float:
-    """Keys that a query sees in the mean, give or take those before a window is full.
-
-    >>> _context(4, 6, True, None), _context(6, 4, True, None), _context(4, 4, False, None)
-    (4.5, 1.6666666666666667, 4.0)
-    """
-    if not causal:
-        return float(keys)
-    seeing = min(queries, keys)  # queries that see any
-    mean = (keys - (seeing - 1) / 2) * seeing / queries
-    return mean if window is None else min(mean, window * seeing / queries)

@@ -1,206 +1,98 @@
-"""Causal self-attention with a backward of its own.
+"""Attention: causal or not, with windows, soft-cap, ALiBi, a bias, dropout, shared keys and packed sequences.
 
-    S = scale q k^T,  P = softmax of S under the mask,  out = P v
-    dP = dout v^T,  dS = P (dP - delta),  delta = sum of out dout
-    dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout
+    S = softcap(scale q k^T) + bias - alibi |distance|,  P = softmax of S where a key is visible
+    out = dropout(P) v,  lse = log of the sum of exp(S)
 
-Forward is cuDNN's, as torch has it. Backward is a kernel in CUDA C++ (`hopper_backward.cu`), for Triton neither puts
-matmuls of registers beside each other as that does nor adds to memory by TMA. It runs between two small ones:
-the first sums up out dout, the last rounds dq, which is added up in float32. The order of every sum is always the same.
+    dP = dropout(dout v^T),  dS = P (dP - delta),  delta = sum of out dout - dlse
+    dbias = dS,  dq = scale dS' k,  dk = scale dS'^T q,  dv = dropout(P)^T dout,  dS' = dS softcap'(scale q k^T)
 
-This is for heads of 64 in bfloat16 on a Hopper, as many of keys as of queries, and sequences of a multiple of 128
-tokens, where PyTorch would take cuDNN's forward; everything else is PyTorch's, and so is what is too small to pay.
+Several backends compute it; `backends.py` says what each takes and which one `auto` picks. Our own are the Triton
+kernels (`forward_kernels.py`, `backward_kernels.py`), which take everything, and on a Hopper cuDNN's forward with a
+backward in CUDA C++ (`hopper.py`). In both backwards every sum has a fixed order.
 
-Saved for backward: q, k, v, out, and a float32 for each query and head.
+Saved for backward: q, k, v, out, a float32 for each query and head, and the seed of dropout.
 
-Floor: batch x heads x sequence^2 x head_dim FLOPs for each matmul, of which forward has two and backward five.
+Floor: 2 x batch x heads x queries x visible keys x head_dim FLOPs for each matmul, of which forward has two and
+backward five. The Triton backward computes two of them twice, since it adds without atomics.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from ctypes import c_float, c_int, c_void_p
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend
 
-from tilewright.measure import work
+from tilewright.ops.attention import backends
+from tilewright.ops.attention.arguments import NAME, Window, read
+from tilewright.ops.attention.reference import reference, unpack
 from tilewright.plan.cost import attention as cost
-from tilewright.runtime import dispatch, hopper, nvrtc, paths
+from tilewright.runtime import paths
 
 __all__ = ["attention", "cost", "reference"]
-
-SOURCE = Path(__file__).with_name("hopper_backward.cu")
-NAME = "tilewright_attention_backward"
-_THREADS, _SHARED_BYTES = 384, 215_672
-MACROS = {"SHARED_BYTES": _SHARED_BYTES}
-HEAD, BLOCK = 64, 128  # columns of a head; queries, or keys, of a tile
-HOST_BOUND = 2**28  # pairs of a query and a key up to which an eager host may lose what the device saves
-_DEVICES = ("cuda",)
-_ONCE = "attention has no second derivative: leave out create_graph=True, or use torch's scaled_dot_product_attention."
 
 Tensor = torch.Tensor
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention in plain PyTorch: the definition."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
-
-
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = _forward(q, k, v)
-        _foresee_backward(q.device, *q.shape[2:])
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(_ONCE)
-        q, k, v, out, lse = ctx.saved_tensors
-        return _backward(q, k, v, out, lse, dout)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The result, and a logarithm for each query: (batch, heads, sequence, 1)."""
-    by_head = [t.transpose(1, 2) for t in (q, k, v)]
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*by_head, None, True, 0.0, True, False)
-    return out.transpose(1, 2), lse
-
-
-@functools.cache
-def _foresee_backward(device: torch.device, heads: int, width: int) -> None:
-    """Begins to compile the small kernels of backward."""
-    from tilewright.ops.attention import kernels
-
-    def rehearse() -> None:
-        rows = torch.empty((BLOCK, heads * width), dtype=torch.bfloat16, device=device)
-        sums = torch.empty(BLOCK * heads * width, dtype=torch.float32, device=device)
-        kernels.prepare(rows, rows, sums[: BLOCK * heads], heads, BLOCK, 1.0)
-        kernels.finish(sums, rows, heads, BLOCK, 1.0)
-
-    dispatch.rehearse(rehearse)
-
-
-@functools.cache
-def _compiler_takes_it() -> bool:
-    """NVRTC 12.8 and 12.9 crash the process on this source; 13.0 and 13.4 compile it."""
-    return nvrtc.compiler_version() >= (13, 0)
-
-
-def compile_ahead(device: torch.device) -> None:
-    """Begins to compile the kernel of backward, where there is one."""
-    if _compiler_takes_it():
-        hopper.compile_ahead(device, SOURCE, MACROS)
-
-
-def _backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from tilewright.ops.attention import kernels
-
-    _, sequence, heads, width = q.shape
-    scale = width**-0.5
-    dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
-    # Whoever saved tensors for us may have put them elsewhere, and a gradient may lie anyhow.
-    inputs = [_rows(t if _lies_in_rows(t) else dispatch.packed((t,))[0]) for t in (q, k, v, dout, out)]
-    starts, slope_starts, counts = kernels.prepare(inputs[4], inputs[3], lse, heads, sequence, scale)
-    sums = torch.empty_like(dq, dtype=torch.float32)
-    _start(inputs[:4], starts, slope_starts, (_rows(dk), _rows(dv)), sums, counts, q.shape)
-    kernels.finish(sums, _rows(dq), heads, sequence, scale)
-    return dq, dk, dv
-
-
-def _start(
-    inputs: Sequence[Tensor], starts: Tensor, slope_starts: Tensor, gradients: Sequence[Tensor], sums: Tensor,
-    counts: Tensor, shape: torch.Size,
-) -> None:  # fmt: skip
-    """Starts the kernel. Inputs, queries, keys, values and dout, and gradients, of keys and values, are rows."""
-    batch, sequence, heads, width = shape
-    flops = float(cost(batch, sequence, heads, heads, width, backward=True).flops)
-    kernel = _kernel(sums.device)
-    assert kernel is not None
-    with work.launching(NAME, (*inputs, starts, slope_starts, *gradients, sums), flops):
-        maps = [nvrtc.tensor_map(rows, HEAD, BLOCK) for rows in inputs]
-        maps += [nvrtc.tensor_map(rows, HEAD, BLOCK // 2) for rows in gradients]
-        addresses = [c_void_p(t.data_ptr()) for t in (starts, slope_starts, sums, counts)]
-        numbers = c_int(sequence), c_int(heads), c_float(width**-0.5)
-        kernel(batch * heads * (sequence // BLOCK), (*maps, *addresses, *numbers))
-
-
-def _rows(t: Tensor) -> Tensor:
-    """Tokens of all batches by the columns of all heads, as TMA takes them."""
-    batch, sequence, heads, width = t.shape
-    return t.as_strided((batch * sequence, heads * width), (t.stride(1), 1))
-
-
-def _lies_in_rows(t: Tensor) -> bool:
-    """Whether `_rows` is what it says."""
-    batch, sequence, heads, width = t.shape
-    side_by_side = t.stride(3) == 1 and t.stride(2) == width and t.data_ptr() % 16 == 0 and not t.is_neg()
-    apart = t.stride(1) >= heads * width and t.stride(1) % 8 == 0
-    return side_by_side and apart and (batch == 1 or t.stride(0) == sequence * t.stride(1))
-
-
-def _kernel(device: torch.device) -> nvrtc.Kernel | None:
-    if not _compiler_takes_it():
-        return None
-    loaded = hopper.kernels(device, SOURCE, (NAME,), _THREADS, _SHARED_BYTES, MACROS)
-    return None if loaded is None else loaded[NAME]
-
-
-def _why_not(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Say why backward is PyTorch's; nothing where there will be one and the kernel takes it."""
-    parts, kind = (q, k, v), q.device.type
-    if kind not in _DEVICES or not dispatch.runs_kernel(q):
-        return dispatch.why_no_kernel(q)
-    if dispatch.is_traced(*parts):
-        return "a compiler, a dispatch mode or a tensor subclass sees PyTorch's own ops"
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in parts):
-        return "there is no backward, and forward is PyTorch's"
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
-        return "autocast has another dtype than the queries"
-    if q.dtype != torch.bfloat16 or q.ndim != 4 or q.shape[3] != HEAD or q.shape[1] % BLOCK:
-        return f"the kernel takes bfloat16, heads of {HEAD} and sequences of a multiple of {BLOCK}"
-    if q.numel() // HEAD * q.shape[1] <= HOST_BOUND:
-        return f"up to {HOST_BOUND:,} scores PyTorch's own ops take less of the host's time"
-    if not all(t.shape == q.shape and t.dtype == q.dtype and t.device == q.device for t in parts):
-        return "the kernel takes keys and values of the queries' shape and dtype"
-    if not all(map(_lies_in_rows, parts)):
-        return "a token's heads do not lie side by side in memory"
-    if _kernel(q.device) is None:
-        return "the kernel is for a Hopper, and needs NVRTC"
-    return "" if _is_cudnns(q, k, v) else "PyTorch itself would not take cuDNN's forward"
-
-
-def _is_cudnns(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether PyTorch itself would take cuDNN's forward: what is preferred or forbidden stays so."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return torch._fused_sdp_choice(q, k, v, None, 0.0, True) == SDPBackend.CUDNN_ATTENTION.value
-
-
-_eager = dispatch.eager(_Function)
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention.
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    backend: str = backends.AUTO,
+) -> Any:
+    """Scaled dot-product attention, causal unless said otherwise.
 
     Args:
-        q: ``(batch, sequence, heads, head_dim)``.
-        k, v: the same, or with fewer heads, each of which serves several of `q`.
+        q: ``(batch, sequence, heads, head_dim)``; packed, ``(tokens, heads, head_dim)``.
+        k, v: the same, of any number of tokens, or with fewer heads, each of which serves several of `q`.
+        causal: a query sees no key behind it. With n queries and m keys the last query is at the last key, as in
+            FlashAttention: query i sees keys up to ``i + m - n``.
+        window: how many keys a query sees before it, and where it is not causal as many behind it; or a pair (before,
+            behind) of numbers or None for all. Its own is not counted.
+        scale: of the scores; default: ``head_dim ** -0.5``.
+        softcap: if above 0, scaled scores s become ``softcap * tanh(s / softcap)``.
+        alibi: slopes, float32, ``(heads,)`` or ``(batch, heads)``; a score less slope times distance. No gradient.
+        bias: added to the scores; what broadcasts to ``(batch, heads, queries, keys)``, in any floating-point dtype. It
+            gets a gradient. Booleans instead hide the keys that are False.
+        p: probability in [0, 1) that a weight is dropped, rounded to a multiple of 2**-16. The mask is drawn again, not
+            stored, for backward. There is no training flag: pass 0 to evaluate.
+        cu_seqlens_q, cu_seqlens_k: int32 on the device of q, where each packed sequence begins and the last one ends;
+            that of keys may be left out if it is the same. Nothing waits for them to be read. Tokens of no sequence
+            get 0. Numbers out of place give wrong results, never a wrong address; with ``TILEWRIGHT_DEBUG=1``, and on
+            a CPU, they are an error.
+        max_seqlen_q, max_seqlen_k: at least the tokens of the longest sequence; needed with cu_seqlens_q.
+        return_lse: also return the logarithm of the sum of exponentials of the scores, float32,
+            ``(batch, heads, sequence)`` or, packed, ``(heads, tokens)``; -inf for a query that sees no key.
+        backend: ``"auto"``, ``"hopper"``, ``"triton"``, ``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``, the
+            definition. One that was named and cannot take the call is an error. `tilewright.ops.explain()` says which
+            one ``"auto"`` takes, and why.
 
-    Returns: the shape of `q`.
+    Returns: the shape of `q`, or a pair of that and the log-sum-exp. A query that sees no key gets 0.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 2, 16, 4, 8)
     >>> attention(q, k, v).shape
     torch.Size([2, 16, 4, 8])
+    >>> first = attention(q, k, v, window=0, softcap=30.0)  # each query sees its own key alone
+    >>> torch.allclose(first, v, atol=1e-6)
+    True
     """
-    why = _why_not(q, k, v)
-    paths.note("attention", paths.REFERENCE if why else paths.KERNEL, why)
-    return reference(q, k, v) if why else _eager(q, k, v)
+    inputs = read(
+        q, k, v, causal, window, scale, softcap, alibi, bias, p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        return_lse,
+    )  # fmt: skip
+    chosen, ran, why = backends.choose(inputs, backend)
+    paths.note(NAME, ran, why)
+    return unpack(inputs, chosen.run(inputs))

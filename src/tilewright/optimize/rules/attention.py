@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright.ops.attention.op import BLOCK, HEAD, attention
+from tilewright.ops.attention.hopper import BLOCK, HEAD
+from tilewright.ops.attention.op import attention
 from tilewright.optimize import graph as g
 from tilewright.optimize.rule import Candidate, Choice, Declined, Rule, View
 

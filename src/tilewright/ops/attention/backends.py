@@ -1,0 +1,218 @@
+"""Who computes a call of `attention`: what each backend takes, and which one `auto` picks.
+
+A backend is a function of `Inputs` that returns (out, log-sum-exp or None), a `Capability`, and, where that does not
+say all, a function that says why a call is not for it. A new one is an entry in `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilewright.ops.attention import hopper, hopper_backward, table, triton_op
+from tilewright.ops.attention.arguments import NAME, Inputs, Tensor
+from tilewright.ops.attention.reference import compute
+from tilewright.runtime import dispatch, paths
+
+Outputs = tuple[Tensor, Tensor | None]
+AUTO = "auto"
+PYTORCH = "PyTorch"  # whichever of its own kernels PyTorch picks
+_HALVES = (torch.bfloat16, torch.float16)
+_SINGLES = (*_HALVES, torch.float32)
+FEATURES = {  # what a call can ask for, in words
+    "full": "attention without a causal mask", "causal": "a causal mask", "window": "a window",
+    "lengths": "another number of keys than of queries",
+    "aligned": "a causal mask or a window over another number of keys than of queries", "scale": "a scale of its own",
+    "softcap": "a soft-cap", "alibi": "ALiBi", "bias": "a bias", "mask": "a boolean mask",
+    "masked bias": "a bias beside a causal mask or a window", "dropout": "dropout", "packed": "packed sequences",
+    "gqa": "heads of keys that serve several of queries", "lse": "log-sum-exp",
+    "values": "values of another head_dim than keys",
+}  # fmt: skip
+_PYTORCHS = frozenset({"full", "causal", "lengths", "scale", "dropout"})
+_HOPPERS = frozenset({"full", "causal", "window", "lengths", "aligned", "scale", "gqa"})
+_EVERYTHING = frozenset(FEATURES)
+
+
+class Capability(NamedTuple):
+    """What a backend takes."""
+
+    features: frozenset[str]
+    dtypes: tuple[torch.dtype, ...] = (*_SINGLES, torch.float64)
+    head_dims: range = range(1, 2**20)
+    only_kernels: bool = True  # only where kernels run: on a GPU, or under Triton's interpreter
+
+
+class Backend(NamedTuple):
+    """`why_not` says what `capability` does not."""
+
+    run: Callable[[Inputs], Outputs]
+    capability: Capability
+    why_not: Callable[[Inputs], str] = lambda inputs: ""
+
+
+def list_features(inputs: Inputs) -> Iterator[str]:
+    """What a call asks for, by the names in `FEATURES`."""
+    q, k, v = inputs[:3]
+    is_masked = inputs.left >= 0 or inputs.right >= 0
+    if inputs.left >= 0 or inputs.right > 0:
+        yield "window"
+    else:
+        yield "causal" if is_masked else "full"
+    if q.shape[1] != k.shape[1]:
+        yield "aligned" if is_masked else "lengths"
+    asked = {
+        "softcap": inputs.softcap, "alibi": inputs.alibi is not None, "dropout": inputs.p,
+        "packed": inputs.q_starts is not None, "lse": inputs.wants_lse, "gqa": q.shape[2] != k.shape[2],
+        "values": q.shape[3] != v.shape[3], "scale": inputs.scale != q.shape[3] ** -0.5,
+    }  # fmt: skip
+    if inputs.bias is not None:
+        yield "mask" if inputs.bias.dtype == torch.bool else "bias"
+        asked["masked bias"] = is_masked
+    yield from (name for name, is_asked in asked.items() if is_asked)
+
+
+def _word(feature: str) -> str:
+    return FEATURES[feature].removeprefix("a ")
+
+
+def by_pytorch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention by whichever kernel PyTorch picks; (batch, sequence, heads, head_dim)."""
+    return _call_pytorch(q, k, v, causal=True)
+
+
+def _call_pytorch(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None, p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal=causal, scale=scale, enable_gqa=gqa)
+    return out.transpose(1, 2)
+
+
+def _run_pytorch(inputs: Inputs) -> Outputs:
+    q, k, v, bias = inputs[:4]
+    scale = None if inputs.scale == q.shape[3] ** -0.5 else inputs.scale
+    bias = None if bias is None else bias.to(q.dtype)
+    return _call_pytorch(q, k, v, inputs.right == 0, bias, inputs.p, scale), None
+
+
+def _run_one_of_pytorchs(kernel: SDPBackend, inputs: Inputs) -> Outputs:
+    try:
+        with sdpa_kernel(kernel):
+            return _run_pytorch(inputs)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
+            raise
+        name = kernel.name.removesuffix("_ATTENTION").lower()
+        raise ValueError(
+            f"{NAME}: PyTorch has no {name} kernel for this call on this device; leave backend at 'auto'."
+        ) from error
+
+
+def _pytorchs(kernel: SDPBackend, features: frozenset[str], dtypes: tuple[torch.dtype, ...]) -> Backend:
+    run = functools.partial(_run_one_of_pytorchs, kernel)
+    return Backend(run, Capability(_PYTORCHS | features, dtypes, range(8, 257, 8)))
+
+
+BACKENDS = {
+    "hopper": Backend(hopper.run, Capability(_HOPPERS, _HALVES, range(64, 129, 64)), hopper.why_not),
+    "triton": Backend(triton_op.run, Capability(_EVERYTHING - {"values"}, _SINGLES, range(16, 257, 8))),
+    "cudnn": _pytorchs(SDPBackend.CUDNN_ATTENTION, frozenset({"gqa"}), _HALVES),
+    "flash": _pytorchs(SDPBackend.FLASH_ATTENTION, frozenset({"gqa"}), _HALVES),
+    "efficient": _pytorchs(SDPBackend.EFFICIENT_ATTENTION, frozenset({"bias"}), _SINGLES),
+    "math": Backend(compute, Capability(_EVERYTHING, only_kernels=False)),
+}
+_BY_PYTORCH = Backend(_run_pytorch, Capability(_PYTORCHS | {"gqa", "values"}, only_kernels=False))
+
+
+def why_not(backend: Backend, inputs: Inputs) -> str:
+    """Say why a backend cannot take a call; nothing where it can."""
+    q, (features, dtypes, head_dims, only_kernels) = inputs.q, backend.capability
+    if only_kernels and not dispatch.runs_kernel(q):
+        return dispatch.why_no_kernel(q)
+    for feature in list_features(inputs):
+        if feature not in features:
+            return f"it has no {_word(feature)}"
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind) if q.dtype != torch.float64 and torch.is_autocast_enabled(kind) else q.dtype
+    if dtype not in dtypes:
+        return f"it does not take {dtype}"
+    if q.shape[3] not in head_dims:
+        step = f" in steps of {head_dims.step}" if len(head_dims) > 1 else ""
+        return f"it takes a head_dim of {head_dims[0]} to {head_dims[-1]}{step}, and this one is {q.shape[3]}"
+    return backend.why_not(inputs)
+
+
+def choose(inputs: Inputs, name: str) -> tuple[Backend, str, str]:
+    """(backend, what `ops.explain()` calls it, and why); an error where a backend that was named cannot take it."""
+    if name == AUTO:
+        return _pick(inputs)
+    if name not in BACKENDS:
+        raise ValueError(f"{NAME}: there is no backend {name!r}; choose one of {', '.join((AUTO, *BACKENDS))}.")
+    why = why_not(BACKENDS[name], inputs)
+    if why:
+        raise ValueError(f"{NAME}: backend {name!r} cannot take this call: {why}; leave it at 'auto', or name another.")
+    return BACKENDS[name], name, "it was named"
+
+
+def _pick(inputs: Inputs) -> tuple[Backend, str, str]:
+    q, k = inputs[:2]
+    if q.numel() == 0 or k.numel() == 0:
+        return BACKENDS["math"], paths.REFERENCE, "there is nothing to compute"
+    lacking = why_not(_BY_PYTORCH, inputs)
+    if lacking:
+        lacking = lacking.replace("it has", "PyTorch has")
+        why = why_not(BACKENDS["triton"], inputs)
+        if why:
+            return BACKENDS["math"], paths.REFERENCE, f"{lacking}, and triton cannot take it: {why}"
+        return BACKENDS["triton"], "triton", lacking
+    fastest = _find_fastest(inputs)
+    if fastest:
+        return BACKENDS[fastest], fastest, "it is the fastest measured on this GPU"
+    if not dispatch.runs_kernel(q):
+        return _BY_PYTORCH, paths.REFERENCE, dispatch.why_no_kernel(q)
+    why = _why_not_hopper(inputs)
+    return (_BY_PYTORCH, paths.PYTORCH, why) if why else (BACKENDS["hopper"], paths.KERNEL, "")
+
+
+def _why_not_hopper(inputs: Inputs) -> str:
+    """Why PyTorch computes what nobody has measured; nothing where our own backward takes it."""
+    q, k, v = inputs[:3]
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
+        return "there is no backward, and forward is PyTorch's"
+    why = hopper_backward.why_no_shape(q, k, v, inputs.right == 0, inputs.left, inputs.scale)
+    why = why or why_not(BACKENDS["hopper"], inputs) or _why_unwise(inputs)
+    return why.replace("it has", "the hopper backend has")
+
+
+def _why_unwise(inputs: Inputs) -> str:
+    """Say why `auto` leaves a call to PyTorch that the hopper backend takes; nothing where it does not."""
+    if hopper.is_host_bound(inputs):
+        return f"up to {hopper.HOST_BOUND:,} scores PyTorch's own ops take less of the host's time"
+    return "" if hopper.is_cudnns(inputs) else "PyTorch itself would not take cuDNN's forward"
+
+
+def _is_on_gpu(q: Tensor) -> bool:
+    return q.is_cuda
+
+
+def _find_fastest(inputs: Inputs) -> str:
+    """The backend that measurements name, if it can take the call and nobody has forbidden PyTorch any of its own."""
+    q = inputs.q
+    if not _is_on_gpu(q) or torch.compiler.is_dynamo_compiling():
+        return ""
+    if not set(list_features(inputs)) <= {"causal", "full", "gqa"} or not isinstance(q.shape[1], int):
+        return ""
+    found = table.find(table.Key(table.gpu_name(q.device), q.dtype, q.shape[3], inputs.right == 0, q.shape[1]))
+    if found == "hopper" and _why_unwise(inputs):
+        return ""
+    is_free = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
+    if found not in BACKENDS or not is_free or why_not(BACKENDS[found], inputs):
+        return ""
+    return found
