@@ -20,6 +20,7 @@ import torch
 
 from ops.contract import DEVICE, assert_deterministic, assert_equal, assert_no_worse, on_hopper
 from tilewright.ops.attention import hopper_forward as hopper
+from tilewright.ops.attention.op import attention
 
 EMULATOR = Path(__file__).with_name("hopper_emulator")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -201,6 +202,19 @@ def test_no_keys_and_no_queries(emulate):
     assert not out.any() and (lse == -torch.inf).all()
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the emulator is for machines without a GPU")
+def test_what_tma_cannot_read_is_packed_first():
+    q, k, v = inputs(1, 70, 70, 2, 1, 64)
+    expected = emulate(q, k, v, True)
+    for odd in (
+        q.mT.contiguous().mT,
+        torch.cat((q, q[..., :4]), 3)[..., :64],
+        torch.cat((q.flatten()[:1], q.flatten()))[1:].view_as(q),
+    ):
+        assert torch.equal(odd, q)
+        assert_equal(emulate(odd, k, v, True), expected)
+
+
 def test_what_keeps_the_kernel_from_a_call():
     """Each reason by itself, on meta tensors of what it would take on a Hopper."""
     q, k = (torch.empty(2, 300, heads, 64, dtype=BF16, device="meta") for heads in (4, 2))
@@ -218,11 +232,12 @@ def test_what_keeps_the_kernel_from_a_call():
     assert why(window=9).startswith("the kernel is for a Hopper")
     for scale in (0.0, -1.0, math.inf, math.nan):
         assert why(scale=scale) == "the scale is no positive number"
-    for badly in (q.new_empty(2, 300, 4, 68)[..., :64], q[:, :, :1].expand_as(q), q.mT.contiguous().mT):
-        assert why(q=badly).startswith("a head's columns do not lie")
-    assert why(q=q.new_empty(2, 300, 12, 64)[:, :, 4:8]).startswith("the kernel is for a Hopper")
-    alone = q[:1].as_strided((1, 300, 4, 64), (3, 256, 64, 1))  # nobody looks at the stride of one batch
-    assert why(q=alone, k=k[:1]).startswith("the kernel is for a Hopper")
+    for view in (
+        q.new_empty(2, 300, 4, 68)[..., :64],
+        q[:, :, :1].expand_as(q),
+        q.new_empty(2, 300, 12, 64)[:, :, 4:8],
+    ):
+        assert why(q=view).startswith("the kernel is for a Hopper")
 
 
 def test_shared_memory_holds_every_config():
@@ -232,6 +247,15 @@ def test_shared_memory_holds_every_config():
             assert config.shared_bytes <= 232_448 and config.keys % 16 == 0 and config.keys <= 256
             assert config == hopper.launch_config(head_dim, causal, FP16) or not config.half
 
+
+BACKWARDS = {
+    "our own": ((2, 512, 512, 4, 4, 64), {}),
+    "cudnn, shared keys": ((2, 640, 640, 8, 2, 64), {}),
+    "cudnn, wide heads": ((1, 777, 777, 4, 1, 128), {}),
+    "cudnn, full": ((2, 500, 500, 4, 4, 128), {"causal": False}),
+    "triton, a window": ((1, 700, 700, 4, 2, 128), {"window": 100}),
+    "triton, other lengths": ((1, 300, 555, 4, 2, 64), {}),
+}
 
 LENGTHS = (1, 63, 64, 65, 127, 129, 200, 1000, 4096)
 HEADS = ((32, 8), (4, 1), (2, 2))
@@ -304,6 +328,32 @@ def test_no_further_from_the_truth_than_cudnn_and_with_its_logarithm(head_dim):
     ours, expected = run(q, k, v, True), truth(q, k, v, True)
     assert_no_worse(ours[:1], [out.transpose(1, 2)], expected[:1])
     torch.testing.assert_close(ours[1], lse.view_as(ours[1]), rtol=1e-5, atol=1e-5)
+
+
+@on_hopper
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_gradients_are_no_further_from_the_truth_than_cudnns(name):
+    """By each of the three backwards, behind the forward that saves for them."""
+    shape, options = BACKWARDS[name]
+    q, k, v = (x.requires_grad_() for x in inputs(*shape))
+    up = torch.randn_like(q)
+
+    def gradients(function, *parts):
+        out = function(*parts)
+        return [out.detach(), *torch.autograd.grad(out, parts, up.to(out.dtype))]
+
+    def plain(q, k, v):
+        causal, window = options.get("causal", True), options.get("window")
+        return truth(q, k, v, causal, None if window is None else window + 1)[0]
+
+    ours = gradients(lambda *parts: attention(*parts, backend="hopper", **options), q, k, v)
+    expected = gradients(plain, *(x.detach().double().requires_grad_() for x in (q, k, v)))
+    for actual, true in zip(ours, expected, strict=True):
+        assert (actual.double() - true).norm() <= 1.5e-2 * true.norm()
+    if "window" not in options and q.shape[1] == k.shape[1]:
+        assert_no_worse(
+            ours, gradients(lambda *parts: attention(*parts, backend="cudnn", **options), q, k, v), expected
+        )
 
 
 @on_hopper

@@ -186,9 +186,11 @@ def _why_not_hopper(inputs: Inputs) -> str:
     q, k, v = inputs[:3]
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
         return "there is no backward, and forward is PyTorch's"
-    why = hopper_backward.why_no_shape(q, k, v, inputs.right == 0, inputs.left, inputs.scale)
-    why = why or why_not(BACKENDS["hopper"], inputs) or _why_unwise(inputs)
-    return why.replace("it has", "the hopper backend has")
+    why = why_not(BACKENDS["hopper"], inputs)
+    why = why or hopper_backward.why_no_shape(q, k, v, inputs.right == 0, inputs.left, inputs.scale)
+    if not why and not all(map(hopper_backward.lies_in_rows, (q, k, v))):
+        why = "a token's heads do not lie side by side in memory"
+    return (why or _why_unwise(inputs)).replace("it has", "the hopper backend has")
 
 
 def _why_unwise(inputs: Inputs) -> str:

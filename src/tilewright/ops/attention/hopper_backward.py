@@ -65,7 +65,7 @@ def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Te
     scale = width**-0.5
     dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
     # Whoever saved tensors for us may have put them elsewhere, and a gradient may lie anyhow.
-    inputs = [_rows(t if _lies_in_rows(t) else dispatch.packed((t,))[0]) for t in (q, k, v, dout, out)]
+    inputs = [_rows(t if lies_in_rows(t) else dispatch.packed((t,))[0]) for t in (q, k, v, dout, out)]
     starts, slope_starts, counts = kernels.prepare(inputs[4], inputs[3], lse, heads, sequence, scale)
     sums = torch.empty_like(dq, dtype=torch.float32)
     _start(inputs[:4], starts, slope_starts, (_rows(dk), _rows(dv)), sums, counts, q.shape)
@@ -96,7 +96,7 @@ def _rows(t: Tensor) -> Tensor:
     return t.as_strided((batch * sequence, heads * width), (t.stride(1), 1))
 
 
-def _lies_in_rows(t: Tensor) -> bool:
+def lies_in_rows(t: Tensor) -> bool:
     """Whether `_rows` is what it says."""
     batch, sequence, heads, width = t.shape
     aligned = dispatch.is_traced(t) or t.data_ptr() % 16 == 0
@@ -118,9 +118,7 @@ def why_no_shape(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, scale
         return "the kernel has a causal mask, no window, and the usual scale"
     if q.dtype != torch.bfloat16 or q.shape[3] != HEAD or q.shape[1] % BLOCK or q.shape[1] == 0:
         return f"the kernel takes bfloat16, heads of {HEAD} and sequences of a multiple of {BLOCK}"
-    if not q.shape == k.shape == v.shape:
-        return "the kernel takes keys and values of the queries' shape"
-    return "" if all(map(_lies_in_rows, (q, k, v))) else "a token's heads do not lie side by side in memory"
+    return "" if q.shape == k.shape == v.shape else "the kernel takes keys and values of the queries' shape"
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, scale: float) -> str:
