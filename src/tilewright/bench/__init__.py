@@ -2,5 +2,5 @@
 
 NAMES = (
     "activation", "attention", "cross_entropy", "dropout_add_norm", "gelu_mlp", "linear_cross_entropy", "loss_curves",
-    "memory", "models", "rope", "shapes", "train",
+    "memory", "models", "rope", "self_attention", "shapes", "train",
 )  # fmt: skip

@@ -93,7 +93,7 @@ class Extension:
             ctypes.CDLL(str(PREBUILT / file))
             log.debug("extension: loaded %s, which was built ahead", file)
             return
-        code = self._find_or_build(file)
+        code = self.code()
         # What was read and checked is what is loaded: from a folder of our own that nobody else can write to.
         with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
             path = Path(folder, file)
@@ -109,6 +109,20 @@ class Extension:
         parts = texts, kind, torch.__version__, platform.machine()
         return f"{self.name}-{disk_cache.make_key('extension', *parts)[:32]}.so"
 
+    def code(self) -> bytes:
+        """The library's bytes, from the cache or compiled."""
+        file = self.file_name()
+        code = disk_cache.get(file)
+        if code is None:
+            with _only_builder(file):
+                code = disk_cache.get(file)  # another process may have been first
+                if code is None:
+                    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
+                        self.build(Path(folder, file))
+                        code = Path(folder, file).read_bytes()
+                    disk_cache.put(file, code)
+        return code
+
     def build(self, target: Path) -> None:
         """Compile the library into a file."""
         compiler = _nvcc() if self.cuda else _cxx()
@@ -121,18 +135,6 @@ class Extension:
             print("failed", file=sys.stderr, flush=True)
             raise
         print(f"done in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-
-    def _find_or_build(self, file: str) -> bytes:
-        code = disk_cache.get(file)
-        if code is None:
-            with _only_builder(file):
-                code = disk_cache.get(file)  # another process may have been first
-                if code is None:
-                    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-                        self.build(Path(folder, file))
-                        code = Path(folder, file).read_bytes()
-                    disk_cache.put(file, code)
-        return code
 
     def _compile(self, compiler: str, target: Path) -> None:
         """Compile the sources side by side and link them. What nvcc gets, it compiles for the host, too."""
@@ -190,6 +192,14 @@ def _start(command: list[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     except OSError as error:
         raise ExtensionError(f"{command[0]} cannot be started ({error}); set CXX to a C++ compiler.") from error
+
+
+def has_cuda() -> bool:
+    """Whether there is a compiler for CUDA, of the version that torch has."""
+    try:
+        return bool(torch.version.cuda and _nvcc())
+    except ExtensionError:
+        return False
 
 
 def _cxx() -> str:
