@@ -24,7 +24,7 @@ class PrebuiltHook(BuildHookInterface):
         if os.environ.get("TILEWRIGHT_BUILD_EXT") != "1" or version == "editable":
             return
         sys.path.insert(0, str(Path(self.root, "src")))
-        from tilewright.ops.self_attention.op import CPU, CUDA
+        from tilewright.ops.self_attention.op import CPU, CUDA  # importing torch, which a plain build does without
         from tilewright.runtime.extension import architectures, has_cuda
 
         self.folder = tempfile.TemporaryDirectory()

@@ -80,7 +80,7 @@ def test_heads_that_do_not_divide_are_refused():
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="of the CPU")
 def test_a_capture_on_a_cpu_is_refused():
-    with pytest.raises(ValueError, match="SelfAttention.capture makes a CUDA graph, and the sample is on cpu: move both"):
+    with pytest.raises(ValueError, match=r"capture makes a CUDA graph, and the sample is on cpu; move both to a GPU\."):
         SelfAttention(8, 2).capture(torch.randn(1, 2, 8))
 
 

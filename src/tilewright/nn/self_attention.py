@@ -23,8 +23,8 @@ class SelfAttention(torch.nn.Module):
         bias: whether the two projections have one.
         causal: a token sees itself and those before it.
 
-    The rows of ``qkv`` are all queries, then all keys, then all values. Either projection may be replaced or hooked (LoRA,
-    a quantised layer); it is then called, and PyTorch's attention between the two.
+    The rows of ``qkv`` are all queries, then all keys, then all values. Either projection may be replaced or hooked
+    (LoRA, a quantised layer); it is then called, and PyTorch's attention between the two.
 
     >>> layer = SelfAttention(16, 4, causal=True)
     >>> layer(torch.randn(2, 5, 16)).shape, sorted(layer.state_dict())
@@ -64,21 +64,28 @@ class SelfAttention(torch.nn.Module):
 
         Called as the layer is, with a `key_mask` if one was given here. Where gradients are enabled and something
         requires one, backward is a graph, too, and the gradients reach the parameters as ever. The result lies in the
-        graph's memory: the next call overwrites it. Changes of the parameters in place, such as an optimizer's step, are
-        seen; a parameter that is replaced is not.
+        graph's memory: the next call overwrites it. Changes of the parameters in place, such as an optimizer's step,
+        are seen; a parameter that is replaced is not.
+
+        >>> SelfAttention(8, 2).capture(torch.randn(1, 2, 8))
+        Traceback (most recent call last):
+        ValueError: SelfAttention.capture makes a CUDA graph, and the sample is on cpu; move both to a GPU.
         """
         if not sample.is_cuda:
-            raise ValueError(f"SelfAttention.capture makes a CUDA graph, and the sample is on {sample.device}: move both.")
+            raise ValueError(
+                f"SelfAttention.capture makes a CUDA graph, and the sample is on {sample.device}; move both to a GPU."
+            )
         masks = () if key_mask is None else (key_mask,)
 
         def call(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
             return self(x, key_mask=rest[0] if masks else None)
 
         parameters = tuple(self.parameters())
+        replay: Callable[..., torch.Tensor]
         if torch.is_grad_enabled() and any(each.requires_grad for each in (sample, *parameters)):
             # The parameters are inputs of the graphs: so they get gradients.
             static = sample.detach().clone().requires_grad_(sample.requires_grad)
-            replay = torch.cuda.make_graphed_callables(call, (static, *masks, *parameters), _WARM_UPS)
+            replay = torch.cuda.make_graphed_callables(call, (static, *masks, *parameters), _WARM_UPS)  # type: ignore[assignment]
         else:
             replay, parameters = _capture_forward(call, (sample.detach().clone(), *masks)), ()
 

@@ -124,9 +124,7 @@ def self_attention(
     projections, pairs = 2 * batch * sequence * weights, 2 * batch * sequence**2 * width
     if not backward:
         return Cost(projections + 2 * pairs, element_bytes * (tokens + weights), element_bytes * tokens)
-    return Cost(
-        2 * projections + 5 * pairs, element_bytes * (6 * tokens + weights), element_bytes * (tokens + weights)
-    )
+    return Cost(2 * projections + 5 * pairs, element_bytes * (6 * tokens + weights), element_bytes * (tokens + weights))
 
 
 def activation(rows: int, width: int, *, gated: bool = False, element_bytes: int = 2, backward: bool = False) -> Cost:

@@ -7,8 +7,8 @@ A library is made in one of two ways, and found under the same name:
 - ahead of time, by `TILEWRIGHT_BUILD_EXT=1 pip install --no-build-isolation .`, into `prebuilt` of the package.
 
 The name has the SHA-256 of all that the library depends on: sources, headers, options, the CPU's instructions, the
-GPUs' architectures and the version of torch. So neither a stale library nor one of another torch is ever loaded. No part
-of Python's ABI is used: one library serves all versions of Python.
+GPUs' architectures and the version of torch. So neither a stale library nor one of another torch is ever loaded. No
+part of Python's ABI is used: one library serves all versions of Python.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class Extension:
         """Compile the library into a file."""
         compiler = _nvcc() if self.cuda else _cxx()
         began = time.perf_counter()
-        what = f"tilewright: compiling {self.name} ({'CUDA' if self.cuda else 'C++'}), once for this version of torch ..."
+        kind = "CUDA" if self.cuda else "C++"
+        what = f"tilewright: compiling {self.name} ({kind}), once for this version of torch ..."
         print(what, end=" ", file=sys.stderr, flush=True)
         try:
             self._compile(compiler, target)
@@ -219,7 +220,7 @@ def _nvcc() -> str:
     wanted = (torch.version.cuda or "").split(".")[0]
     said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
     if f"release {wanted}." not in said:
-        raise ExtensionError(f"torch is of CUDA {wanted}, and {found} is not: set CUDA_HOME to a toolkit of CUDA {wanted}.")
+        raise ExtensionError(f"torch is of CUDA {wanted}, and {found} is not: set CUDA_HOME to one of CUDA {wanted}.")
     return found
 
 

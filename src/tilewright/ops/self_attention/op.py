@@ -10,9 +10,11 @@
     dq = dS k,  dk = dS^T q,  dv = P^T dcontext
     dx = dqkv Wqkv,  dWqkv = dqkv^T x,  dbqkv = sum of dqkv
 
-For small layers, where the host's time for a dozen ops and their autograd nodes is more than the work itself. So it is C++
-(`extension.cpp`, `runtime/extension.py`) with one autograd node: on a CPU BLAS and vectorised loops between (`cpu.cpp`),
-on a GPU one kernel between two matmuls of cuBLAS (`cuda.cpp`, `cuda.cu`). Long sequences are left to PyTorch's own ops.
+For small layers, where the host's time for a dozen ops and their autograd nodes is more than the work itself. So it is
+C++ (`extension.cpp`, `runtime/extension.py`) with one autograd node: on a CPU BLAS, and vectorised loops between
+(`cpu.cpp`), on a GPU one kernel between two matmuls of cuBLAS (`cuda.cpp`, `cuda.cu`). That makes three launches
+forward; matmuls inside of the kernel would save one or two, and would have to reach what cuBLAS does. Long sequences
+are left to PyTorch's own ops.
 
 The matmuls are those of the BLAS that PyTorch uses. With other numbers of threads it may sum in another order, as it
 does for `torch.nn.functional.linear`; all else gives the same bits with any number of threads.
@@ -45,8 +47,9 @@ CPU = Extension(_NAME, {_FOLDER / "extension.cpp": ("-O1",), _FOLDER / "cpu.cpp"
 CUDA = Extension(f"{_NAME}_cuda", {_FOLDER / "cuda.cpp": ("-O1",), _FOLDER / "cuda.cu": ()}, cuda=True)
 EXTENSIONS = {"cpu": (CPU,), "cuda": (CPU, CUDA)}  # the first has the autograd node
 DTYPES = {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
-# Tokens of a sequence above which PyTorch's own ops are quicker on a CPU, or that the kernel on a GPU cannot take.
-LONGEST = {"cpu": 256, "cuda": 64}
+# Tokens of a sequence: up to which the C++ is no slower than PyTorch's flash attention on a CPU, and that its kernel on
+# a GPU can take.
+LONGEST = {"cpu": 64, "cuda": 64}
 WIDEST = {"cpu": 2**31 // 3, "cuda": 128}  # elements of a head
 
 
@@ -104,7 +107,8 @@ def self_attention(
         out_bias: ``(width,)`` or None.
         heads: how many; a divisor of the width.
         causal: a token sees itself and those before it.
-        key_mask: ``(batch, sequence)``, bool: True where a token may be seen. A query that sees none gets a context of 0.
+        key_mask: ``(batch, sequence)``, bool: True where a token may be seen. A query that sees none gets a context
+            of 0.
 
     Returns:
         ``(batch, sequence, width)``.
@@ -139,14 +143,22 @@ def _choose(x: Tensor, tensors: tuple[Tensor | None, ...], heads: int) -> tuple[
     if x.dtype not in DTYPES[device]:
         return paths.PYTORCH, f"there is no C++ for {x.dtype} on {device}"
     if x.shape[1] > LONGEST[device]:
-        return paths.PYTORCH, f"beyond {LONGEST[device]} tokens PyTorch's own attention is quicker"
+        return paths.PYTORCH, f"the C++ is for at most {LONGEST[device]} tokens of a sequence"
     if x.shape[2] // heads > WIDEST[device]:
         return paths.PYTORCH, f"a head has more than {WIDEST[device]} elements"
+    if device == "cuda" and _shared_bytes(x.shape[1], x.shape[2] // heads) > dispatch.shared_memory(x.device):
+        return paths.PYTORCH, "a head does not fit into this GPU's shared memory"
     for extension in EXTENSIONS[device]:
         why = extension.why_missing()
         if why:
             return paths.PYTORCH, why
     return paths.KERNEL, ""
+
+
+def _shared_bytes(sequence: int, head_dim: int) -> int:
+    """What backward's kernel takes: four matrices of a head, padded, and two of scores."""
+    columns = next(each for each in (8, 16, 32, 64, 128) if head_dim <= each)
+    return 4 * (4 * sequence * (columns + 1) + 2 * sequence * (sequence + 1))
 
 
 def _check(
