@@ -24,8 +24,7 @@ from ops.contract import (
 from tilewright.measure.work import Observation
 from tilewright.ops.attention import hopper as backend
 from tilewright.ops.attention import hopper_backward as module
-from tilewright.ops.attention import hopper_forward
-from tilewright.ops.attention import kernels
+from tilewright.ops.attention import hopper_forward, kernels
 from tilewright.ops.attention.backends import by_pytorch
 from tilewright.ops.attention.op import attention
 

@@ -159,22 +159,24 @@ def interleaved_graph_time(functions: Functions, *, calls: int = 5, rounds: int 
 
 
 def interleaved_wall_time(functions: Functions, *, rounds: int = 15, calls: int = 100) -> dict[str, Timing]:
-    """What a caller waits for one call, in a loop of calls that ends with the device idle. The loops take turns.
+    """What a caller waits for one call, in a loop of calls that ends with the device idle, if there is one. The loops
+    take turns.
 
     The collector of garbage rests meanwhile, as in `timeit`: what it takes depends on all that the process holds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
+    wait: Callable[[], object] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     collects = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         for round_number, order in enumerate(turns(functions.items(), rounds + 1)):
             for name, function in order:
-                torch.cuda.synchronize()
+                wait()
                 began = time.perf_counter()
                 for _ in range(calls):
                     function()
-                torch.cuda.synchronize()
+                wait()
                 if round_number:  # the first round warms up
                     seconds[name].append((time.perf_counter() - began) / calls)
     finally:

@@ -6,8 +6,9 @@ from tilewright.nn.linear import Linear
 from tilewright.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from tilewright.nn.norm import LayerNorm, RMSNorm
 from tilewright.nn.rope import RoPE
+from tilewright.nn.self_attention import SelfAttention
 
 __all__ = [
     "GEGLU", "CrossEntropyLoss", "DropoutAddNorm", "GatedMLP", "GeluMLP", "LayerNorm", "Linear",
-    "LinearCrossEntropyLoss", "RMSNorm", "RoPE", "SwiGLU",
+    "LinearCrossEntropyLoss", "RMSNorm", "RoPE", "SelfAttention", "SwiGLU",
 ]  # fmt: skip

@@ -184,6 +184,23 @@ def mean_context(queries: int, keys: int, left: int = -1, right: int = -1) -> fl
     return (ends - starts) / queries if queries else 0.0
 
 
+def self_attention(
+    batch: int, sequence: int, width: int, *, element_bytes: int = 4, backward: bool = False
+) -> Cost:  # fmt: skip
+    """A multi-head self-attention layer: its four projections' matmuls, scores and weighted sum, without biases.
+
+    Backward recomputes the scores, and reads what forward has saved: x, queries, keys, values and context.
+
+    >>> self_attention(1, 1, 1).flops, self_attention(1, 1, 1, backward=True).flops
+    (12, 26)
+    """
+    tokens, weights = batch * sequence * width, 4 * width**2
+    projections, pairs = 2 * batch * sequence * weights, 2 * batch * sequence**2 * width
+    if not backward:
+        return Cost(projections + 2 * pairs, element_bytes * (tokens + weights), element_bytes * tokens)
+    return Cost(2 * projections + 5 * pairs, element_bytes * (6 * tokens + weights), element_bytes * (tokens + weights))
+
+
 def activation(rows: int, width: int, *, gated: bool = False, element_bytes: int = 2, backward: bool = False) -> Cost:
     """An activation function, or the product of an activated gate with another branch."""
     n, inputs = rows * width, 2 if gated else 1

@@ -73,9 +73,7 @@ def _backward(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward_by_cudnn(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, dout = (
-        x.transpose(1, 2) for x in (gradient.q, gradient.k, gradient.v, gradient.out, gradient.dout)
-    )
+    q, k, v, out, dout = (x.transpose(1, 2) for x in (gradient.q, gradient.k, gradient.v, gradient.out, gradient.dout))
     draws = torch.empty(0, dtype=torch.int64, device=q.device)  # of a dropout that there is not
     found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, gradient.lse.unsqueeze(-1), draws, draws, None, None, None, q.shape[2], k.shape[2], 0.0,

@@ -17,6 +17,7 @@ from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
 
 import torch
+
 from tilewright.measure import work
 from tilewright.plan.cost import attention as cost
 from tilewright.runtime import dispatch, hopper, nvrtc
