@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tilewright.optimize import optimized
 from tilewright.optimize.report import Report
+from tilewright.optimize.rules import attention
 from tilewright.runtime import dispatch
 
 BATCH, SEQUENCE, WIDTH, HEADS = 2, 9, 24, 4
@@ -169,3 +170,16 @@ def test_a_length_that_changes_leaves_the_mask_alone() -> None:
             x = torch.randn(2, length, 8)
             assert torch.allclose(model(x), plain(x), atol=1e-6)
     assert not _details(report)
+
+
+@pytest.mark.parametrize("key_heads", [HEADS, 1])
+def test_attention_without_its_mask_is_the_kernels(key_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "HOST_BOUND", 0)
+    monkeypatch.setattr(attention, "HEADS", (WIDTH // HEADS,))
+    monkeypatch.setattr(attention, "_DTYPES", (torch.float32,))
+    model, x = _Attention(MASKS["by comparison"][0], key_heads), torch.randn(BATCH, SEQUENCE, WIDTH)
+    truth = _grads(model, x)
+    with optimized(model, rules=["mask", "attention"]) as report:
+        found = _grads(model, x)
+    assert [site.rule for site in report.changed] == ["mask", "mask", "attention", "attention"], f"{report}"
+    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, truth, strict=True))

@@ -1,7 +1,7 @@
 """The backend `hopper`: forward in CUDA C++, and backward by the first of three that takes the call.
 
-Backward is our own in CUDA C++ (`hopper_backward.py`: causal, heads of 64), cuDNN's, which adds in no fixed order and has
-no window, or our Triton kernels'. All of them take what forward saves: out, and a logarithm for each query.
+Backward is our own in CUDA C++ (`hopper_backward.py`: causal, heads of 64), cuDNN's, which adds in no fixed order and
+has no window, or our Triton kernels'. All of them take what forward saves: out, and a logarithm for each query.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _differentiate(ctx: Any, backward: Any, dout: Tensor | None, dlse: Tensor | 
     if dout is None:
         return ()
     q, k, v, out, lse = ctx.saved_tensors
-    return tuple(backward(Gradient(q, k, v, *ctx.options, out, lse, dout)))
+    return tuple(backward(Gradient._make((q, k, v, *ctx.options, out, lse, dout))))
 
 
 _OP = register.Op(f"{NAME}_hopper", _forward, _fake_forward)
