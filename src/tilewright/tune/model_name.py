@@ -18,7 +18,6 @@ from urllib.parse import quote, unquote
 
 from tilewright.errors import UserError
 
-
 _HIDING = {"*", "__getattr__", "globals", "vars", "exec", "setattr"}  # what defines names that no source shows
 
 
