@@ -18,6 +18,8 @@ from urllib.parse import quote, unquote
 
 from tilewright.errors import UserError
 
+_HIDING = {"*", "__getattr__", "globals", "vars", "exec", "setattr"}  # what defines names that no source shows
+
 
 def check_name(text: str) -> tuple[str, str]:
     """The module and the name in it that a text means; nothing is imported.
@@ -181,10 +183,10 @@ def _names(tree: ast.Module) -> set[str] | None:
             continue
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {(each.asname or each.name).partition(".")[0] for each in node.names}
-        elif isinstance(node, ast.Name):
+        elif isinstance(node, ast.Name) and (isinstance(node.ctx, ast.Store) or node.id in _HIDING):
             found.add(node.id)
         todo += ast.iter_child_nodes(node)
-    return None if found & {"*", "__getattr__", "globals", "vars", "exec", "setattr", "sys"} else found
+    return None if found & _HIDING else found
 
 
 def _check_arguments(text: str, tree: ast.Module, name: str) -> None:
