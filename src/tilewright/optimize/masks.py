@@ -6,7 +6,6 @@ value in every call: it is computed here once, on the CPU, and looked at.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,45 +86,27 @@ def _ancestors(mask: Node) -> list[Node] | str:
     return sorted(found, key=order.__getitem__)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a mask lets a query see: all keys, or none behind its own and `before` ahead of it, or all of those."""
+def kind_of(mask: Tensor) -> str:
+    """What a mask lets see: "none" where everything, "causal" as `is_causal` of PyTorch's, else "".
 
-    causal: bool
-    before: int | None = None
-
-    def draw(self, rows: int, columns: int) -> Tensor:
-        """The mask itself, of booleans."""
-        seen = torch.ones(rows, columns, dtype=torch.bool)
-        seen = seen.tril() if self.causal else seen
-        return seen if self.before is None else seen.triu(-self.before)
-
-
-def kind_of(mask: Tensor) -> Kind | None:
-    """The kind of a mask; None for any other.
-
-    >>> kind_of(torch.ones(3, 3).tril().bool()), kind_of(torch.ones(2, 3).bool()), kind_of(torch.zeros(3, 3).bool())
-    (Kind(causal=True, before=None), Kind(causal=False, before=None), None)
-    >>> kind_of(torch.full((2, 2), float("-inf")).triu(1)), kind_of(torch.eye(3).bool())
-    (Kind(causal=True, before=None), Kind(causal=True, before=0))
+    >>> kind_of(torch.ones(3, 3).tril().bool()), kind_of(torch.ones(2, 3).bool()), kind_of(torch.eye(3).bool())
+    ('causal', 'none', '')
+    >>> kind_of(torch.full((2, 2), float("-inf")).triu(1))
+    'causal'
     """
     if mask.dtype == torch.bool:
         seen = mask
     elif mask.is_floating_point():
         hidden = mask <= torch.finfo(mask.dtype).min
         if not torch.equal(mask.masked_fill(hidden, 0.0), torch.zeros_like(mask)):
-            return None
+            return ""
         seen = ~hidden
     else:
-        return None
+        return ""
     while seen.dim() > 2:  # a batch or a head of which the others are copies
         if not torch.equal(seen, seen[:1].expand_as(seen)):
-            return None
+            return ""
         seen = seen[0]
-    if seen.numel() == 0:
-        return None
-    before = int(seen[-1].sum()) - 1
-    for kind in (Kind(False), Kind(True), Kind(True, before)):
-        if (kind.before is None or kind.before >= 0) and torch.equal(seen, kind.draw(*seen.shape)):
-            return kind
-    return None
+    if bool(seen.all()):
+        return "none"
+    return "causal" if torch.equal(seen, torch.ones_like(seen).tril()) else ""

@@ -1,8 +1,7 @@
-"""Attention masks that are causal in every call, as `is_causal`, and windows by our own kernels.
+"""Attention masks that are causal in every call, as `is_causal`: PyTorch then computes half, and reads no mask.
 
-Half of the scores are computed then, or those of the window, and no mask is read. Models make their mask of positions,
-and a captured graph makes it even where the model itself, run op by op, would leave it out. Keys and values that are
-repeated for groups of queries are taken as they are before (`enable_gqa`).
+Models make their mask of positions, and a captured graph makes it even where the model itself, run op by op, would
+leave it out. Keys and values that are repeated for groups of queries are taken as they are before (`enable_gqa`).
 """
 
 from __future__ import annotations
@@ -16,15 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from tilewright.ops.attention.op import attention
 from tilewright.optimize import graph as g
 from tilewright.optimize import masks
-from tilewright.optimize.masks import Kind
 from tilewright.optimize.rule import Candidate, Choice, Declined, Rule, View
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-HEAD_DIMS = range(16, 257, 8)  # of our own kernels
-_SMALL, _SMALL_WINDOW = 7, 2  # stand for the length of a sequence and for a window in the probe
+_SMALL = 7  # stands for the length of a sequence in the probe
 _REPEATS: tuple[Any, ...] = (*g.VIEWS, operator.getitem, torch.repeat_interleave, "repeat_interleave", "repeat")
 
 
@@ -34,7 +30,7 @@ def given_to(node: Node) -> dict[str, Any]:
 
 
 def _find(view: View) -> Iterator[Candidate | Declined]:
-    known = dict[Node, Kind | str]()
+    known = dict[Node, Tensor | str]()
     for node in list(view.graph.nodes):
         if not g.calls(node, F.scaled_dot_product_attention) or not node.users:
             continue
@@ -43,87 +39,62 @@ def _find(view: View) -> Iterator[Candidate | Declined]:
         if not isinstance(mask, Node):
             continue
         if mask not in known:
-            known[mask] = _kind(mask)
+            known[mask] = _small(masks.evaluate(mask))
         yield _candidate(node, given, mask, known[mask])
 
 
-def _kind(mask: Node) -> Kind | str:
-    """The kind of a mask; or, in a sentence, why it has none."""
-    value = masks.evaluate(mask)
-    if isinstance(value, str):
-        return value
-    if value.requires_grad:
-        return "its mask has a gradient"
-    return masks.kind_of(value) or "its mask is neither causal nor a window, nor does it let everything be seen"
+def _small(mask: Tensor | str) -> Tensor | str:
+    """What stands for a mask in the probe; or, in a sentence, why nothing does."""
+    if isinstance(mask, str):
+        return mask
+    kind = masks.kind_of(mask)
+    if not kind:
+        return "its mask is neither causal nor open"
+    rows, columns = (min(size, _SMALL) for size in mask.shape[-2:])
+    seen = torch.ones(rows, columns, dtype=torch.bool)
+    seen = seen.tril() if kind == "causal" else seen
+    if mask.dtype == torch.bool:
+        return seen
+    return torch.zeros(rows, columns, dtype=torch.float64).masked_fill(~seen, -torch.inf)
 
 
-def _candidate(node: Node, given: dict[str, Any], mask: Node, kind: Kind | str) -> Candidate | Declined:
-    if isinstance(kind, str):
-        return Declined(node, kind)
+def _candidate(node: Node, given: dict[str, Any], mask: Node, small: Tensor | str) -> Candidate | Declined:
+    if isinstance(small, str):
+        return Declined(node, small)
     q, k, v = (given[name] for name in NAMES[:3])
     shapes = [g.shape_of(each) for each in (q, k, v)]
     if any(shape is None or len(shape) != 4 or not all(isinstance(size, int) for size in shape) for shape in shapes):
         return Declined(node, "its queries, keys and values are no tensors of four known sizes")
-    (*_, rows, width), (*_, columns, _), _ = shapes  # type: ignore[misc]
+    if mask.meta.get("example_value") is not None and mask.meta["example_value"].requires_grad:
+        return Declined(node, "its mask has a gradient")
+    (*_, rows, _), (*_, columns, _), _ = shapes  # type: ignore[misc]
     others = {size for shape in shapes for size in (shape[0], shape[1], shape[3])}  # type: ignore[index]
     literals = {size: _SMALL for size in (rows, columns) if size > _SMALL}
     if literals.keys() & others:
         return Declined(node, f"a sequence of {rows} is as long as another of its sizes")
-    if kind.before is not None and (why := _why_no_window(given, rows, columns, width, kind.before)):
-        return Declined(node, why)
-    exact = frozenset((*others, rows, columns)) - literals.keys()
-    choices = tuple(_choices(given, shapes[0][1], kind))  # type: ignore[index]
-    return Candidate(node, (node,), choices, literals=literals, exact=exact, known={mask: _stand_in(mask, kind)})
-
-
-def _why_no_window(given: dict[str, Any], rows: int, columns: int, width: int, before: int) -> str:
-    """Say why our kernels do not take a window; nothing where they do."""
-    if given.get("dropout_p"):
-        return "it has a window and a dropout"
-    if rows != columns or 2 * (before + 1) > columns:
-        return "its window has more than half of the keys"
-    return "" if width in HEAD_DIMS else f"it has a window and heads of {width}"
-
-
-def _stand_in(mask: Node, kind: Kind) -> Tensor:
-    """What stands for a mask in the probe, where at most `_SMALL` queries and keys are."""
-    tensor = g.tensor_of(mask)
-    assert tensor is not None
-    rows, columns = (min(int(size), _SMALL) for size in tensor.shape[-2:])
-    before = None if kind.before is None else min(kind.before, _SMALL_WINDOW)
-    seen = Kind(kind.causal, before).draw(rows, columns)
-    return seen if tensor.dtype == torch.bool else torch.zeros(seen.shape).double().masked_fill(~seen, -torch.inf)
-
-
-def _choices(given: dict[str, Any], heads: int, kind: Kind) -> Iterator[Choice]:
-    """The calls that a site could be: with keys and values as they are before they are repeated, and as they are."""
-    q, k, v = (given[name] for name in NAMES[:3])
-    before = [_before_repeat(each) for each in (k, v)]
-    detail = (
-        f"window of {kind.before + 1}" if kind.before is not None else "causal" if kind.causal else "nothing hidden"
-    )
-    if before[0] is not None and before[1] is not None and not given.get("enable_gqa"):
-        groups = heads // g.tensor_of(before[0]).shape[1]  # type: ignore[union-attr]
-        yield _choice((q, *before), {**given, "enable_gqa": True}, kind, f"{detail}, {groups} queries a key")
-    yield _choice((q, k, v), given, kind, detail)
-
-
-def _choice(inputs: tuple[Node | None, ...], given: dict[str, Any], kind: Kind, detail: str) -> Choice:
-    if kind.before is not None:
-        options = {"before": kind.before, "scale": given.get("scale")}
-        return Choice(attend_window, inputs, options, detail, {"before": min(kind.before, _SMALL_WINDOW)})
-    options = {"is_causal": True} if kind.causal else {}
+    options: dict[str, Any] = {"is_causal": True} if small.numel() and not _is_open(small) else {}
     for name in ("dropout_p", "scale", "enable_gqa"):
         if given.get(name) not in (None, False, 0.0):
             options[name] = given[name]
+    choices = []
+    detail = "causal" if "is_causal" in options else "nothing hidden"
+    before = [_before_repeat(each) for each in (k, v)]
+    if before[0] is not None and before[1] is not None and not options.get("enable_gqa"):
+        groups = shapes[0][1] // g.tensor_of(before[0]).shape[1]  # type: ignore[index, union-attr]
+        grouped = {**options, "enable_gqa": True}
+        choices.append(_choice((q, *before), grouped, f"{detail}, {groups} queries a key"))
+    choices.append(_choice((q, k, v), options, detail))
+    exact = frozenset((*others, rows, columns)) - literals.keys()
+    return Candidate(node, (node,), tuple(choices), literals=literals, exact=exact, known={mask: small})
+
+
+def _is_open(mask: Tensor) -> bool:
+    return bool((mask if mask.dtype == torch.bool else mask == 0.0).all())
+
+
+def _choice(inputs: tuple[Node | None, ...], options: dict[str, Any], detail: str) -> Choice:
     probed = {"dropout_p": 0.0} if options.get("dropout_p") else {}
     return Choice(F.scaled_dot_product_attention, inputs, options, detail, probed)
-
-
-def attend_window(q: Tensor, k: Tensor, v: Tensor, before: int, scale: float | None) -> Tensor:
-    """Attention of tensors that are heads first, where a query sees its own key and `before` ahead of it."""
-    parts = (x.transpose(1, 2) for x in (q, k, v))
-    return attention(*parts, window=before, scale=scale).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 def _before_repeat(node: Node) -> Node | None:
@@ -141,4 +112,4 @@ def _before_repeat(node: Node) -> Node | None:
     return None
 
 
-RULE = Rule("mask", "a causal mask as `is_causal`, a window by our kernels, repeated key heads as they are", _find)
+RULE = Rule("mask", "a causal mask as `is_causal`, and repeated key heads as they are", _find)
