@@ -202,6 +202,7 @@ def test_no_keys_and_no_queries(emulate):
     assert not out.any() and (lse == -torch.inf).all()
 
 
+@needs_compiler
 def test_what_tma_cannot_read_is_packed_first(emulate):
     q, k, v = inputs(1, 70, 70, 2, 1, 64)
     expected = emulate(q, k, v, True)

@@ -46,7 +46,9 @@ def _check(name: str, compile: str = "none") -> None:
         assert list(model.state_dict()) == keys and type(model) is kind
     assert not report.captured.failures
     _check_step(found, own, true)
-    assert count(report.sites) == RECORD[name], f"python tests/optimize/zoo.py writes the table anew\n{report}"
+    sites, recorded = count(report.sites), dict(RECORD[name])
+    masks, fewest = sites.pop("mask", 0), recorded.pop("mask", 0)  # which more models make in older transformers
+    assert sites == recorded and masks >= fewest, f"python tests/optimize/zoo.py writes the table anew\n{report}"
     again_loss, again = zoo.step(model, loss_of)
     assert torch.equal(again_loss, own[0]) and all(torch.equal(again[each], own[1][each]) for each in own[1])
 

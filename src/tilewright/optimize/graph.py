@@ -37,7 +37,8 @@ _NORMS_WITH_STATISTICS: tuple[Any, ...] = (F.batch_norm, F.instance_norm, torch.
 _KNOWN = ("torch", "_operator", "operator", "math", "builtins")  # modules whose functions say so if they write
 _WRITES = (
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.iand, operator.ior,
-    operator.ixor, operator.ipow, operator.imatmul, operator.setitem, operator.delitem,
+    operator.ixor, operator.ipow, operator.imatmul, operator.imod, operator.ilshift, operator.irshift, operator.iconcat,
+    operator.setitem, operator.delitem,
 )  # fmt: skip
 
 

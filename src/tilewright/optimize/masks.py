@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from tilewright.optimize import graph as g
 
-LARGEST = 2**31  # elements of a mask that is looked at; so many bytes are needed for it
+LARGEST = 2**28  # elements of a mask that is looked at, in 8 bytes each at most
 _NODES = 200
 
 # What masks are made of. All of it is a function of its arguments alone.
@@ -40,6 +40,7 @@ def evaluate(mask: Node) -> Tensor | str:
     if isinstance(nodes, str):
         return nodes
     values = dict[Node, Any]()
+    last = {each: node for node in nodes for each in node.all_input_nodes}
 
     def valued(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -59,6 +60,9 @@ def evaluate(mask: Node) -> Tensor | str:
                     values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             except Exception as error:
                 return f"its mask could not be computed: {type(error).__name__}"
+            for each in node.all_input_nodes:
+                if last[each] is node:
+                    del values[each]
     found = values[mask]
     return found if isinstance(found, Tensor) and tuple(found.shape) == shape else "its mask is no tensor"
 
@@ -79,11 +83,20 @@ def _ancestors(mask: Node) -> list[Node] | str:
         if len(found) > _NODES:
             return "its mask takes too many steps"
         stack += node.all_input_nodes
-    written = [each for each in found if any(g.writes_in_place(user) for user in each.users)]
-    if written:
+    written = set[int]()
+    for node in mask.graph.nodes:
+        if g.writes_in_place(node):
+            written.update(filter(None, map(_storage, node.all_input_nodes)))
+    if any(_storage(node) in written for node in found):
         return "its mask is written to in place"
     order = {node: number for number, node in enumerate(mask.graph.nodes)}
     return sorted(found, key=order.__getitem__)
+
+
+def _storage(node: Node) -> int | None:
+    """What a tensor shares with its views."""
+    tensor = g.tensor_of(node)
+    return None if tensor is None else tensor.untyped_storage()._cdata
 
 
 def kind_of(mask: Tensor) -> str:

@@ -31,7 +31,7 @@ _KNOWN = frozenset({
     "sqrt", "rsqrt", "reciprocal", "mean", "sum", "var", "silu", "gelu", "layer_norm", "rms_norm", "linear", "dropout",
     "cross_entropy", "cross_entropy_loss", "embedding", "scaled_dot_product_attention", "cat", "concat", "stack",
     "chunk", "split", "unbind", "getitem", "view", "reshape", "flatten", "unsqueeze", "squeeze", "expand", "transpose",
-    "permute", "contiguous", "clone", *CASTS,
+    "permute", "contiguous", "clone", "repeat", "repeat_interleave", *CASTS,
 })  # fmt: skip
 
 _verdicts: dict[tuple[Any, ...], str] = {}  # by site and choice: a model has the same one in every layer

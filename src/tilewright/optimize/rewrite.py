@@ -144,7 +144,9 @@ def _apply(rule: Rule, view: View, body: GraphModule, done: Rewritten, orphans: 
 
 
 def _kind(found: Candidate, choice: Choice, state: dict[Node, g.State]) -> Kind | None:
-    """The site and its call by themselves; None where their sizes are known at run time only."""
+    """The site and its call by themselves; None where their sizes, or tensors that it shares, are known elsewhere."""
+    if found.known:
+        return None
     tensors = [g.tensor_of(each) for each in choice.inputs]
     if any(not isinstance(size, int) for each in tensors if each is not None for size in each.shape):
         return None
@@ -153,10 +155,7 @@ def _kind(found: Candidate, choice: Choice, state: dict[Node, g.State]) -> Kind 
         for each in tensors
     )
     given = [each for each in choice.inputs if each is not None]
-    nodes = _nodes(found.outputs, given)  # with those that compute what the rule knows
-    if not nodes:
-        return None
-    before = take_out(nodes, given, found.outputs)
+    before = take_out(_nodes(found.outputs, given), given, found.outputs)
     return Kind(before, choice.target, choice.options, inputs, state[found.outputs[0]].autocast)
 
 

@@ -185,7 +185,7 @@ def _check_alibi(alibi: Any, sequences: int, q: Tensor) -> Tensor:
     if not isinstance(alibi, Tensor) or alibi.dtype not in (torch.float32, torch.float64):
         kind = alibi.dtype if isinstance(alibi, Tensor) else type(alibi).__name__
         raise TypeError(f"{NAME}: alibi is {kind}; give its slopes as a float32 tensor.")
-    if alibi.shape not in ((q.shape[2],), (sequences, q.shape[2])):
+    if alibi.shape not in ((q.shape[2],), (1, q.shape[2]), (sequences, q.shape[2])):
         raise ValueError(
             f"{NAME}: alibi has shape {tuple(alibi.shape)}, but ({q.shape[2]},), a slope for each head, or "
             f"({sequences}, {q.shape[2]}) is needed."

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilewright.ops.attention import hopper, hopper_backward, table, triton_op
+from tilewright.ops.attention import hopper, table, triton_op
 from tilewright.ops.attention.arguments import NAME, Inputs, Tensor
 from tilewright.ops.attention.reference import compute
 from tilewright.runtime import dispatch, paths
@@ -128,6 +128,10 @@ BACKENDS = {
     "efficient": _pytorchs(SDPBackend.EFFICIENT_ATTENTION, frozenset({"bias"}), _SINGLES),
     "math": Backend(compute, Capability(_EVERYTHING, only_kernels=False)),
 }
+_BEHIND_CUDNN = Backend(
+    hopper.run_behind_cudnn, Capability(frozenset({"causal"}), (torch.bfloat16,), range(64, 65)),
+    hopper.why_not_behind_cudnn,
+)  # fmt: skip
 _BY_PYTORCH = Backend(_run_pytorch, Capability(_PYTORCHS | {"gqa", "values"}, only_kernels=False))
 
 
@@ -177,27 +181,8 @@ def _pick(inputs: Inputs) -> tuple[Backend, str, str]:
         return BACKENDS[fastest], fastest, "it is the fastest measured on this GPU"
     if not dispatch.runs_kernel(q):
         return _BY_PYTORCH, paths.REFERENCE, dispatch.why_no_kernel(q)
-    why = _why_not_hopper(inputs)
-    return (_BY_PYTORCH, paths.PYTORCH, why) if why else (BACKENDS["hopper"], paths.KERNEL, "")
-
-
-def _why_not_hopper(inputs: Inputs) -> str:
-    """Why PyTorch computes what nobody has measured; nothing where our own backward takes it."""
-    q, k, v = inputs[:3]
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
-        return "there is no backward, and forward is PyTorch's"
-    why = why_not(BACKENDS["hopper"], inputs)
-    why = why or hopper_backward.why_no_shape(q, k, v, inputs.right == 0, inputs.left, inputs.scale)
-    if not why and not all(map(hopper_backward.lies_in_rows, (q, k, v))):
-        why = "a token's heads do not lie side by side in memory"
-    return (why or _why_unwise(inputs)).replace("it has", "the hopper backend has")
-
-
-def _why_unwise(inputs: Inputs) -> str:
-    """Say why `auto` leaves a call to PyTorch that the hopper backend takes; nothing where it does not."""
-    if hopper.is_host_bound(inputs):
-        return f"up to {hopper.HOST_BOUND:,} scores PyTorch's own ops take less of the host's time"
-    return "" if hopper.is_cudnns(inputs) else "PyTorch itself would not take cuDNN's forward"
+    why = why_not(_BEHIND_CUDNN, inputs).replace("it has", "the hopper backend has")
+    return (_BY_PYTORCH, paths.PYTORCH, why) if why else (_BEHIND_CUDNN, paths.KERNEL, "")
 
 
 def _is_on_gpu(q: Tensor) -> bool:
@@ -207,13 +192,13 @@ def _is_on_gpu(q: Tensor) -> bool:
 def _find_fastest(inputs: Inputs) -> str:
     """The backend that measurements name, if it can take the call and nobody has forbidden PyTorch any of its own."""
     q = inputs.q
-    if not _is_on_gpu(q) or torch.compiler.is_dynamo_compiling():
-        return ""
-    if not set(list_features(inputs)) <= {"causal", "full", "gqa"} or not isinstance(q.shape[1], int):
+    if (
+        not _is_on_gpu(q)
+        or dispatch.is_traced(*inputs[:3])
+        or not set(list_features(inputs)) <= {"causal", "full", "gqa"}
+    ):
         return ""
     found = table.find(table.Key(table.gpu_name(q.device), q.dtype, q.shape[3], inputs.right == 0, q.shape[1]))
-    if found == "hopper" and _why_unwise(inputs):
-        return ""
     is_free = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
     if found not in BACKENDS or not is_free or why_not(BACKENDS[found], inputs):
         return ""

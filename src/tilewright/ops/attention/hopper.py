@@ -2,10 +2,13 @@
 
 Backward is our own in CUDA C++ (`hopper_backward.py`: causal, heads of 64), cuDNN's, which adds in no fixed order and
 has no window, or our Triton kernels'. All of them take what forward saves: out, and a logarithm for each query.
+
+`auto` takes less: our own backward, behind cuDNN's forward (`run_behind_cudnn`).
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from tilewright.runtime import dispatch, register
 
 HOST_BOUND = 2**28  # pairs of a query and a key up to which an eager host may lose what the device saves
 _DEVICES = ("cuda",)
+_RAGGED = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
 class Call(NamedTuple):
@@ -28,6 +32,7 @@ class Call(NamedTuple):
     causal: bool
     left: int
     scale: float
+    by_cudnn: bool = False  # forward
 
     @property
     def window(self) -> int | None:
@@ -50,7 +55,15 @@ class Gradient(NamedTuple):
 
 def _forward(call: Call) -> tuple[Tensor, Tensor]:
     """(out, log-sum-exp)."""
+    if call.by_cudnn:
+        return _forward_by_cudnn(call)
     return hopper_forward.forward(call.q, call.k, call.v, call.causal, call.window, call.scale)
+
+
+def _forward_by_cudnn(call: Call) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in call[:3])
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, call.causal, False)
+    return out.transpose(1, 2), lse.view(lse.shape[:3])
 
 
 def _fake_forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -61,9 +74,11 @@ def _fake_forward(call: Call) -> tuple[Tensor, Tensor]:
 def _backward(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
     q, k, v, causal, left, scale, out, lse, dout = gradient
+    if not q.numel() or not k.numel():
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if not hopper_backward.why_not(q, k, v, causal, left, scale):
         return hopper_backward.backward(q, k, v, out, lse, dout)
-    if left < 0 and q.shape[1] == k.shape[1] and q.numel() and not torch.are_deterministic_algorithms_enabled():
+    if left < 0 and q.shape[1] == k.shape[1] and _may_take_cudnns():
         return _backward_by_cudnn(gradient)
     tokens, keys, right = q.shape[1], k.shape[1], 0 if causal else -1
     whole = (q, k, v, None, None, None, None, None, tokens, keys, left, right, scale, 0.0, 0.0)
@@ -72,8 +87,15 @@ def _backward(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
+def _may_take_cudnns() -> bool:
+    """Not where sums must have a fixed order, nor where PyTorch's cuDNN wants the logarithm in another one."""
+    return not torch.are_deterministic_algorithms_enabled() and os.environ.get(_RAGGED) != "1"
+
+
 def _backward_by_cudnn(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, dout = (x.transpose(1, 2) for x in (gradient.q, gradient.k, gradient.v, gradient.out, gradient.dout))
+    """All tensors are packed: PyTorch looks a graph of cuDNN's up by the strides of q, k and v alone."""
+    given = (gradient.q, gradient.k, gradient.v, gradient.out, gradient.dout)
+    q, k, v, out, dout = (x.resolve_neg().contiguous().transpose(1, 2) for x in given)
     draws = torch.empty(0, dtype=torch.int64, device=q.device)  # of a dropout that there is not
     found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, gradient.lse.unsqueeze(-1), draws, draws, None, None, None, q.shape[2], k.shape[2], 0.0,
@@ -96,7 +118,7 @@ def _backward_packed(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
 
 def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*call[:3], *output)
-    ctx.options = call[3:]
+    ctx.options = call[3:6]
     ctx.set_materialize_grads(False)
 
 
@@ -136,7 +158,7 @@ def why_not(inputs: Inputs) -> str:
 def is_host_bound(inputs: Inputs) -> bool:
     """Whether an eager call is so small that the host may take longer than the device."""
     q, k = inputs[:2]
-    return not dispatch.is_traced(*inputs[:3]) and q.numel() // q.shape[3] * k.shape[1] <= HOST_BOUND
+    return q.numel() // q.shape[3] * k.shape[1] <= HOST_BOUND
 
 
 def is_cudnns(inputs: Inputs) -> bool:
@@ -153,7 +175,28 @@ def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = _OP.call_registered(call)
         return out, lse
     has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in call[:3])
-    if has_backward and not hopper_backward.why_no_shape(*call):
+    if has_backward and not hopper_backward.why_no_shape(*call[:6]):
         hopper_backward.foresee(call.q.device, *call.q.shape[2:])
     out, lse = _eager(*call)
     return out, lse
+
+
+def why_not_behind_cudnn(inputs: Inputs) -> str:
+    """Say why `run_behind_cudnn` cannot take the call; nothing where it can."""
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs[:3]):
+        return "there is no backward, and forward is PyTorch's"
+    if dispatch.is_traced(*inputs[:3]):
+        return "a compiler, a dispatch mode or a tensor subclass sees PyTorch's own ops"
+    why = why_not(inputs) or hopper_backward.why_no_shape(*_call(inputs)[:6])
+    if not why and not all(map(hopper_backward.lies_in_rows, inputs[:3])):
+        why = "a token's heads do not lie side by side in memory"
+    if not why and is_host_bound(inputs):
+        why = f"up to {HOST_BOUND:,} scores PyTorch's own ops take less of the host's time"
+    return why or ("" if is_cudnns(inputs) else "PyTorch itself would not take cuDNN's forward")
+
+
+def run_behind_cudnn(inputs: Inputs) -> tuple[Tensor, None]:
+    """(out, None), by cuDNN's forward and our own backward."""
+    call = _call(inputs)._replace(by_cudnn=True)
+    hopper_backward.foresee(call.q.device, *call.q.shape[2:])
+    return _eager(*call)[0], None

@@ -79,7 +79,7 @@ def _candidate(node: Node, given: dict[str, Any], mask: Node, small: Tensor | st
     choices = []
     detail = "causal" if "is_causal" in options else "nothing hidden"
     before = [_before_repeat(each) for each in (k, v)]
-    if before[0] is not None and before[1] is not None and not options.get("enable_gqa"):
+    if before[0] is not None and before[1] is not None and not options.get("enable_gqa") and _groups_heads(q):
         groups = shapes[0][1] // g.tensor_of(before[0]).shape[1]  # type: ignore[index, union-attr]
         grouped = {**options, "enable_gqa": True}
         choices.append(_choice((q, *before), grouped, f"{detail}, {groups} queries a key"))
@@ -95,6 +95,15 @@ def _is_open(mask: Tensor) -> bool:
 def _choice(inputs: tuple[Node | None, ...], options: dict[str, Any], detail: str) -> Choice:
     probed = {"dropout_p": 0.0} if options.get("dropout_p") else {}
     return Choice(F.scaled_dot_product_attention, inputs, options, detail, probed)
+
+
+def _groups_heads(q: Node) -> bool:
+    """Whether PyTorch has kernels for shared heads of keys, and need not compute all scores in memory."""
+    tensor = g.tensor_of(q)
+    assert tensor is not None
+    if tensor.device.type != "cuda":
+        return True
+    return tensor.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
 
 def _before_repeat(node: Node) -> Node | None:
