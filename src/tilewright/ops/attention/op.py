@@ -7,8 +7,8 @@
     dbias = dS,  dq = scale dS' k,  dk = scale dS'^T q,  dv = dropout(P)^T dout,  dS' = dS softcap'(scale q k^T)
 
 Several backends compute it; `backends.py` says what each takes and which one `auto` picks. Our own are the Triton
-kernels (`forward_kernels.py`, `backward_kernels.py`), which take everything, and on a Hopper a forward and a backward in
-CUDA C++ (`hopper.py`). In both backwards every sum has a fixed order; in cuDNN's, which may stand behind our forward, not.
+kernels (`forward_kernels.py`, `backward_kernels.py`), which take everything, and on a Hopper a forward and a backward
+in CUDA C++ (`hopper.py`). In both backwards every sum has a fixed order; in cuDNN's, behind our forward, it has not.
 
 Saved for backward: q, k, v, out, a float32 for each query and head, and the seed of dropout.
 
