@@ -4,6 +4,7 @@ import torch
 from ops.contract import DEVICE, on_gpu
 from tilewright import ops
 from tilewright.nn import SelfAttention
+from tilewright.nn.self_attention import _check_gradients
 from tilewright.ops.self_attention.op import reference
 
 
@@ -117,3 +118,16 @@ def test_a_captured_layer_replays_without_gradients():
     for _ in range(2):
         x = torch.randn_like(sample)
         torch.testing.assert_close(replay(x), layer(x))
+
+
+def test_a_capture_refuses_what_its_graphs_have_no_gradient_of():
+    layer, x = SelfAttention(8, 2), torch.randn(1, 2, 8)
+    wanting, frozen = x.clone().requires_grad_(), SelfAttention(8, 2).requires_grad_(False)
+    _check_gradients(x, x, True, layer)
+    _check_gradients(wanting, wanting, True, layer)
+    _check_gradients(x, x, False, frozen)
+    for captured in (True, False):
+        with pytest.raises(ValueError, match=r"capture it with sample\.requires_grad_\(\)"):
+            _check_gradients(wanting, x, captured, layer)
+    with pytest.raises(ValueError, match="captured without gradients; call it under"):
+        _check_gradients(x, x, False, layer)

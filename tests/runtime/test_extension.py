@@ -185,3 +185,14 @@ def test_ahead_of_time_it_is_in_the_wheel_and_needs_no_compiler(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "['kernel'] torch.Size([24, 8])\n", done.stderr
     assert "compiling" not in done.stderr
+
+
+def test_cuda_is_compiled_for_the_gpus_that_are_here_and_for_those_that_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for named, expected in (("", ["90"]), ("8.0+PTX", ["80", "90"]), ("9.0;10.0a", ["100a", "90"])):
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", named)
+        assert extension.architectures() == expected
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(extension.ExtensionError, match="'Hopper'; write numbers"):
+        extension.architectures()

@@ -82,7 +82,8 @@ class SelfAttention(torch.nn.Module):
 
         parameters = tuple(self.parameters())
         replay: Callable[..., torch.Tensor]
-        if torch.is_grad_enabled() and any(each.requires_grad for each in (sample, *parameters)):
+        has_backward = torch.is_grad_enabled() and any(each.requires_grad for each in (sample, *parameters))
+        if has_backward:
             # The parameters are inputs of the graphs: so they get gradients.
             static = sample.detach().clone().requires_grad_(sample.requires_grad)
             replay = torch.cuda.make_graphed_callables(call, (static, *masks, *parameters), _WARM_UPS)  # type: ignore[assignment]
@@ -96,12 +97,26 @@ class SelfAttention(torch.nn.Module):
                     f"The captured layer takes {tuple(sample.shape)} in {sample.dtype} with{'' if masks else 'out'} a "
                     f"key_mask, not {tuple(x.shape)} in {x.dtype}; capture it again."
                 )
+            if torch.is_grad_enabled():
+                _check_gradients(x, sample, has_backward, self)
             return replay(x, *given, *parameters)
 
         return run
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, causal={self.causal}"
+
+
+def _check_gradients(x: torch.Tensor, sample: torch.Tensor, has_backward: bool, layer: torch.nn.Module) -> None:
+    """Refuse a call whose gradients the captured graphs do not compute."""
+    if x.requires_grad and not (has_backward and sample.requires_grad):
+        raise ValueError(
+            "The layer was captured for inputs without a gradient; capture it with sample.requires_grad_()."
+        )
+    if not has_backward and any(each.requires_grad for each in layer.parameters()):
+        raise ValueError(
+            "The layer was captured without gradients; call it under torch.no_grad(), or capture it again."
+        )
 
 
 def _capture_forward(

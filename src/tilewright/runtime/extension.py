@@ -18,6 +18,7 @@ import ctypes
 import fcntl
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -173,12 +174,14 @@ class Extension:
 
 
 def architectures() -> list[str]:
-    """The architectures that CUDA sources are compiled for: those of TORCH_CUDA_ARCH_LIST, else of the GPUs here."""
+    """The architectures that CUDA sources are compiled for: those of the GPUs here, and of TORCH_CUDA_ARCH_LIST."""
     named = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
-    if named:
-        return sorted({each.split("+")[0].replace(".", "") for each in named})
+    strange = [each for each in named if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", each)]
+    if strange:
+        raise ExtensionError(f"TORCH_CUDA_ARCH_LIST has {strange[0]!r}; write numbers, such as 9.0.")
     devices = range(torch.cuda.device_count())
-    return sorted({"{}{}".format(*torch.cuda.get_device_capability(device)) for device in devices})
+    present = {"{}{}".format(*torch.cuda.get_device_capability(device)) for device in devices}
+    return sorted(present | {each.split("+")[0].replace(".", "") for each in named})
 
 
 def _targets() -> list[str]:

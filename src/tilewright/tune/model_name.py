@@ -31,8 +31,8 @@ def check_name(text: str) -> tuple[str, str]:
     name, _, given = rest.partition(":")
     if not re.fullmatch(r"\w+(\.\w+)*", where) or where.endswith(".py") or not name.isidentifier():
         such = "my_project.model:small"
-        if re.fullmatch(r"(\w+/)*\w+\.py:\w+", f"{where}:{name}"):
-            such = f"{where.removesuffix('.py').replace('/', '.')}:{name}"
+        if re.fullmatch(r"(\./)?(\w+/)*\w+\.py:\w+", f"{where}:{name}"):
+            such = f"{where.removeprefix('./').removesuffix('.py').replace('/', '.')}:{name}"
         raise UserError(f"The model is {text!r}; write package.module:factory, such as {such}.")
     _parse(text, given)
     return where, name
