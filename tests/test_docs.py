@@ -82,7 +82,7 @@ def test_pictures_follow_their_results_and_a_result_that_is_missing_is_named(tmp
     assert generate.main() == 0
     assert "![speed: GB/s by width](plots/speed.svg)" in (tmp_path / "docs" / "page.md").read_text()
     assert "](docs/plots/speed.svg)" in (tmp_path / "README.md").read_text()
-    assert "Not measured yet: `tilewright bench rope`." in (tmp_path / "README.md").read_text()
+    assert "Not measured yet: `tilewright bench rope --out results/rope.json`." in (tmp_path / "README.md").read_text()
     assert picture.read_text().startswith("<svg") and not unused.exists()
     monkeypatch.setattr("sys.argv", ["generate.py", "--check"])
     assert generate.main() == 0

@@ -7,14 +7,13 @@ import contextlib
 import ctypes
 import shutil
 import subprocess
-import sys
 import threading
 from ctypes import POINTER, c_int, cast
 
 import pytest
 import torch
 
-from tilewright.ops.attention import hopper as attention  # noqa: F401
+from tilewright.ops.attention import hopper_backward, hopper_forward
 from tilewright.runtime import nvrtc
 
 CONTEXT, MODULE, FUNCTION, STREAM = 11, 12, 13, 14
@@ -203,14 +202,18 @@ def test_what_depends_on_something_else_is_compiled_again(emulator, source, forg
     assert compiles() and not compiles()
 
 
-def test_attention_is_not_for_a_compiler_that_crashes_on_it(emulator, monkeypatch):
-    module = sys.modules["tilewright.ops.attention.hopper"]
+@pytest.mark.parametrize(
+    ("module", "config"),
+    [(hopper_backward, ()), (hopper_forward, (hopper_forward.launch_config(64, True, torch.bfloat16),))],
+    ids=["backward", "forward"],
+)
+def test_attention_is_not_for_a_compiler_that_crashes_on_it(module, config, emulator, monkeypatch):
     taken = []
     for version in ((12, 8), (12, 9), (13, 0), (13, 4)):
         emulator.version = version
         module._compiler_takes_it.cache_clear()
         monkeypatch.setattr(module.hopper, "kernels", lambda *_: taken.append(version))  # noqa: B023
-        module._kernel(torch.device("cuda", 0))
+        module._kernel(torch.device("cuda", 0), *config)
     module._compiler_takes_it.cache_clear()
     assert taken == [(13, 0), (13, 4)]
 

@@ -178,7 +178,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(override, sentence):
 def test_every_field_can_be_set_by_its_dotted_name():
     kinds = {int: "4", float: "0.5", bool: "yes", str: "x", list: "[x]"}
     for name, field in fields().items():
-        value = field.choices[-1] if field.choices else kinds[field.kind]
+        value = field.choices[-1] if field.choices else {"rules": "norm+glu"}.get(name) or kinds[field.kind]
         found = read(None, [f"{name}={value}"])
         section, _, last = name.rpartition(".")
         got = getattr(getattr(found.train, section) if section else found.train, last)
