@@ -181,7 +181,7 @@ def test_a_model_is_optimized_once_and_rules_and_modes_have_names() -> None:
     model.compile(backend="eager")
     with pytest.raises(UserError, match=r"model\.compile"):
         optimize(model)
-    with pytest.raises(UserError, match="no rule 'nrom'; choose from .*norm"):
+    with pytest.raises(UserError, match="no rule 'nrom'; did you mean norm"):
         optimize(nn.Linear(2, 2), rules=["nrom"])
     with pytest.raises(UserError, match="choose none, default"):
         optimize(nn.Linear(2, 2), compile="fast")

@@ -96,7 +96,8 @@ def test_the_gpu_can_be_chosen_and_the_model_is_the_one_given(begun, capsys):
     assert "for one B200" in text and "1b, 16 x 2048" in text and "125m" not in text and "tune_1b.json" in text
 
 
-def test_nothing_is_predicted_of_a_model_of_your_own(begun, capsys):
+def test_nothing_is_predicted_of_a_model_of_your_own(begun, capsys, tmp_path):
+    (tmp_path / "anything.py").write_text("def build():\n    raise AssertionError\n")
     begun("--model", "anything:build")
     text = capsys.readouterr().err
     assert "it is a rehearsal" in text and "nothing is predicted for a GPU" in text and "results/h200/" in text

@@ -186,9 +186,11 @@ def _inputs(candidate: Candidate, choice: Choice, generator: torch.Generator) ->
 
 def _small(size: Any, sizes: dict[str, int], candidate: Candidate, last: bool) -> int:
     """A small size that stands for a size, the same wherever it comes again; the last one is itself."""
-    if last or size == 1 or size in candidate.exact:
+    if last or size == 1:
         return int(size)
-    if size in candidate.literals:
+    if isinstance(size, int) and size in candidate.exact:
+        return size
+    if isinstance(size, int) and size in candidate.literals:
         return candidate.literals[size]
     return sizes.setdefault(str(size), _ROWS[len(sizes) % len(_ROWS)])
 

@@ -182,7 +182,7 @@ LEVERS = {name: field for name, field in fields().items() if field.lever is not 
 @pytest.mark.parametrize("name", LEVERS)
 def test_a_lever_is_put_back_in_float32_and_in_the_standard_run_unless_it_is_to_change_numbers(name):
     field = LEVERS[name]
-    for value in field.choices or {bool: (True,), int: (3,), float: (3.0,)}[field.kind]:
+    for value in field.choices or {bool: (True,), int: (3,), float: (3.0,), str: ("all", "norm+glu")}[field.kind]:
         best = Space(Train(), {}, "cpu").at({name: value})
         plain, rounded = (value_of(run, name) for run in (standard.float32(best), standard.standard(best)))
         if name == "optimizer.name":
