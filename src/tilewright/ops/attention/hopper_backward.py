@@ -65,7 +65,7 @@ def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Te
     _, sequence, heads, width = q.shape
     scale = width**-0.5
     dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
-    # Whoever saved tensors for us may have put them elsewhere, and a gradient may lie anyhow.
+    # A saved-tensor hook may have moved them, and a gradient may have any strides.
     inputs = [_rows(t if lies_in_rows(t) else dispatch.packed((t,))[0]) for t in (q, k, v, dout, out)]
     starts, slope_starts, counts = kernels.prepare(inputs[4], inputs[3], lse, heads, sequence, scale)
     sums = torch.empty_like(dq, dtype=torch.float32)

@@ -118,7 +118,7 @@ __device__ __forceinline__ void load_all(u32 base, const Map* queries, const Map
     }
     load_values(tile.first);
   }
-#if BOUNDED_WAITS  // until all were used, for whoever waits for another at a barrier does so without a bound
+#if BOUNDED_WAITS  // until all were used: a wait at a named barrier has no bound of its own
   for (int i = 0; i < STAGES; i++, v.advance()) wait(barriers + 8 * (EMPTY_V + v.stage), v.parity);
 #endif
 }

@@ -102,7 +102,7 @@ def _differentiate(ctx: Any, run: Any, upstream: Any, *_: Any) -> Sequence[Any]:
     register.refuse_second_derivative(_NAME)
     if upstream is None:
         return ()
-    saved = ctx.saved_tensors  # once: whoever computes again what was not kept allows no more
+    saved = ctx.saved_tensors  # once: recompute allows no second access
     if ctx.ahead:
         return ((saved[0] * upstream).to(saved[0].dtype),)
     logits, targets, weight = saved

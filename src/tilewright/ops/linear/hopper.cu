@@ -113,7 +113,7 @@ struct PartsGradient : Epilogue {
     for (int tile = blockIdx.x / 2; tile < schedule.tiles; tile += schedule.clusters)
       for (int step = 0; step < schedule.steps; step++) {
         wait(schedule.barriers + 8 * (FULL + stage), parity);
-        // Whoever has the same rows and other columns sees the same: each of them takes its turn.
+        // Blocks with the same rows and other columns see the same: each takes its turn.
         if (step % schedule.across == tile % schedule.across) add_columns(schedule.base + stage * STAGE, at_sums + step * INNER * 4, warp, lane);
         __syncwarp();
         if (lane == 0) arrive(schedule.barriers + 8 * (EMPTY + stage), schedule.rank);

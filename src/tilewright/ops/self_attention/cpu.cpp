@@ -185,7 +185,7 @@ class Head {
     }
   }
 
-  // Products of each key with each query, and minus infinity where the query may not see the key.
+  // Scores of each key and query; minus infinity where the query may not see the key.
   void score(const T* q) {
     put_across(q, stride_);
     multiply(S_, lanes_, D_, q + width_, stride_, 1, across_.data(), lanes_, scores_.data(), lanes_);

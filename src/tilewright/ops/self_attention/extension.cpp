@@ -1,6 +1,6 @@
 // The layer as ops of PyTorch: `self_attention` with its C++ autograd node, and the two ops that the node calls.
 //
-// `op.py` refuses bad input with a sentence. What is checked here keeps memory safe whoever calls.
+// `op.py` refuses bad input with a sentence. What is checked here keeps memory safe for every caller.
 #include "layer.h"
 
 #include <torch/csrc/autograd/custom_function.h>
