@@ -107,6 +107,7 @@ def test_a_cache_of_another_user_is_refused(source, cache, monkeypatch, caplog, 
 
 def test_without_a_compiler_there_is_one_sentence(source, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ExtensionError, match=r"^No C\+\+ compiler was found: install g\+\+, or set CXX to one\.$"):
         load(source)
     library = Extension("answer", {source: ()})
