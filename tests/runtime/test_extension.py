@@ -188,6 +188,14 @@ def test_ahead_of_time_it_is_in_the_wheel_and_needs_no_compiler(tmp_path):
     assert "compiling" not in done.stderr
 
 
+def test_an_editable_install_says_that_nothing_is_compiled_ahead(tmp_path):
+    pytest.importorskip("hatchling")
+    environment = {**ENVIRONMENT, "TILEWRIGHT_BUILD_EXT": "1"}
+    code = f"import hatchling.build; hatchling.build.build_editable({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("leave out -e, or leave it unset.\n"), done.stderr
+
+
 def test_cuda_is_compiled_for_the_gpus_that_are_here_and_for_those_that_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
