@@ -132,7 +132,7 @@ def listen_to_the_tables(model):
 
 @pytest.mark.parametrize("change", [wrap_matmuls, wrap_sublayers, freeze_a_block, listen_to_the_tables])
 @pytest.mark.parametrize("block", [0, 1], ids=["standard", "optimized"])
-def test_whoever_wraps_a_module_gets_the_same_model(block, change):
+def test_a_module_in_a_wrapper_gives_the_same_model(block, change):
     batch, model = tokens(), pair()[block]
     expected = model(batch, batch).detach()
     change(model)
@@ -388,7 +388,7 @@ def test_who_chooses_an_attention_gets_it(block, attention, ours, monkeypatch):
 
 
 @pytest.mark.parametrize("attention", ["flash", "efficient", "math"])
-def test_attention_is_the_same_whoever_computes_it(attention):
+def test_attention_is_the_same_by_every_backend(attention):
     batch = tokens()
     torch.manual_seed(0)
     auto = GPT(SMALL).to(DEVICE)

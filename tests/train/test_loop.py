@@ -365,7 +365,7 @@ def load(model, values):
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU"))])  # fmt: skip
 def test_an_engine_reads_the_weights_that_are_there(tmp_path, matmuls_on_any_device, graphs, write):
-    """Whoever wrote them, however, and whatever the engine ran before."""
+    """By any writer, in any way, and whatever the engine ran before."""
     device = matmuls_on_any_device
     config = tiny(tmp_path, precision="bf16", cuda_graphs=graphs, model={"gpt_block": "optimized"})
     torch.manual_seed(0)
