@@ -101,7 +101,7 @@ def start(inputs, starts, slope_starts, gradients, sums, counts, shape):
 @pytest.fixture
 def launched(monkeypatch):
     """How often the kernel was started; `auto` takes it at every length."""
-    monkeypatch.setattr(backends, "_FEWEST_KEYS", 0)
+    monkeypatch.setattr(backends, "FEWEST_KEYS", 0)
     if not HOPPER:
         monkeypatch.setattr(backend, "_may_take_cudnns", lambda: False)
         monkeypatch.setattr(backend, "_DEVICES", (DEVICE,))

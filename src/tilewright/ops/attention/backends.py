@@ -39,7 +39,7 @@ _EVERYTHING = frozenset(FEATURES)
 
 
 _OF_COMPILERS = ("FakeTensor", "FunctionalTensor")  # tensors that stand for others while a graph is captured
-_FEWEST_KEYS = 1024  # from which on hopper was measured
+FEWEST_KEYS = 1024  # from which on hopper was measured
 
 
 class Capability(NamedTuple):
@@ -179,8 +179,8 @@ def _pick(inputs: Inputs) -> tuple[Backend, str, str]:
     if measured:
         return BACKENDS[measured], measured, "it is the fastest measured on this GPU"
     why = _why_not_unasked("hopper", inputs)
-    if not why and k.shape[1] < _FEWEST_KEYS:
-        why = f"with fewer than {_FEWEST_KEYS:,} keys PyTorch's own kernels are as quick"
+    if not why and k.shape[1] < FEWEST_KEYS:
+        why = f"with fewer than {FEWEST_KEYS:,} keys PyTorch's own kernels are as quick"
     if why:
         return _BY_PYTORCH, paths.PYTORCH, why.replace("it has", "the hopper backend has")
     return BACKENDS["hopper"], "hopper", "it was the fastest on an H200, and this length was not measured here"
