@@ -137,18 +137,32 @@ _BY_PYTORCH = Backend(_run_pytorch, Capability(_PYTORCHS | {"gqa", "values"}, on
 
 def why_not(backend: Backend, inputs: Inputs) -> str:
     """Say why a backend cannot take a call; nothing where it can."""
-    q, (features, dtypes, head_dims, only_kernels) = inputs.q, backend.capability
+    q, features, only_kernels = inputs.q, backend.capability.features, backend.capability.only_kernels
     if only_kernels and not dispatch.runs_kernel(q):
         return dispatch.why_no_kernel(q)
     for feature in list_features(inputs):
         if feature not in features:
             return f"it has no {_word(feature)}"
-    if q.dtype not in dtypes:
-        return f"it does not take {q.dtype}"
-    if q.shape[3] not in head_dims:
+    return _why_not_kind(backend.capability, q.shape[3], q.dtype) or backend.why_not(inputs)
+
+
+def _why_not_kind(capability: Capability, head_dim: int, dtype: torch.dtype) -> str:
+    head_dims = capability.head_dims
+    if dtype not in capability.dtypes:
+        return f"it does not take {dtype}"
+    if head_dim not in head_dims:
         step = f" in steps of {head_dims.step}" if len(head_dims) > 1 else ""
-        return f"it takes a head_dim of {head_dims[0]} to {head_dims[-1]}{step}, and this one is {q.shape[3]}"
-    return backend.why_not(inputs)
+        return f"it takes a head_dim of {head_dims[0]} to {head_dims[-1]}{step}, and this one is {head_dim}"
+    return ""
+
+
+def why_not_model(name: str, head_dim: int, dtype: torch.dtype) -> str:
+    """Say why a backend takes no model with such heads, on any device; nothing where some device has it.
+
+    >>> why_not_model("hopper", 96, torch.bfloat16), why_not_model("triton", 96, torch.bfloat16)
+    ('it takes a head_dim of 64 to 128 in steps of 64, and this one is 96', '')
+    """
+    return _why_not_kind(BACKENDS[name].capability, head_dim, dtype)
 
 
 def choose(inputs: Inputs, name: str) -> tuple[Backend, str, str]:

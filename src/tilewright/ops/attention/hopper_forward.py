@@ -100,7 +100,9 @@ def _kernel(device: torch.device, config: Config) -> nvrtc.Kernel | None:
     return None if loaded is None else loaded[NAME]
 
 
-def is_there(device: torch.device, head_dim: int, causal: bool, dtype: torch.dtype) -> bool:
+def is_there(
+    device: torch.device, head_dim: int = HEADS[-1], causal: bool = True, dtype: torch.dtype = torch.bfloat16
+) -> bool:
     """Whether the kernel can run on a device: a Hopper, with NVRTC 13. It is compiled to find out."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
