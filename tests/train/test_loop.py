@@ -322,6 +322,7 @@ def test_waiting_for_data_is_said_once(tmp_path, monkeypatch):
     [
         ({"model": {"residual": "bf16"}}, "needs matmuls in bfloat16"),
         ({"model": {"attention": "cudnn"}}, "no such attention"),
+        ({"model": {"attention": "hopper"}}, "attention=hopper: .*; choose model.attention=auto"),
         ({"compile": "reduce-overhead", "global_batch": 8}, "would overwrite the gradients"),
         ({"cuda_graphs": True}, "needs a GPU"),
     ],
