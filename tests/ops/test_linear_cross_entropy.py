@@ -24,6 +24,7 @@ from tilewright.ops.linear_cross_entropy.op import cost, reference
 from tilewright.runtime import hopper
 
 OP = sys.modules["tilewright.ops.linear_cross_entropy.op"]
+PLAN = sys.modules["tilewright.plan.memory"]
 MEMORY = sys.modules["tilewright.ops.linear_cross_entropy.memory"]
 OPTIONS = {
     "plain": {},
@@ -157,9 +158,14 @@ def test_logits_are_never_held_beyond_the_memory(monkeypatch):
     assert seen == [(16, 77), (16, 77), (8, 77)]
     seen.clear()
     run(linear_cross_entropy, leaves, targets, {})
-    assert seen == [(40, 77)]  # the default is an eighth of all tokens, and 1024 at least
+    assert seen == [(40, 77)]  # so few bytes go at once
     seen.clear()
-    monkeypatch.setattr(OP, "_LEAST", 1)
+    monkeypatch.setattr(PLAN, "_ALL_LOGITS", 0)
+    monkeypatch.setattr(PLAN, "_LEAST_TOKENS", 20)
+    run(linear_cross_entropy, leaves, targets, {})
+    assert seen == [(40, 77)]  # and so do no more than twice the least tokens
+    seen.clear()
+    monkeypatch.setattr(PLAN, "_LEAST_TOKENS", 1)
     run(linear_cross_entropy, leaves, targets, {})
     assert seen == [(16, 77), (16, 77), (8, 77)]  # 16 tokens are the least
 
@@ -415,6 +421,26 @@ def test_float16_survives_a_loss_scale():
     actual = run(linear_cross_entropy, leaves, targets, {"memory": FEW}, upstream)
     for a, e in zip(actual[1:], truth(leaves, targets, {}, upstream)[1:], strict=True):
         assert (a.double() - e).norm() <= 4e-3 * e.norm()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_float16_keeps_the_logits_of_one_chunk_for_backward(reduction, monkeypatch):
+    leaves, targets, options = problem(torch.float16, {"reduction": reduction, "label_smoothing": 0.1})
+    seen, compute = [], OP._logits
+    monkeypatch.setattr(OP, "_logits", lambda x, w, b, out: (seen.append(out.shape), compute(x, w, b, out))[1])
+    loss = linear_cross_entropy(*leaves[:2], targets, leaves[2], **options)
+    upstream = torch.ones_like(loss)
+    first = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
+    assert seen == [(TOKENS, CLASSES)]
+    second = torch.autograd.grad(loss, leaves, upstream)  # their gradient has taken their place: once more
+    assert len(seen) == 2 and all(map(torch.equal, first, second))
+    for a, e in zip(first, truth(leaves, targets, options)[1:], strict=True):
+        assert (a.double() - e).norm() <= 4e-3 * e.norm()
+    seen.clear()
+    with torch.no_grad():
+        linear_cross_entropy(*leaves[:2], targets, leaves[2], **options)
+    run(linear_cross_entropy, leaves, targets, {**options, "memory": FEW})
+    assert len(seen) > 3
 
 
 def test_all_targets_ignored_is_zero_and_so_are_the_gradients(memory):
