@@ -209,7 +209,12 @@ def test_few_kernels_serve_any_number_of_tokens(monkeypatch):
     monkeypatch.setattr(MEMORY, "_SUMMED_FROM", 10**9)
     made = []
     real = cross_entropy_kernels.tiles_launch
-    monkeypatch.setattr(cross_entropy_kernels, "tiles_launch", lambda *those: (made.append(those[:3]), real(*those))[1])
+
+    def count(*those):
+        made.append(those[:3])
+        return (*real(*those)[:2], lambda *arguments, **how: None)  # which kernels there are shows without a run of them
+
+    monkeypatch.setattr(cross_entropy_kernels, "tiles_launch", count)
     for tokens in range(33, 130, 7):
         leaves, targets, _ = problem(torch.bfloat16, {}, tokens, 16, 333)
         run(linear_cross_entropy, leaves, targets, {"memory": 3000})

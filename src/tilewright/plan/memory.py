@@ -32,8 +32,9 @@ LOSSES = ("plain", "fused", "linear_fused")
 
 CONTEXT_BYTES = 620 * 2**20  # of CUDA and its libraries, as `bench memory` measured on an H200
 WORKSPACE_BYTES = 72 * 2**20  # of cuBLAS and the like, in every step measured there
-_MOST_LOGITS = 512 * 10**6  # bytes of them that `linear_cross_entropy` has at once
-_ALL_LOGITS = 256 * 10**6  # of which it computes all at once, however many the tokens
+_MOST_LOGITS = 384 * 10**6  # bytes of them that a chunk of `linear_cross_entropy` has
+_ALL_LOGITS = 256 * 10**6  # that it computes at once, however many the tokens
+_BOTH_CHUNKS = 512 * 10**6  # that it computes at once where they would be two chunks of the least tokens
 _LEAST_TOKENS = 1024  # that it has logits of: the matmuls of fewer do not fill a GPU
 _LOOSE = 0.02  # of what is allocated, lost between blocks
 # Bytes a logit of the plain loss at the peak of its forward and of its backward. Measured for bf16, derived else.
@@ -256,10 +257,10 @@ def logits_at_once(held: float, tokens: int) -> float:
     and one in float16 no second matmul for its logits.
 
     >>> [round(logits_at_once(tokens * 50304 * 2, tokens) / 1e6) for tokens in (512, 2048, 8192, 65536)]
-    [52, 206, 103, 512]
+    [52, 206, 103, 384]
     """
     least = held * min(1.0, _LEAST_TOKENS / max(1, tokens))
-    if held <= max(_ALL_LOGITS, min(_MOST_LOGITS, 2 * least)):
+    if held <= max(_ALL_LOGITS, min(_BOTH_CHUNKS, 2 * least)):
         return held
     return max(least, min(_MOST_LOGITS, held / 8))
 

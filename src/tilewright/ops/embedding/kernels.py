@@ -7,7 +7,7 @@ all their rows before it adds any up: what it has on its way covers the latency 
 takes many programs. A sum that begins and ends within the program is the gradient; of one that goes on beyond it the
 part here is left to `join`, where the program in which it ends adds the parts up, in an order of their number alone.
 
-Up to 8192 tokens find their places in that order by counting who comes before them, all at once: a sort has a pass and
+Up to 2048 tokens find their places in that order by counting who comes before them, all at once: a sort has a pass and
 several launches for each byte of its keys. Beyond, keys of 16 bits are half as many passes as those of 32.
 
 Where one sequence has all tokens, its rows are the position's gradient: backward stores them as it comes by.
@@ -25,7 +25,7 @@ import triton.language as tl
 from tilewright.runtime import dispatch
 
 _RUN = 16  # sorted tokens that a program of backward adds up
-_COUNTED = 8192  # tokens up to which counting is the quicker sort
+_COUNTED = 2048  # tokens up to which counting is the quicker sort
 _RANKED, _AT_ONCE = 32, 256  # tokens that a program of it places, and compares with at a time
 _SHORT_BIAS = 2**15 - 1  # a key of 16 bits is this much below its class, so that -1 is the lowest of them
 _SHORT_CLASSES = 2**16 - 2  # for so many there are keys of 16 bits, with -1 and one beyond

@@ -220,14 +220,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return (_registered if torch.compiler.is_compiling() else _eager)(*inputs)
 
 
-def is_worth_padding(x: Tensor, weight: Tensor, least: float = WORTH_PADDING) -> bool:
-    """Whether a matmul takes longer than to copy its operands into whole vectors: from so many FLOPs on.
-
-    A compiler pads by itself.
-    """
+def is_worth_padding(x: Tensor, weight: Tensor) -> bool:
+    """Whether a matmul takes longer than to copy its operands into whole vectors. A compiler pads by itself."""
     features_out, features_in = weight.shape
     whole = features_out % VECTOR == features_in % VECTOR == 0
-    if whole or x.device.type not in _DEVICES or 2 * x.numel() * features_out < least:
+    if whole or x.device.type not in _DEVICES or 2 * x.numel() * features_out < WORTH_PADDING:
         return False
     return matmul_dtype(x) in cublaslt.HALVES and not dispatch.is_traced(x, weight)
 

@@ -46,8 +46,7 @@ __all__ = ["cost", "linear_cross_entropy", "reference"]
 
 _NAME = "linear_cross_entropy"
 HOST_BOUND = 32 * 2**20  # logits up to which an eager call leaves the matmuls to PyTorch
-_MANY = 16  # tokens: for fewer it takes longer to copy the weight than to multiply by it as it is
-_WORTH_PADDING = 1e9  # FLOPs of the logits: the three matmuls have the same copies
+_MANY = 128  # tokens: for fewer it takes longer to copy the weight than to multiply by it as it is
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
 _VECTOR = 8  # classes: 16 bytes of them. A matmul over, or into, another number of them is up to 8 times as slow
 
@@ -373,7 +372,7 @@ def linear_cross_entropy(
             ``tilewright.ops.cross_entropy``. Ignored tokens take as long as others: leave out those you can.
         memory: bytes to take beside the gradients, for the logits of 16 tokens or 16 classes at least. Left out: all
             logits where they take no more than 256 MB, or are of 2,048 tokens and take no more than 512 MB; else an
-            eighth of them and 512 MB at most, but those of 1,024 tokens at least. What else is needed, up to 64
+            eighth of them and 384 MB at most, but those of 1,024 tokens at least. What else is needed, up to 64
             bytes a token, lies in the memory of x's gradient where that has room and one pass is enough, and is part of
             these bytes where not, but for what is more than half of them. More is faster, up to a point. Of a 16-bit
             weight, twice 4 bytes an element of it make room for the sum of its gradient in float32. (Under autocast the
@@ -416,7 +415,7 @@ def linear_cross_entropy(
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
             return_lse=return_lse, inplace=True,
         )  # fmt: skip
-    if x.shape[-1] % _VECTOR and targets.numel() >= _MANY and is_worth_padding(x, weight, _WORTH_PADDING):
+    if x.shape[-1] % _VECTOR and targets.numel() >= _MANY and is_worth_padding(x, weight):
         x, weight = pad(x, -1), pad(weight, 1)
     ahead = torch.is_grad_enabled() and reduction != "none" and x.dtype in AHEAD
     later = torch.is_grad_enabled() and not ahead and any(t is not None and t.requires_grad for t in (x, weight, bias))
