@@ -188,7 +188,7 @@ def test_resume_measures_what_lacks_and_again_what_was_behind(monkeypatch):
 
 @pytest.mark.parametrize("name", shapes.OPS)
 def test_resuming_the_recorded_run_measures_no_more_than_what_it_lacks(name):
-    """A draw goes by the cost of a call, and a formula that changes would draw other cases: `drawn_by` keeps the old."""
+    """A draw goes by the cost of a call: where its formula changes, `drawn_by` keeps the old, and the cases."""
     recorded = json.loads((Path(__file__).parents[2] / "results" / "h200" / "shapes.json").read_text())
     groups = shapes.draw(shapes.OPS, [name], recorded["seed"], 200, shapes.BENCH)
     drawn = [case for group in groups for case in group]

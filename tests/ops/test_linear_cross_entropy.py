@@ -170,6 +170,13 @@ def test_logits_are_never_held_beyond_the_memory(monkeypatch):
     assert seen == [(16, 77), (16, 77), (8, 77)]  # 16 tokens are the least
 
 
+def test_a_call_that_names_no_memory_has_384_mb_of_logits_at_most_or_all_of_few_tokens():
+    assert MEMORY.default_memory(16384, 128256, 2) == 384 * 10**6
+    assert MEMORY.default_memory(8192, 50304, 2) == 1024 * 50304 * 2
+    for tokens, classes in ((2048, 100352), (16000, 4096), (1, 300_000)):  # room for all of them, in whole tiles
+        assert MEMORY.default_memory(tokens, classes, 2) >= (tokens + 256) * classes * 2
+
+
 @pytest.mark.parametrize("memory", [16 * 64 * 4, 10**9])
 def test_the_host_never_asks_the_device(memory):
     """Whatever is ignored: to read a value, or a shape that depends on one, is to wait."""
@@ -212,7 +219,7 @@ def test_few_kernels_serve_any_number_of_tokens(monkeypatch):
 
     def count(*those):
         made.append(those[:3])
-        return (*real(*those)[:2], lambda *arguments, **how: None)  # which kernels there are shows without a run of them
+        return (*real(*those)[:2], lambda *arguments, **how: None)  # launches none of them
 
     monkeypatch.setattr(cross_entropy_kernels, "tiles_launch", count)
     for tokens in range(33, 130, 7):
