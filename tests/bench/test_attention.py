@@ -72,4 +72,4 @@ def test_the_fastest_of_plain_cases_is_learned(monkeypatch, tmp_path):
 
 def test_only_attention_learns():
     with pytest.raises(UserError, match="--learn is of `tilewright bench attention` alone"):
-        command("rope", seed=0, cases=200, ops="", budget=0.0, resume=False, learn=True)
+        command("rope", seed=0, cases=200, ops="", budget=0.0, resume=False, again="", learn=True)

@@ -22,7 +22,7 @@ from tilewright.plan import cost
 from tilewright.plan.cost import Cost
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import matmuls
-from tilewright.plan.memory import LOGITS_AT_ONCE, Training, matmul_weights, norm_bytes, optimizer_bytes
+from tilewright.plan.memory import Training, logits_at_once, matmul_weights, norm_bytes, optimizer_bytes
 
 CATEGORIES = ("matmul", "attention", "fused", "pointwise", "optimizer", "copy")  # as `measure.profile` tells them
 
@@ -229,7 +229,7 @@ def _matmuls(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
         yield Work("matmul", one, matmul.count * (4 if again else 3), SHARES["matmul"], True)
     if training.loss == "linear_fused":  # the weight's gradient is added up, a part of the tokens after the other
         logits = training.compute_bytes * tokens * decoder.vocabulary
-        added = math.ceil(logits / min(logits / 8, LOGITS_AT_ONCE)) - 1
+        added = math.ceil(logits / logits_at_once(logits, tokens)) - 1
         yield Work("matmul", cost.elementwise(decoder.vocabulary * decoder.width, 2 * stored, 0), added, 1.0)
 
 
