@@ -1,7 +1,7 @@
 """The backend `hopper`: forward in CUDA C++, and backward by the first of three that takes the call.
 
-Backward is our own in CUDA C++ (`hopper_backward.py`: causal, heads of 64), cuDNN's, which adds in no fixed order and
-has no window, or our Triton kernels'. All of them take what forward saves: out, and a logarithm for each query.
+Backward is our own in CUDA C++ (`hopper_backward.py`), cuDNN's, which adds in no fixed order and has no window, or our
+Triton kernels'. All of them take what forward saves: out, and a logarithm for each query.
 
 `auto` takes less: our own backward, behind cuDNN's forward (`run_behind_cudnn`).
 """
@@ -62,7 +62,9 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
 
 def _forward_by_cudnn(call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in call[:3])
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, call.causal, False)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, call.causal, False, scale=call.scale
+    )  # fmt: skip
     return out.transpose(1, 2), lse.view(lse.shape[:3])
 
 
@@ -77,7 +79,7 @@ def _backward(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if not hopper_backward.why_not(q, k, v, causal, left, scale):
-        return hopper_backward.backward(q, k, v, out, lse, dout)
+        return hopper_backward.backward(q, k, v, out, lse, dout, causal, left, scale)
     if left < 0 and q.shape[1] == k.shape[1] and _may_take_cudnns():
         return _backward_by_cudnn(gradient)
     tokens, keys, right = q.shape[1], k.shape[1], 0 if causal else -1
@@ -176,7 +178,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
         return out, lse
     has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in call[:3])
     if has_backward and not hopper_backward.why_no_shape(*call[:6]):
-        hopper_backward.foresee(call.q.device, *call.q.shape[2:])
+        hopper_backward.foresee(call.q.device, call.q.shape[3], call.q.dtype)
     out, lse = _eager(*call)
     return out, lse
 
@@ -187,9 +189,11 @@ def why_not_behind_cudnn(inputs: Inputs) -> str:
         return "there is no backward, and forward is PyTorch's"
     if dispatch.is_traced(*inputs[:3]):
         return "a compiler, a dispatch mode or a tensor subclass sees PyTorch's own ops"
+    if inputs.left >= 0 or inputs.q.shape[1] != inputs.k.shape[1]:
+        return "cuDNN's forward has no window, and no causal mask over another number of keys than of queries"
     why = why_not(inputs) or hopper_backward.why_no_shape(*_call(inputs)[:6])
-    if not why and not all(map(hopper_backward.lies_in_rows, inputs[:3])):
-        why = "a token's heads do not lie side by side in memory"
+    if not why and not all(map(hopper_forward._lies_well, inputs[:3])):
+        why = "TMA cannot read its tensors as they lie in memory"
     if not why and is_host_bound(inputs):
         why = f"up to {HOST_BOUND:,} scores PyTorch's own ops take less of the host's time"
     return why or ("" if is_cudnns(inputs) else "PyTorch itself would not take cuDNN's forward")
@@ -198,5 +202,5 @@ def why_not_behind_cudnn(inputs: Inputs) -> str:
 def run_behind_cudnn(inputs: Inputs) -> tuple[Tensor, None]:
     """(out, None), by cuDNN's forward and our own backward."""
     call = _call(inputs)._replace(by_cudnn=True)
-    hopper_backward.foresee(call.q.device, *call.q.shape[2:])
+    hopper_backward.foresee(call.q.device, call.q.shape[3], call.q.dtype)
     return _eager(*call)[0], None

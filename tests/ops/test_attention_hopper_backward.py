@@ -1,0 +1,141 @@
+"""Backward of attention on a Hopper, against float64.
+
+Without a Hopper the kernel's own source runs on the CPU, as that of forward does in `test_attention_hopper.py`; blocks run
+in the order of their numbers, so a block that waited for a later one would be an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from ctypes import c_char_p
+
+import pytest
+import torch
+
+from ops.contract import assert_equal
+from ops.test_attention_hopper import BF16, EMULATOR, FP16, _Map, inputs, needs_compiler, truth
+from tilewright.ops.attention import hopper_backward as hopper
+
+WRAPPER = """
+#include "kernel.cu"
+static Map maps[6];
+static const float *starts, *slopes;
+static float* sums;
+static int* counted;
+static Sizes asked;
+static float by;
+static void start() {
+  tilewright_attention_backward(maps[0], maps[1], maps[2], maps[3], maps[4], maps[5], starts, slopes, sums, counted, asked, by);
+}
+extern "C" const char* run(int blocks, const Map* six, const float* first, const float* second, float* third, int* fourth,
+                           const Sizes* sizes, float scale, int seed) {
+  std::copy(six, six + 6, maps);
+  starts = first, slopes = second, sums = third, counted = fourth, asked = *sizes, by = scale;
+  dice.seed(seed);
+  return run_blocks(blocks, THREADS, start);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Builds the kernel's source for the CPU, once for each of its configs."""
+    built = {}
+
+    def build(config):
+        if config not in built:
+            folder = tmp_path_factory.mktemp("emulated")
+            shutil.copy(hopper.SOURCE, folder / "kernel.cu")
+            (folder / "run.cpp").write_text(WRAPPER)
+            macros = [f"-D{name}={value}" for name, value in {**config.macros, "BOUNDED_WAITS": 1}.items()]
+            command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{EMULATOR}", *macros]
+            subprocess.run([*command, "-o", folder / "run.so", folder / "run.cpp"], check=True)
+            built[config] = ctypes.CDLL(str(folder / "run.so"))
+            built[config].run.restype = c_char_p
+        return built[config]
+
+    return build
+
+
+@pytest.fixture
+def emulate(compiled, monkeypatch):
+    """`hopper.backward` on the CPU, with so many blocks to a section."""
+    monkeypatch.setattr(hopper.nvrtc, "head_map", _Map)
+    empty = torch.Tensor.new_empty
+
+    def poisoned(t, *size, **how):
+        new = empty(t, *size, **how)
+        return new.fill_(math.nan if new.is_floating_point() else 77)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+    def backward(*call, section=None, seed=0):
+        def kernel(device, config):
+            def start(programs, arguments):
+                *maps, starts, slopes, sums, counts, sizes, scale = arguments
+                sizes.section = sizes.section if section is None else section
+                pointers = starts, slopes, sums, counts, ctypes.byref(sizes)
+                failure = compiled(config).run(programs, (_Map * 6)(*maps), *pointers, scale, seed)
+                assert failure is None, failure
+
+            return start
+
+        monkeypatch.setattr(hopper, "_kernel", kernel)
+        return hopper.backward(*call)
+
+    return backward
+
+
+def gradients_of_truth(q, k, v, dout, causal, left, scale):
+    """(out, log-sum-exp) and the gradients, in float64."""
+    parts = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    out, lse = truth(*parts, causal, None if left < 0 else left + 1, scale)
+    return out.detach(), lse.detach(), torch.autograd.grad(out, parts, dout.double())
+
+
+def assert_gradients(actual, expected):
+    """Within the rounding of 16 bits: of probabilities, their slopes and the result itself."""
+    for name, got, true in zip("qkv", actual, expected, strict=True):
+        unit = torch.finfo(got.dtype).eps / 2
+        error, size = (got.double() - true).norm(), true.norm()
+        floor = 2e-6 * max(1.0, true.numel() ** 0.5)  # where the truth is 0: the rounding of float32
+        assert got.shape == true.shape and error <= 2.5 * unit * size + floor, f"d{name}: error {error / size:.2e}"
+        worst, largest = (got.double() - true).abs().max(), true.abs().max()
+        assert worst <= 6 * unit * largest + 1e-5, f"d{name}: worst {worst / largest:.2e}"
+
+
+def given(shape, dtype, causal, left, scale=None, grown=1.0):
+    """The arguments of `backward`, and what it should return."""
+    q, k, v = inputs(*shape, dtype)
+    q = q * grown
+    dout = torch.randn(q.shape, device=q.device).to(dtype)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    out, lse, expected = gradients_of_truth(q, k, v, dout, causal, left, scale)
+    return (q, k, v, out.to(dtype), lse.float(), dout, causal, left, scale), expected
+
+
+CASES = {  # batch, queries, keys, heads, key heads, head_dim; causal, left; dtype, how queries are scaled
+    "wide heads share keys": ((1, 256, 256, 4, 2, 128), True, -1, BF16, 1.0),
+    "a last tile cut short": ((2, 200, 200, 2, 2, 128), True, -1, BF16, 1.0),
+    "narrow heads share keys": ((1, 300, 300, 2, 1, 64), True, -1, FP16, 1.0),
+    "every key": ((1, 130, 200, 2, 1, 128), False, -1, BF16, 10.0),
+    "every key, narrow": ((1, 200, 70, 1, 1, 64), False, -1, BF16, 1.0),
+    "queries that see no key": ((1, 400, 70, 1, 1, 128), True, -1, BF16, 1.0),
+    "keys that no query sees": ((1, 70, 400, 1, 1, 64), True, 60, BF16, 1.0),
+    "a window": ((1, 330, 330, 2, 1, 128), True, 100, FP16, 10.0),
+    "a window of one": ((1, 150, 150, 1, 1, 64), True, 0, BF16, 1.0),
+    "one query": ((2, 1, 300, 2, 1, 128), True, -1, BF16, 1.0),
+    "one key": ((1, 65, 1, 1, 1, 128), False, -1, BF16, 1.0),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES)
+def test_the_source_is_right_whatever_the_order(case, emulate):
+    shape, causal, left, dtype, grown = CASES[case]
+    call, expected = given(shape, dtype, causal, left, grown=grown)
+    for seed, section in enumerate((None, 1)):
+        assert_gradients(emulate(*call, section=section, seed=seed), expected)
