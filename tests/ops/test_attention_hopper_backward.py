@@ -1,7 +1,7 @@
 """Backward of attention on a Hopper, against float64.
 
-Without a Hopper the kernel's own source runs on the CPU, as that of forward does in `test_attention_hopper.py`; blocks run
-in the order of their numbers, so a block that waited for a later one would be an error.
+Without a Hopper the kernel's own source runs on the CPU, as that of forward does in `test_attention_hopper.py`; blocks
+run in the order of their numbers, so a block that waited for a later one would be an error.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ static int* counted;
 static Sizes asked;
 static float by;
 static void start() {
-  tilewright_attention_backward(maps[0], maps[1], maps[2], maps[3], maps[4], maps[5], starts, slopes, sums, counted, asked, by);
+  tilewright_attention_backward(maps[0], maps[1], maps[2], maps[3], maps[4], maps[5], starts, slopes, sums, counted,
+                                asked, by);
 }
-extern "C" const char* run(int blocks, const Map* six, const float* first, const float* second, float* third, int* fourth,
-                           const Sizes* sizes, float scale, int seed) {
+extern "C" const char* run(int blocks, const Map* six, const float* first, const float* second, float* third,
+                           int* fourth, const Sizes* sizes, float scale, int seed) {
   std::copy(six, six + 6, maps);
   starts = first, slopes = second, sums = third, counted = fourth, asked = *sizes, by = scale;
   dice.seed(seed);
@@ -139,3 +140,16 @@ def test_the_source_is_right_whatever_the_order(case, emulate):
     call, expected = given(shape, dtype, causal, left, grown=grown)
     for seed, section in enumerate((None, 1)):
         assert_gradients(emulate(*call, section=section, seed=seed), expected)
+
+
+@needs_compiler
+def test_every_bit_is_the_same_whoever_is_ahead(emulate):
+    call, _ = given((1, 200, 200, 2, 1, 128), BF16, True, -1)
+    assert_equal(emulate(*call, seed=1), emulate(*call, seed=2))
+
+
+def test_shared_memory_holds_every_config():
+    for head_dim in hopper.HEADS:
+        config = hopper.launch_config(head_dim, BF16)
+        assert config.shared_bytes <= 232_448 and config.queries * head_dim == 2 * 64 * 64
+        assert config.macros == {**hopper.launch_config(head_dim, FP16).macros, "HALF": 0}

@@ -92,8 +92,9 @@ class _Sizes(ctypes.Structure):
 def _section(heads: int, blocks: int, span: Span, processors: int) -> int:
     """Blocks of a head that begin with the last keys, before those of the keys in front of them begin.
 
-    Under a causal mask the first keys have the longest walks: a grid that begins with these ends evenly, if sections are
-    short beside all that a processor does. Long ones read less from memory. `heads` are those of keys, of all batches.
+    Under a causal mask the first keys have the longest walks: a grid that begins with these ends evenly, if sections
+    are short beside all that a processor does. Long ones read less from memory. `heads` are those of keys, of all
+    batches.
 
     >>> causal = Span(-1, 0, 0.125)
     >>> _section(128, 16, causal, 132), _section(16, 128, causal, 132), _section(16, 128, Span(99, 0, 0.125), 132)

@@ -5,8 +5,8 @@ Rows are a multiple of 8 elements apart, and told in eights: so the compiler kno
 `prepare`: a program takes 64 queries of a head. The numbers it writes are a row a head, of whole tiles of queries:
 behind the last query they are such that nothing comes of them.
 
-`finish`: what was added up lies as the tensor cores had it, 64 queries and 64 columns of a head at a time: of a group of
-128 threads each has 32 numbers, and four of one thread lie beside four of the next. A program takes one such part.
+`finish`: what was added up lies as the tensor cores had it, 64 queries and 64 columns of a head at a time: of a group
+of 128 threads each has 32 numbers, and four of one thread lie beside four of the next. A program takes one such part.
 """
 
 import functools
@@ -87,7 +87,7 @@ def _launches(device: torch.device, width: int) -> tuple[dispatch.Launch, dispat
 def prepare(
     out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, tile: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What scores start from, a row a head of whole tiles of queries, what their slopes start from, and a 0 for each part.
+    """What scores start from, and what their slopes do, each a row a head of whole tiles; and a 0 for each part.
 
     `out` and `dout` are (batch, queries, heads, head_dim), their columns contiguous; `lse` is (batch, heads, queries).
     """
