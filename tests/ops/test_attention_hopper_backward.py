@@ -148,6 +148,30 @@ def test_every_bit_is_the_same_whoever_is_ahead(emulate):
     assert_equal(emulate(*call, seed=1), emulate(*call, seed=2))
 
 
+REGISTERS = """
+#include "hopper.cuh"
+template <int FEW>
+static void start() {
+  threadIdx.x < 128 ? shrink_registers<FEW>() : grow_registers<240>();
+}
+extern "C" const char* run_24() { return run_blocks(1, 384, start<24>); }
+extern "C" const char* run_32() { return run_blocks(1, 384, start<32>); }
+"""
+
+
+@needs_compiler
+def test_the_emulator_knows_who_waits_for_registers(tmp_path):
+    """A Hopper gives a thread of 384 no more than 168 at first, and a group that wants more waits for others."""
+    (tmp_path / "run.cpp").write_text(REGISTERS)
+    command = ["g++", "-std=c++17", "-w", "-shared", "-fPIC", f"-I{EMULATOR}"]
+    subprocess.run([*command, "-o", tmp_path / "run.so", tmp_path / "run.cpp"], check=True)
+    library = ctypes.CDLL(str(tmp_path / "run.so"))
+    for run in (library.run_24, library.run_32):
+        run.restype = c_char_p
+    assert library.run_24() is None
+    assert library.run_32() == b"nobody can go on"
+
+
 def test_shared_memory_holds_every_config():
     for head_dim in hopper.HEADS:
         config = hopper.launch_config(head_dim, BF16)

@@ -185,10 +185,26 @@ inline void wait_count(const int* at, int count) {
   wait_until([&] { return *at == count; });
 }
 inline void set_count(int* at, int count) { *at = count; }
+
+// Registers: threads begin with equal shares of all, and who wants more waits until others have given back enough.
+static int free_registers, registers[1024];
 template <int COUNT>
-inline void shrink_registers() {}
+inline void set_registers() {
+  static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "what a warp can have");
+  const int more = COUNT - registers[threadIdx.x];
+  wait_until([&] { return free_registers >= more; });
+  free_registers -= more, registers[threadIdx.x] = COUNT;
+}
 template <int COUNT>
-inline void grow_registers() {}
+inline void shrink_registers() {
+  if (COUNT > registers[threadIdx.x]) throw std::runtime_error("a thread gives back registers that it does not have");
+  set_registers<COUNT>();
+}
+template <int COUNT>
+inline void grow_registers() {
+  if (COUNT < registers[threadIdx.x]) throw std::runtime_error("a thread asks for fewer registers than it has");
+  set_registers<COUNT>();
+}
 
 // Named barriers, and what a warp does together.
 struct Gathering { int arrived = 0, generation = 0; };
@@ -285,6 +301,8 @@ inline const char* run_blocks(int blocks, int threads, void (*kernel)()) {
   for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
     memset(memory, 0xFF, sizeof memory);  // NaN
     barriers_.clear(), named.clear(), copies.clear();
+    free_registers = 0;
+    std::fill_n(registers, threads, 65536 / threads / 8 * 8);
     fibers = std::vector<Fiber>(threads);
     for (Fiber& fiber : fibers) {
       getcontext(&fiber.context);

@@ -37,7 +37,9 @@ constexpr int AT_DS = AT_DO + DO_STAGES * QUERY_TILE, AT_DQ = AT_DS + 2 * SCORES
 constexpr int AT_SLOPE_STARTS = AT_STARTS + Q_STAGES * ROW, AT_BARRIERS = AT_SLOPE_STARTS + DO_STAGES * ROW;
 constexpr int FULL_Q = 0, EMPTY_Q = FULL_Q + Q_STAGES, FULL_DO = EMPTY_Q + Q_STAGES, EMPTY_DO = FULL_DO + DO_STAGES,
               FULL_DQ = EMPTY_DO + DO_STAGES, EMPTY_DQ = FULL_DQ + 2, FULL_KEYS = EMPTY_DQ + 2, BARRIERS = FULL_KEYS + 1;
-constexpr int THREADS = 384;
+constexpr int THREADS = 384, FEW_REGISTERS = 24, MANY_REGISTERS = 240;
+constexpr int GIVEN_REGISTERS = 65536 / THREADS / 8 * 8;  // at first; who asks for more than are free waits
+static_assert(FEW_REGISTERS + 2 * MANY_REGISTERS <= 3 * GIVEN_REGISTERS, "some would wait forever");
 static_assert(AT_BARRIERS + 8 * BARRIERS == SHARED_BYTES, "what the host gives");
 static_assert(QUERIES * HEAD == 2 * 64 * 64, "each group has 64 x 64 numbers of dQ");
 
@@ -49,15 +51,17 @@ struct Sizes {  // of what is asked; query i sees keys from i + keys - queries -
 // What a block does: its keys, and the tiles of queries that see them, of each of `shared_by` heads.
 struct Walk {
   int batch, key_head, block, first, tiles;
+  int begin, end;  // of the section: blocks
 };
 __device__ __forceinline__ Walk find(const Sizes& sizes) {
   const int blocks = (sizes.keys + KEYS - 1) / KEYS, key_heads = sizes.heads / sizes.shared_by;
   const int section = blockIdx.x / (sizes.batch * key_heads * sizes.section);
   const int within = blockIdx.x - section * (sizes.batch * key_heads * sizes.section);
-  const int begin = section * sizes.section, count = min(sizes.section, blocks - begin), head = within / count;
   Walk walk;
+  walk.begin = section * sizes.section, walk.end = min(walk.begin + sizes.section, blocks);
+  const int count = walk.end - walk.begin, head = within / count;
   walk.batch = head / key_heads, walk.key_head = head % key_heads;
-  walk.block = begin + count - 1 - within % count;
+  walk.block = walk.end - 1 - within % count;
   const int same = walk.block * KEYS - (sizes.keys - sizes.queries);  // the query that would be at the first key
   walk.first = max(0, same - sizes.right) / QUERIES;
   const int last = min(sizes.queries - 1, same + KEYS - 1 + sizes.left);
@@ -66,12 +70,11 @@ __device__ __forceinline__ Walk find(const Sizes& sizes) {
 }
 
 // How many blocks add to a tile of queries before this one: those of earlier sections, and of this one those behind it.
-__device__ __forceinline__ int rank_of(const Sizes& sizes, int block, int tile) {
-  const int blocks = (sizes.keys + KEYS - 1) / KEYS, offset = sizes.keys - sizes.queries;
+__device__ __forceinline__ int rank_of(const Sizes& sizes, const Walk& walk, int tile) {
+  const int offset = sizes.keys - sizes.queries;
   const int from = max(0, tile * QUERIES + offset - sizes.left) / KEYS;
   const int last = (min((tile + 1) * QUERIES, sizes.queries) - 1 + offset + sizes.right) / KEYS;
-  const int begin = block / sizes.section * sizes.section;
-  return max(0, begin - from) + min(last, min(blocks, begin + sizes.section) - 1) - block;
+  return max(0, walk.begin - from) + min(last, walk.end - 1) - walk.block;
 }
 
 // What a column begins with, in all rows: a thread has two neighbours of every eight, in two rows.
@@ -102,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 base = shared(memory), barriers = base + AT_BARRIERS;
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   const Walk walk = find(sizes);
+  const int turns = walk.tiles * sizes.shared_by;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Q_STAGES; i++) {
       initialise(barriers + 8 * (FULL_Q + i), 1);
@@ -121,58 +125,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   if (group == 0) {
-    shrink_registers<32>();
+    shrink_registers<FEW_REGISTERS>();
     const int tiles = (sizes.queries + QUERIES - 1) / QUERIES;
-    const int first_head = walk.batch * sizes.heads + walk.key_head * sizes.shared_by;
+    int head = walk.key_head * sizes.shared_by, tile = walk.first;
+    int number = (walk.batch * sizes.heads + head) * tiles + tile;  // of the tile, of all heads
+    auto advance = [&]() {
+      number++;
+      if (++tile == walk.first + walk.tiles) tile = walk.first, number += tiles - walk.tiles, head++;
+    };
     if (thread == 0) {
       expect(barriers + 8 * FULL_KEYS, 2 * KEY_TILE);
       load_panels(base + AT_K, KEY_PANEL, &keys, barriers + 8 * FULL_KEYS, walk.key_head, walk.block * KEYS, walk.batch);
       load_panels(base + AT_V, KEY_PANEL, &values, barriers + 8 * FULL_KEYS, walk.key_head, walk.block * KEYS, walk.batch);
-      int turn = 0;
 #pragma unroll 1
-      for (int i = 0; i < sizes.shared_by; i++)
-#pragma unroll 1
-        for (int tile = walk.first; tile < walk.first + walk.tiles; tile++, turn++) {
-          const int q = turn % Q_STAGES, g = turn % DO_STAGES, head = walk.key_head * sizes.shared_by + i;
-          const size_t row = ((size_t)(first_head + i) * tiles + tile) * QUERIES;
-          wait(barriers + 8 * (EMPTY_Q + q), turn / Q_STAGES + 1 & 1);
-          expect(barriers + 8 * (FULL_Q + q), QUERY_TILE + ROW);
-          load_panels(base + AT_Q + q * QUERY_TILE, QUERY_PANEL, &queries, barriers + 8 * (FULL_Q + q), head,
-                      tile * QUERIES, walk.batch);
-          load_bytes(base + AT_STARTS + q * ROW, starts + row, ROW, barriers + 8 * (FULL_Q + q));
-          wait(barriers + 8 * (EMPTY_DO + g), turn / DO_STAGES + 1 & 1);
-          expect(barriers + 8 * (FULL_DO + g), QUERY_TILE + ROW);
-          load_panels(base + AT_DO + g * QUERY_TILE, QUERY_PANEL, &dout, barriers + 8 * (FULL_DO + g), head,
-                      tile * QUERIES, walk.batch);
-          load_bytes(base + AT_SLOPE_STARTS + g * ROW, slope_starts + row, ROW, barriers + 8 * (FULL_DO + g));
-        }
+      for (int turn = 0; turn < turns; turn++, advance()) {
+        const int q = turn % Q_STAGES, g = turn % DO_STAGES;
+        wait(barriers + 8 * (EMPTY_Q + q), turn / Q_STAGES + 1 & 1);
+        expect(barriers + 8 * (FULL_Q + q), QUERY_TILE + ROW);
+        load_panels(base + AT_Q + q * QUERY_TILE, QUERY_PANEL, &queries, barriers + 8 * (FULL_Q + q), head,
+                    tile * QUERIES, walk.batch);
+        load_bytes(base + AT_STARTS + q * ROW, starts + (size_t)number * QUERIES, ROW, barriers + 8 * (FULL_Q + q));
+        wait(barriers + 8 * (EMPTY_DO + g), turn / DO_STAGES + 1 & 1);
+        expect(barriers + 8 * (FULL_DO + g), QUERY_TILE + ROW);
+        load_panels(base + AT_DO + g * QUERY_TILE, QUERY_PANEL, &dout, barriers + 8 * (FULL_DO + g), head,
+                    tile * QUERIES, walk.batch);
+        load_bytes(base + AT_SLOPE_STARTS + g * ROW, slope_starts + (size_t)number * QUERIES, ROW,
+                   barriers + 8 * (FULL_DO + g));
+      }
     } else if (thread == 32 || thread == 64) {
       const int whose = thread / 64;
       const u32 from = base + AT_DQ + whose * PART;
-      int turn = 0;
 #pragma unroll 1
-      for (int i = 0; i < sizes.shared_by; i++)
-#pragma unroll 1
-        for (int tile = walk.first; tile < walk.first + walk.tiles; tile++, turn++) {
-          const size_t part = ((size_t)(first_head + i) * tiles + tile) * 2 + whose;
-          const int rank = rank_of(sizes, walk.block, tile);
-          wait(barriers + 8 * (FULL_DQ + whose), turn & 1);
-          wait_count(counts + part, rank);
-          rank == 0 ? store_bytes(dqueries + part * (PART / 4), from, PART)
-                    : add_bytes(dqueries + part * (PART / 4), from, PART);
-          commit_stores();
-          wait_stores_read();
-          arrive(barriers + 8 * (EMPTY_DQ + whose));
-          wait_stores();
-          set_count(counts + part, rank + 1);
-        }
+      for (int turn = 0; turn < turns; turn++, advance()) {
+        const size_t part = (size_t)number * 2 + whose;
+        const int rank = rank_of(sizes, walk, tile);
+        wait(barriers + 8 * (FULL_DQ + whose), turn & 1);
+        wait_count(counts + part, rank);
+        rank == 0 ? store_bytes(dqueries + part * (PART / 4), from, PART)
+                  : add_bytes(dqueries + part * (PART / 4), from, PART);
+        commit_stores();
+        wait_stores_read();
+        arrive(barriers + 8 * (EMPTY_DQ + whose));
+        wait_stores();
+        set_count(counts + part, rank + 1);
+      }
     }
     return;
   }
 
-  grow_registers<240>();
+  grow_registers<MANY_REGISTERS>();
   const int mine = group - 1, lane = thread % 32, warp = thread / 32;
-  const int turns = walk.tiles * sizes.shared_by, last_tile = walk.first + walk.tiles - 1;
+  const int last_tile = walk.first + walk.tiles - 1;
   const u32 at_line = line(thread), part = base + AT_DQ + mine * PART;
   const float factor = scale * LOG2E;
   float s[QUERIES / 2], dp[QUERIES / 2], dk[HEAD / 2], dv[HEAD / 2], dq[32];
