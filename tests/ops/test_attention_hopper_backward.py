@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
+import random
 import shutil
 import subprocess
 from ctypes import c_char_p
@@ -15,9 +17,10 @@ from ctypes import c_char_p
 import pytest
 import torch
 
-from ops.contract import assert_equal
+from ops.contract import DEVICE, assert_deterministic, assert_equal, on_hopper
 from ops.test_attention_hopper import BF16, EMULATOR, FP16, _Map, inputs, needs_compiler, truth
 from tilewright.ops.attention import hopper_backward as hopper
+from tilewright.ops.attention import kernels
 
 WRAPPER = """
 #include "kernel.cu"
@@ -129,8 +132,10 @@ CASES = {  # batch, queries, keys, heads, key heads, head_dim; causal, left; dty
     "a window": ((1, 330, 330, 2, 1, 128), True, 100, FP16, 10.0),
     "a window of one": ((1, 150, 150, 1, 1, 64), True, 0, BF16, 1.0),
     "one query": ((2, 1, 300, 2, 1, 128), True, -1, BF16, 1.0),
-    "one key": ((1, 65, 1, 1, 1, 128), False, -1, BF16, 1.0),
+    "one key": ((1, 65, 1, 1, 1, 128), False, -1, FP16, 1.0),
 }
+
+LENGTHS = (1, 63, 64, 65, 127, 129, 200, 1000, 1500)
 
 
 @needs_compiler
@@ -172,8 +177,66 @@ def test_the_emulator_knows_who_waits_for_registers(tmp_path):
     assert library.run_32() == b"nobody can go on"
 
 
+def test_kernels_around_it_are_of_one_dtype(monkeypatch):
+    """A launch keeps the binary of its first call."""
+    seen = {}
+    real = kernels.dispatch.Launch._start
+
+    def start(launch, grid, tensors, scalars):
+        seen.setdefault(launch, set()).add(tuple(t.dtype for t in tensors))
+        real(launch, grid, tensors, scalars)
+
+    monkeypatch.setattr(kernels.dispatch.Launch, "_start", start)
+    for dtype in (BF16, FP16):
+        rows = torch.ones(1, 64, 1, 128, device=DEVICE, dtype=dtype)
+        *_, counts = kernels.prepare(rows, rows, torch.zeros(1, 1, 64, device=DEVICE), 64, 1.0)
+        kernels.finish(torch.zeros(64 * 128, device=DEVICE), counts, rows, 64, 1.0)
+    assert len(seen) == 4 and all(len(dtypes) == 1 for dtypes in seen.values())
+
+
 def test_shared_memory_holds_every_config():
     for head_dim in hopper.HEADS:
         config = hopper.launch_config(head_dim, BF16)
         assert config.shared_bytes <= 232_448 and config.queries * head_dim == 2 * 64 * 64
         assert config.macros == {**hopper.launch_config(head_dim, FP16).macros, "HALF": 0}
+
+
+@pytest.fixture
+def bounded(monkeypatch):
+    """A wait for what never comes ends in an error, and not with the GPU lost."""
+    monkeypatch.setattr(hopper, "BOUNDED_WAITS", 1)
+
+
+def draws(head_dim, causal, dtype, count):
+    """Arguments of `given`, others in each run, of every length as queries and as keys."""
+    dice = random.Random(f"{os.environ['TILEWRIGHT_SEED']} {head_dim} {causal} {dtype}")
+    for number in range(count):
+        queries, keys = LENGTHS[number % len(LENGTHS)], dice.choice(LENGTHS)
+        if number >= len(LENGTHS):
+            queries, keys = keys, queries
+        left = dice.choice((-1, -1, 0, 99, 127, 999)) if causal else -1
+        shape = dice.choice((1, 3)), queries, keys, *dice.choice(((16, 4), (4, 1), (2, 2))), head_dim
+        yield shape, dtype, causal, left, *dice.choice(((None, 1.0), (0.3, 1.0), (None, 10.0)))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", hopper.HEADS)
+def test_float64_agrees(head_dim, causal, dtype, bounded):
+    for drawn in draws(head_dim, causal, dtype, 2 * len(LENGTHS)):
+        call, expected = given(*drawn)
+        assert hopper.why_not(*call[:3], *call[6:]) == ""
+        try:
+            assert_gradients(hopper.backward(*call), expected)
+        except AssertionError as error:
+            raise AssertionError(f"{drawn}") from error
+
+
+@on_hopper
+@pytest.mark.parametrize(("causal", "left"), [(True, -1), (True, 300), (False, -1)])
+@pytest.mark.parametrize("head_dim", hopper.HEADS)
+def test_every_bit_is_written_and_the_same_on_every_run(head_dim, causal, left):
+    """Where blocks wait for each other, too: of a full mask all begin at the same queries."""
+    call, _ = given((1, 2000, 2000, 16, 8, head_dim), BF16, causal, left)
+    assert_deterministic(lambda: hopper.backward(*call), times=50)

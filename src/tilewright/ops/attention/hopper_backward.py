@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from tilewright.measure import work
-from tilewright.ops.attention.hopper_forward import DTYPES, HEADS, _readable
+from tilewright.ops.attention.hopper_forward import DTYPES, HEADS, readable
 from tilewright.plan.cost import attention as cost
 from tilewright.plan.cost import mean_context
 from tilewright.runtime import dispatch, hopper, nvrtc
@@ -30,7 +30,6 @@ from tilewright.runtime import dispatch, hopper, nvrtc
 SOURCE = Path(__file__).with_name("hopper_backward.cu")
 NAME = "tilewright_attention_backward"
 BOUNDED_WAITS = 0  # 1: a kernel that waits for more than two seconds traps, where it would hang; for tests
-HEAD, BLOCK = 64, 128  # columns of a head, and what lengths are a multiple of, where `optimize` takes it
 _KEYS = 128  # of a block
 _THREADS = 384
 _EVERYTHING = 2**29  # a window that leaves out nothing
@@ -97,14 +96,12 @@ def _section(heads: int, blocks: int, span: Span, processors: int) -> int:
     batches.
 
     >>> causal = Span(-1, 0, 0.125)
-    >>> _section(128, 16, causal, 132), _section(16, 128, causal, 132), _section(16, 128, Span(99, 0, 0.125), 132)
-    (4, 31, 128)
+    >>> _section(64, 32, causal, 132), _section(128, 32, causal, 132), _section(16, 128, Span(99, 0, 0.125), 132)
+    (8, 15, 128)
     """
     if span.left >= 0:
         return blocks
-    side_by_side = -(-processors // heads)
-    short = heads * blocks * blocks // (64 * processors) if span.right >= 0 else 8
-    return min(blocks, max(4, side_by_side, short))
+    return min(blocks, max(8, heads * blocks // (2 * processors) if span.right >= 0 else 0))
 
 
 @functools.cache
@@ -114,10 +111,11 @@ def foresee(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
     from tilewright.ops.attention import kernels
 
     def rehearse() -> None:
-        rows = torch.empty((1, BLOCK, 1, head_dim), dtype=dtype, device=device)
+        tile = launch_config(head_dim, dtype).queries
+        rows = torch.empty((1, tile, 1, head_dim), dtype=dtype, device=device)
         sums = torch.empty(rows.shape, dtype=torch.float32, device=device)
-        *_, counts = kernels.prepare(rows, rows, sums[..., 0].transpose(1, 2), BLOCK, 1.0)
-        kernels.finish(sums, counts, rows, BLOCK, 1.0)
+        *_, counts = kernels.prepare(rows, rows, sums[..., 0].transpose(1, 2), tile, 1.0)
+        kernels.finish(sums, counts, rows, tile, 1.0)
 
     dispatch.rehearse(rehearse)
 
@@ -128,7 +126,7 @@ def _compiler_takes_it() -> bool:
     return nvrtc.compiler_version() >= (13, 0)
 
 
-def compile_ahead(device: torch.device, head_dim: int = HEAD, dtype: torch.dtype = torch.bfloat16) -> None:
+def compile_ahead(device: torch.device, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Begins to compile the kernel, where there is one."""
     if head_dim in HEADS and dtype in DTYPES and _compiler_takes_it():
         hopper.compile_ahead(device, SOURCE, launch_config(head_dim, dtype).macros)
@@ -143,7 +141,7 @@ def backward(
     tile, span = launch_config(q.shape[3], q.dtype).queries, Span(left, 0 if causal else -1, scale)
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     # A saved-tensor hook may have moved them, and a gradient may have any strides.
-    q, k, v, dout, out = map(_readable, (q, k, v, dout, out))
+    q, k, v, dout, out = map(readable, (q, k, v, dout, out))
     starts, slope_starts, counts = kernels.prepare(out, dout, lse, tile, scale)
     sums = starts.new_empty(starts.numel() * q.shape[3])
     _start((q, k, v, dout), starts, slope_starts, (dk, dv), sums, counts, span)

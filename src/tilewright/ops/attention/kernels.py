@@ -76,7 +76,7 @@ def tilewright_attention_finish(
 
 
 @functools.cache
-def _launches(device: torch.device, width: int) -> tuple[dispatch.Launch, dispatch.Launch]:
+def _launches(device: torch.device, dtype: torch.dtype, width: int) -> tuple[dispatch.Launch, dispatch.Launch]:
     panels = width // _PANEL
     return (
         dispatch.Launch(tilewright_attention_prepare, device, (_QUERIES, width, panels), 4),
@@ -96,7 +96,7 @@ def prepare(
     starts, slope_starts = (out.new_empty(batch * heads * padded, dtype=torch.float32) for _ in range(2))
     programs = batch * heads * padded // _QUERIES
     counts = out.new_empty(programs * (width // _PANEL), dtype=torch.int32)
-    launch, _ = _launches(out.device, width)
+    launch, _ = _launches(out.device, out.dtype, width)
     tensors = (out, dout, *dispatch.packed((lse,)), starts, slope_starts, counts)
     strides = [t.stride(i) // 8 for t in (out, dout) for i in (0, 1, 2)]
     launch((programs, 1), tensors, (heads, queries, padded, *strides, scale))
@@ -106,5 +106,5 @@ def prepare(
 def finish(sums: torch.Tensor, counts: torch.Tensor, dq: torch.Tensor, tile: int, scale: float) -> None:
     """Writes scaled `sums`, by parts, to `dq`, which is packed: (batch, queries, heads, head_dim)."""
     queries, heads, width = dq.shape[1:]
-    _, launch = _launches(dq.device, width)
+    _, launch = _launches(dq.device, dq.dtype, width)
     launch((counts.numel(), 1), (sums, counts, dq), (heads, queries, -(-queries // tile) * tile, scale))
