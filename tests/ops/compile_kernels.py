@@ -116,8 +116,8 @@ def attention(head_dim: int):
     """What goes before the kernel of backward, and behind it."""
     prepare, finish = attention_kernels._launches(H200, head_dim)
     sums, scalars = ["*fp32", "*fp32", "*fp32", "*i32"], ["i32", "i64", "i64"]
-    yield "forward", resources(prepare, ["*bf16", "*bf16", *sums, *scalars, "i64", "fp32"])
-    yield "finish", resources(finish, ["*fp32", "*bf16", *scalars, "fp32"])
+    yield "forward", resources(prepare, ["*bf16", "*bf16", *sums, *scalars, *["i64"] * 6, "fp32"])
+    yield "finish", resources(finish, ["*fp32", "*i32", "*bf16", *scalars, "fp32"])
 
 
 def attention_triton(dtype: torch.dtype, head_dim: int):

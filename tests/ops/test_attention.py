@@ -1,7 +1,7 @@
 """Attention with a backward of its own.
 
 Without a Hopper what lies around its kernel runs under Triton's interpreter, and arithmetic stands for the kernel, as
-strict about how tensors lie.
+strict about how tensors lie; `test_attention_hopper_backward.py` runs the kernel itself.
 """
 
 from __future__ import annotations
@@ -70,32 +70,38 @@ ROW, COLUMN = THREAD // 32 * 16 + THREAD % 32 // 4 + 8 * DOWN, 8 * EIGHT + THREA
 
 
 def in_order_of_registers(by_head):
-    """What is (..., sequence, 64), as the kernel adds it up."""
-    return by_head.reshape(-1, 64, 64)[:, ROW, COLUMN]
+    """What is (..., sequence, head_dim), as the kernel adds it up: panels of 64 queries and 64 columns."""
+    panels = by_head.unflatten(-1, (-1, 64)).unflatten(-3, (-1, 64)).transpose(-3, -2)
+    return panels.reshape(-1, 64, 64)[:, ROW, COLUMN]
 
 
 @torch.autocast(DEVICE, enabled=False)
 def forward(q, k, v):
+    dtype = q.dtype
     q, k, v = (t.detach().float().repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (q, k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.125
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
     scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).to(BF16), scores.logsumexp(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).to(dtype), scores.logsumexp(-1)
 
 
-def start(inputs, starts, slope_starts, gradients, sums, counts, shape):
-    for rows in (*inputs, *gradients):
-        assert rows.data_ptr() % 16 == 0 and rows.stride(0) >= rows.shape[1] and rows.stride(0) % 8 == 0
-    batch, sequence, heads, width = shape
-    q, k, v, dout = (rows.float().unflatten(1, (heads, width)).unflatten(0, (batch, sequence)) for rows in inputs)
+def start(inputs, starts, slope_starts, gradients, sums, counts, span):
+    for t in (*inputs, *gradients):
+        assert t.data_ptr() % 16 == 0 and t.stride(3) == 1 and all(stride % 8 == 0 for stride in t.stride()[:3])
+    assert span.left == -1 and span.right == 0
+    q, k, v, dout = (t.float() for t in inputs)
+    (batch, sequence, heads, width), key_heads = q.shape, k.shape[2]
+    k, v = (t.repeat_interleave(heads // key_heads, 2) for t in (k, v))
     visible = torch.ones(sequence, sequence).tril()
-    by_query = (batch, heads, sequence, 1)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + starts.view(by_query)
-    p = (scores * 0.125).exp() * visible
-    ds = p * (torch.einsum("bqhd,bkhd->bhqk", dout, v) + slope_starts.view(by_query))
-    dk, dv = torch.einsum("bhqk,bqhd->bkhd", ds, q) * 0.125, torch.einsum("bhqk,bqhd->bkhd", p, dout)
-    for rows, gradient in zip(gradients, (dk, dv), strict=True):
-        rows.copy_(gradient.reshape(rows.shape))
-    sums.view(-1).copy_(in_order_of_registers(torch.einsum("bhqk,bkhd->bhqd", ds, k)).flatten())
+    starts, slope_starts = (t.view(batch, heads, -1, 1)[:, :, :sequence] for t in (starts, slope_starts))
+    p = ((torch.einsum("bqhd,bkhd->bhqk", q, k) + starts) * span.scale).exp() * visible
+    ds = p * (torch.einsum("bqhd,bkhd->bhqk", dout, v) + slope_starts)
+    dk, dv = torch.einsum("bhqk,bqhd->bkhd", ds, q) * span.scale, torch.einsum("bhqk,bqhd->bkhd", p, dout)
+    for into, gradient in zip(gradients, (dk, dv), strict=True):
+        into.copy_(gradient.unflatten(2, (key_heads, -1)).sum(3))
+    tile = module.launch_config(width, inputs[0].dtype).queries
+    dq = F.pad(torch.einsum("bhqk,bkhd->bhqd", ds, k), (0, 0, 0, -sequence % tile))
+    sums.copy_(in_order_of_registers(dq).flatten())
+    counts.fill_(1)
 
 
 @pytest.fixture
@@ -108,7 +114,7 @@ def launched(monkeypatch):
         monkeypatch.setattr(backend, "is_cudnns", lambda inputs: True)
         monkeypatch.setattr(hopper_forward, "is_there", lambda *kind: True)
         monkeypatch.setattr(hopper_forward, "forward", lambda q, k, v, *options: forward(q, k, v))
-        monkeypatch.setattr(module, "_kernel", lambda device: start)
+        monkeypatch.setattr(module, "_kernel", lambda device, config: start)
         monkeypatch.setattr(module, "_start", start)
     calls, real = [], module._start
     monkeypatch.setattr(module, "_start", lambda *arguments: calls.append(1) or real(*arguments))
@@ -250,7 +256,7 @@ def test_an_observer_sees_what_backward_has_to_do():
     torch.cuda.synchronize()
     seen = {work.op: work for work in observation.end()}
     kernel = seen["tilewright_attention_backward"]
-    assert kernel.category == "attention" and kernel.flops == 5 * 2 * 3 * 512 * 512 * 64
+    assert kernel.category == "attention" and kernel.flops == 10 * 2 * 3 * 512 * 64 * 256.5
     assert kernel.kernel == "tilewright_attention_backward"
 
 
@@ -285,20 +291,34 @@ def test_pytorchs_kernels_stay_where_a_user_prefers_another(launched):
     assert not launched
 
 
-def test_deterministic_algorithms_leave_ours_where_its_backward_is_ours(launched):
+def test_deterministic_algorithms_leave_ours_where_its_backward_is_ours(launched, monkeypatch):
     inputs = leaves((1, 128, 2, 64))
-    others = fewer_heads(inputs)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with ops.explain() as paths:
             attention(*inputs).sum().backward()
             assert len(launched) == 1
-            attention(*others).sum()
+            monkeypatch.setattr(module, "why_no_shape", lambda *call: "it is another's")
+            attention(*inputs).sum()
             with torch.no_grad():
-                attention(*others)
+                attention(*inputs)
     finally:
         torch.use_deterministic_algorithms(False)
     assert [path.ran for path in paths] == ["PyTorch", "hopper"] and sum(paths.calls.values()) == 3
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_heads_that_share_keys_are_ours_at_any_length(dtype, launched):
+    q, k, v = (t.detach().to(dtype) for t in leaves((2, 100, 4, 128)))
+    inputs = [t.requires_grad_() for t in (q, k[:, :, :2], v[:, :, :2])]
+    upstream = upstream_of(q.shape).to(dtype)
+    actual = run(lambda *parts: attention(*parts, backend="hopper"), inputs, upstream)
+
+    def shared(q, k, v):
+        return plain(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))
+
+    assert_near_truth(actual, run(shared, doubles(inputs), upstream.double()), 100)
+    assert len(launched) == 1
 
 
 def test_what_the_host_takes_longer_for_is_pytorchs(launched, monkeypatch):
@@ -311,15 +331,9 @@ def test_what_the_host_takes_longer_for_is_pytorchs(launched, monkeypatch):
     assert len(launched) == 1
 
 
-def fewer_heads(inputs):
-    return [inputs[0], *[t[:, :, :1].detach().requires_grad_() for t in inputs[1:]]]
-
-
 OTHERS = {
     "narrow heads": lambda: [t[..., :32].detach().requires_grad_() for t in leaves((2, 128, 2, 64))],
-    "a short tile": lambda: leaves((2, 100, 2, 64)),
     "float32": lambda: [t.detach().float().requires_grad_() for t in leaves((2, 128, 2, 64))],
-    "shared keys": lambda: fewer_heads(leaves((2, 128, 2, 64))),
 }
 
 
@@ -329,9 +343,7 @@ def test_everything_else_has_another_backward(case, launched):
     upstream = torch.randn_like(inputs[0])
     actual = run(attention, inputs, upstream)
     assert not launched and actual[0].shape == inputs[0].shape
-    truth = run(lambda q, k, v: plain(q, *(t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))),
-                doubles(inputs), upstream.double())  # fmt: skip
-    assert_near_truth(actual, truth, inputs[0].shape[1])
+    assert_near_truth(actual, run(plain, doubles(inputs), upstream.double()), inputs[0].shape[1])
 
 
 def test_gradcheck_of_what_is_pytorchs():
@@ -352,27 +364,35 @@ def test_a_compiler_sees_the_registered_op(launched):
     assert "tilewright.attention_hopper" in graphs[0] and len(launched) == 1
 
 
-def test_what_scores_and_slopes_start_from():
+@pytest.mark.parametrize(("queries", "width", "tile"), [(128, 64, 128), (100, 64, 128), (100, 128, 64)])
+def test_what_scores_and_slopes_start_from(queries, width, tile):
     """By the kernel: on the CPU through the interpreter."""
-    batch, sequence, heads = 2, 128, 3
-    out, dout = (torch.randn(batch * sequence, 5 * 192, device=DEVICE).to(BF16)[:, :192] for _ in range(2))
-    lse = torch.randn(batch, heads, sequence, 1, device=DEVICE)
-    starts, slope_starts, counts = kernels.prepare(out, dout, lse, heads, sequence, 0.125)
-    by_head = (out.double() * dout.double()).view(batch, sequence, heads, 64).sum(3).transpose(1, 2)
-    assert_near_truth([slope_starts.view(by_head.shape)], [-by_head], 64)
-    assert_equal([starts.view(lse.shape)], [-lse / 0.125])
-    assert counts.tolist() == [0] * (batch * heads * 2)
+    batch, heads, rows = 2, 3, -(-queries // tile) * tile
+    out = torch.randn(batch, queries, 5, width, device=DEVICE).to(BF16)[:, :, 1:4]
+    dout = torch.randn(heads, batch, queries, width, device=DEVICE).to(BF16).permute(1, 2, 0, 3)
+    lse = torch.randn(batch, heads, queries, device=DEVICE)
+    lse[0, 0, :7] = -torch.inf  # sees no key
+    starts, slope_starts, counts = kernels.prepare(out, dout, lse, tile, 0.125)
+    starts, slope_starts = starts.view(batch, heads, rows), slope_starts.view(batch, heads, rows)
+    by_head = (out.double() * dout.double()).sum(3).transpose(1, 2)
+    assert_near_truth([slope_starts[:, :, :queries]], [-by_head], width)
+    assert_equal([starts[:, :, :queries]], [-lse.abs().where(lse == -torch.inf, lse) / 0.125])
+    assert not slope_starts[:, :, queries:].any() and (starts[:, :, queries:] == -torch.inf).all()
+    assert counts.tolist() == [0] * (batch * heads * rows // 64 * (width // 64))
 
 
-def test_the_order_of_registers_is_put_right():
-    """By the kernel: on the CPU through the interpreter."""
-    batch, sequence, heads = 2, 128, 3
-    tokens = torch.randint(-128, 128, (batch, sequence, heads, 64), device=DEVICE).float()
+@pytest.mark.parametrize(("queries", "width", "tile"), [(128, 64, 128), (100, 64, 128), (100, 128, 64)])
+def test_the_order_of_registers_is_put_right(queries, width, tile):
+    """By the kernel: on the CPU through the interpreter. What nobody has added to is 0."""
+    batch, heads, rows = 2, 3, -(-queries // tile) * tile
+    tokens = torch.randint(-128, 128, (batch, rows, heads, width), device=DEVICE).float()
     sums = in_order_of_registers(tokens.transpose(1, 2)).contiguous()
-    padded = torch.zeros(batch * sequence, 3 * 192, device=DEVICE, dtype=BF16)
-    kernels.finish(sums, padded[:, 192:384], heads, sequence, 0.5)
-    assert_equal([padded[:, 192:384]], [(tokens * 0.5).reshape(-1, 192).to(BF16)])
-    assert not padded[:, :192].any() and not padded[:, 384:].any()
+    counts = torch.ones(len(sums), dtype=torch.int32, device=DEVICE)
+    counts[0], sums[0] = 0, torch.nan
+    tokens[0, :64, 0, :64] = 0
+    dq = torch.full((batch, queries, heads, width), torch.nan, device=DEVICE, dtype=BF16)
+    kernels.finish(sums, counts, dq, tile, 0.5)
+    assert_equal([dq], [(tokens * 0.5)[:, :queries].to(BF16)])
 
 
 def test_attention_as_a_model_has_it():

@@ -71,6 +71,7 @@ def compiled(tmp_path_factory):
         (("activation", F32, 8192, "gelu_tanh", "plain", F32), True),
         (("activation", BF, 8192, "gelu", "separate", BF), True),
         (("attention", 64), True),
+        (("attention", 128), True),
         (("attention_triton", BF, 64), True),
         (("embedding", F32, BF, 768), True),
         (("rope", BF, 64, 8, 128, False), True),

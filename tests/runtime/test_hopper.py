@@ -47,9 +47,12 @@ def compile_kernels(source, macros, names, most, to):
         *[(source, hopper.MACROS, names, 64) for source, names in BY_SOURCE.items()],
         (cross_entropy_hopper.SOURCE, launch_config(50304, 50304), (cross_entropy_hopper.NAME,), 0),
         (cross_entropy_hopper.SOURCE, launch_config(65536, 65536), (cross_entropy_hopper.NAME,), 0),
-        (hopper_backward.SOURCE, hopper_backward.MACROS, (hopper_backward.NAME,), 0),
+        *[
+            (hopper_backward.SOURCE, hopper_backward.launch_config(*config).macros, (hopper_backward.NAME,), 0)
+            for config in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16))
+        ],
     ],
-    ids=[*[source.parent.name for source in BY_SOURCE], "rows", "longest rows", "attention"],
+    ids=[*[source.parent.name for source in BY_SOURCE], "rows", "longest rows", "narrow", "wide", "wide, float16"],
 )
 def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(source, macros, names, most, tmp_path):
     compile_kernels(source, macros, names, most, tmp_path / "kernels")

@@ -204,7 +204,10 @@ def test_what_depends_on_something_else_is_compiled_again(emulator, source, forg
 
 @pytest.mark.parametrize(
     ("module", "config"),
-    [(hopper_backward, ()), (hopper_forward, (hopper_forward.launch_config(64, True, torch.bfloat16),))],
+    [
+        (hopper_backward, hopper_backward.launch_config(64, torch.bfloat16)),
+        (hopper_forward, hopper_forward.launch_config(64, True, torch.bfloat16)),
+    ],
     ids=["backward", "forward"],
 )
 def test_attention_is_not_for_a_compiler_that_crashes_on_it(module, config, emulator, monkeypatch):
@@ -213,7 +216,7 @@ def test_attention_is_not_for_a_compiler_that_crashes_on_it(module, config, emul
         emulator.version = version
         module._compiler_takes_it.cache_clear()
         monkeypatch.setattr(module.hopper, "kernels", lambda *_: taken.append(version))  # noqa: B023
-        module._kernel(torch.device("cuda", 0), *config)
+        module._kernel(torch.device("cuda", 0), config)
     module._compiler_takes_it.cache_clear()
     assert taken == [(13, 0), (13, 4)]
 

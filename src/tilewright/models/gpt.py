@@ -31,10 +31,10 @@ def _is_plain(table: nn.Module) -> bool:
 
 
 @functools.cache
-def _compile_ahead(device: torch.device, loss: str, vocabulary: int) -> None:
+def _compile_ahead(device: torch.device, loss: str, vocabulary: int, head_dim: int) -> None:
     """Begins to compile what a first step on a Hopper would wait for, one kernel after the other."""
     hopper.compile_ahead(device)
-    compile_attention_ahead(device)
+    compile_attention_ahead(device, head_dim)
     if loss != "plain":
         cross_entropy_hopper.compile_ahead(device, vocabulary)
 
@@ -114,7 +114,8 @@ class GPT(nn.Module):
         if sequence > self.config.sequence:
             raise ValueError(f"{sequence} tokens are more than the {self.config.sequence} positions of this model.")
         if self.config.gpt_block == "optimized" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            _compile_ahead(tokens.device, self.config.loss, self.config.vocabulary)
+            config = self.config
+            _compile_ahead(tokens.device, config.loss, config.vocabulary, config.head_dim)
         x, head = self._embed(tokens)
         residual = None
         for block, how in zip(self.blocks, self.recompute, strict=True):

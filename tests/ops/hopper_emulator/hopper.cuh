@@ -3,7 +3,8 @@
 // Threads of a block are fibers that take turns wherever they wait. Whatever runs beside threads on a Hopper happens as
 // late as it may here: a copy at some random moment until its barrier is waited for, a matmul when it is waited for. So a
 // wait that is missing, or a stage that is freed too early, shows as a wrong result, and a deadlock as an error. How
-// memory is ordered is not emulated.
+// memory is ordered is not emulated. Blocks run one after the other, in the order of their numbers: where one waits for a
+// count that a later one sets, nobody can go on.
 #pragma once
 #include <ucontext.h>
 
@@ -34,6 +35,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 alignas(1024) char memory[232448];
 
+struct float2 { float x, y; };
 struct uint4 { u32 x, y, z, w; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
@@ -77,32 +79,85 @@ struct Copy {
   u32 to, barrier;
   const Map* map;
   int at[4];
+  const void* from;  // of numbers side by side, where there is no map
+  u32 bytes;
 };
 static std::map<u32, Barrier> barriers_;
 static std::vector<Copy> copies;
 
 inline u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
+// Of each number of a box: where it is in shared memory, and in the tensor, or nowhere.
+template <typename Visit>
+inline void visit_box(const Map& map, u32 shared, const int (&at)[4], Visit visit) {
+  for (int row = 0; row < map.rows; row++)
+    for (int column = 0; column < 64; column++) {
+      const int where[4] = {at[0] + column, at[1], at[2] + row, at[3]};
+      const char* there = map.data;
+      bool inside = true;
+      for (int i = 0; i < 4; i++) {
+        inside &= where[i] >= 0 && where[i] < map.sizes[i];
+        there += where[i] * map.strides[i] * 2;
+      }
+      visit(memory + swizzled(shared + row * 128 + column * 2), inside ? (char*)there : nullptr);
+    }
+}
 inline void copy_one() {
   std::swap(copies[dice() % copies.size()], copies.back());
   const Copy copy = copies.back();
   copies.pop_back();
-  for (int row = 0; row < copy.map->rows; row++)
-    for (int column = 0; column < 64; column++) {
-      const int where[4] = {copy.at[0] + column, copy.at[1], copy.at[2] + row, copy.at[3]};
-      const char* from = copy.map->data;
-      bool inside = true;
-      for (int i = 0; i < 4; i++) {
-        inside &= where[i] >= 0 && where[i] < copy.map->sizes[i];
-        from += where[i] * copy.map->strides[i] * 2;
-      }
-      char* to = memory + swizzled(copy.to + row * 128 + column * 2);
-      inside ? memcpy(to, from, 2) : memset(to, 0, 2);
-    }
+  if (copy.map)
+    visit_box(*copy.map, copy.to, copy.at, [](char* to, const char* from) {
+      from ? memcpy(to, from, 2) : memset(to, 0, 2);
+    });
+  else
+    memcpy(memory + copy.to, copy.from, copy.bytes);
   Barrier& barrier = barriers_.at(copy.barrier);
-  barrier.bytes -= copy.map->rows * 128;
+  barrier.bytes -= copy.map ? copy.map->rows * 128 : copy.bytes;
   barrier.settle();
   moved = true;
 }
+
+// Copies to global memory, of each thread: shared memory is read when that is waited for, and the other written then.
+struct Store {
+  u32 from, bytes;
+  float* to;
+  bool adds;
+  const Map* map;  // in place of `to`
+  int at[4];
+  std::vector<char> read;
+};
+static std::vector<Store> stores[1024];
+inline void store_bytes(float* to, u32 from, u32 bytes) { stores[threadIdx.x].push_back({from, bytes, to, false}); }
+inline void add_bytes(float* to, u32 from, u32 bytes) { stores[threadIdx.x].push_back({from, bytes, to, true}); }
+inline void store(const Map* map, u32 from, int column, int head, int row, int batch) {
+  stores[threadIdx.x].push_back({from, 0, nullptr, false, map, {column, head, row, batch}});
+}
+inline void commit_stores() {}
+inline void wait_stores_read() {
+  for (int late = dice() % 8; late > 0; late--) moved = true, yield();
+  for (Store& it : stores[threadIdx.x]) {
+    if (!it.read.empty()) continue;
+    if (it.map)
+      visit_box(*it.map, it.from, it.at, [&](char* from, char*) { it.read.insert(it.read.end(), from, from + 2); });
+    else
+      it.read.assign(memory + it.from, memory + it.from + it.bytes);
+  }
+}
+inline void wait_stores() {
+  wait_stores_read();
+  for (Store& it : stores[threadIdx.x]) {
+    const char* next = it.read.data();
+    if (it.map)
+      visit_box(*it.map, it.from, it.at, [&](char*, char* to) {
+        if (to) memcpy(to, next, 2);
+        next += 2;
+      });
+    else
+      for (u32 i = 0; i < it.bytes / 4; i++) it.to[i] = ((const float*)next)[i] + (it.adds ? it.to[i] : 0.0f);
+  }
+  stores[threadIdx.x].clear();
+}
+inline void fence_async() {}
 
 inline u32 shared(const void* p) { return (u32)((const char*)p - memory); }
 inline void initialise(u32 barrier, u32 count) { barriers_[barrier] = {(int)count, (int)count, 0, 0}; }
@@ -122,10 +177,34 @@ inline void wait(u32 barrier, u32 parity) {
 inline void load(u32 to, const Map* map, u32 barrier, int column, int head, int row, int batch) {
   copies.push_back({to, barrier, map, {column, head, row, batch}});
 }
+inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  if (to % 16 || (uintptr_t)from % 16 || bytes % 16) throw std::runtime_error("a copy is not aligned");
+  copies.push_back({to, barrier, nullptr, {}, from, bytes});
+}
+inline void wait_count(const int* at, int count) {
+  wait_until([&] { return *at == count; });
+}
+inline void set_count(int* at, int count) { *at = count; }
+
+// Registers: threads begin with equal shares of all, and who wants more waits until others have given back enough.
+static int free_registers, registers[1024];
 template <int COUNT>
-inline void shrink_registers() {}
+inline void set_registers() {
+  static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "what a warp can have");
+  const int more = COUNT - registers[threadIdx.x];
+  wait_until([&] { return free_registers >= more; });
+  free_registers -= more, registers[threadIdx.x] = COUNT;
+}
 template <int COUNT>
-inline void grow_registers() {}
+inline void shrink_registers() {
+  if (COUNT > registers[threadIdx.x]) throw std::runtime_error("a thread gives back registers that it does not have");
+  set_registers<COUNT>();
+}
+template <int COUNT>
+inline void grow_registers() {
+  if (COUNT < registers[threadIdx.x]) throw std::runtime_error("a thread asks for fewer registers than it has");
+  set_registers<COUNT>();
+}
 
 // Named barriers, and what a warp does together.
 struct Gathering { int arrived = 0, generation = 0; };
@@ -159,6 +238,24 @@ inline T __shfl_xor_sync(u32, T value, int mask) { return from_lanes(value)[thre
 inline bool __any_sync(u32, bool value) {
   const auto all = from_lanes(value);
   return std::any_of(all.begin(), all.end(), [](bool one) { return one; });
+}
+
+// Numbers in shared memory.
+inline float2 read_shared(u32 at) {
+  float2 x;
+  memcpy(&x, memory + at, 8);
+  return x;
+}
+inline void write_four(u32 at, const float* x) { memcpy(memory + at, x, 16); }
+inline void put(u32 at, const u32 (&x)[4]) {  // lane 8 i + r says where row r of matrix i is
+  const int lane = threadIdx.x % 32;
+  const auto rows = from_lanes(at);
+  for (int i = 0; i < 4; i++) memcpy(memory + rows[8 * i + lane / 4] + lane % 4 * 4, &x[i], 4);
+  synchronise_warp();
+}
+inline u32 line(int thread) {
+  const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+  return row * 128 + (lane / 16 ^ row % 8) * 16;
 }
 
 // Numbers.
@@ -204,6 +301,8 @@ inline const char* run_blocks(int blocks, int threads, void (*kernel)()) {
   for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
     memset(memory, 0xFF, sizeof memory);  // NaN
     barriers_.clear(), named.clear(), copies.clear();
+    free_registers = 0;
+    std::fill_n(registers, threads, 65536 / threads / 8 * 8);
     fibers = std::vector<Fiber>(threads);
     for (Fiber& fiber : fibers) {
       getcontext(&fiber.context);
@@ -225,6 +324,8 @@ inline const char* run_blocks(int blocks, int threads, void (*kernel)()) {
       if (!copies.empty() && (!moved || dice() % 4 == 0)) copy_one();
       if (running && !moved) return "nobody can go on";
     }
+    for (const auto& of_thread : stores)
+      if (!of_thread.empty()) return "a store is not waited for";
     for (auto& [at, barrier] : barriers_)
       if (barrier.bytes) return "a copy is missing";
   }

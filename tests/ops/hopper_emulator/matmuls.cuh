@@ -21,8 +21,9 @@ struct Matmul {
   int columns;
   bool keep;
   u64 left, right;
-  const u32* registers;  // in place of `left`
-  int group;             // of those that a thread has committed
+  const u32* registers;            // in place of `left`
+  bool left_across, right_across;  // rows lie across the inner dimension
+  int group;                       // of those that a thread has committed
 };
 static std::vector<Matmul> begun[1024];  // by thread
 static int committed[1024];
@@ -43,13 +44,13 @@ inline void multiply(const Matmul& it, const Matmul* of_quad[4]) {
         const u32 both = of_quad[k % 8 / 2]->registers[half + k / 8 * 2];
         left[k] = widen(k % 2 ? both >> 16 : both & 0xFFFF);
       } else {
-        left[k] = element(it.left, row, k, false);
+        left[k] = element(it.left, row, k, it.left_across);
       }
     for (int i = 0; i < it.columns / 4; i++) {
       const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
       float& sum = it.sum[i / 2 * 4 + half * 2 + i % 2];
       float all = it.keep ? sum : 0.0f;
-      for (int k = 0; k < 16; k++) all += left[k] * element(it.right, column, k, it.registers != nullptr);
+      for (int k = 0; k < 16; k++) all += left[k] * element(it.right, column, k, it.right_across);
       sum = all;
     }
   }
@@ -72,9 +73,13 @@ inline void wait_wgmma() {
 }
 template <bool KEEP, int COUNT>
 inline void multiply_rows(float (&sum)[COUNT], u64 left, u64 right) {
-  begin({sum, 2 * COUNT, KEEP, left, right, nullptr, 0});
+  begin({sum, 2 * COUNT, KEEP, left, right, nullptr, false, false});
 }
 template <int COUNT>
 inline void multiply_registers(float (&sum)[COUNT], const u32 (&left)[4], u64 right) {
-  begin({sum, 2 * COUNT, true, 0, right, left, 0});
+  begin({sum, 2 * COUNT, true, 0, right, left, false, true});
+}
+template <bool KEEP>
+inline void multiply_across(float (&sum)[32], u64 left, u64 right) {
+  begin({sum, 64, KEEP, left, right, nullptr, true, true});
 }

@@ -1,7 +1,7 @@
 """The backend `hopper`: forward in CUDA C++, and backward by the first of three that takes the call.
 
-Backward is our own in CUDA C++ (`hopper_backward.py`: causal, heads of 64), cuDNN's, which adds in no fixed order and
-has no window, or our Triton kernels'. All of them take what forward saves: out, and a logarithm for each query.
+Backward is our own in CUDA C++ (`hopper_backward.py`), cuDNN's, which adds in no fixed order and has no window, or our
+Triton kernels'. All of them take what forward saves: out, and a logarithm for each query.
 
 `auto` takes it where `backends.py` says so.
 """
@@ -68,7 +68,7 @@ def _backward(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if not hopper_backward.why_not(q, k, v, causal, left, scale):
-        return hopper_backward.backward(q, k, v, out, lse, dout)
+        return hopper_backward.backward(q, k, v, out, lse, dout, causal, left, scale)
     if left < 0 and q.shape[1] == k.shape[1] and _may_take_cudnns():
         return _backward_by_cudnn(gradient)
     tokens, keys, right = q.shape[1], k.shape[1], 0 if causal else -1
@@ -180,6 +180,6 @@ def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = _OP.call_registered(call)
         return out, lse
     if _has_backward(inputs) and not hopper_backward.why_no_shape(*call):
-        hopper_backward.foresee(call.q.device, *call.q.shape[2:])
+        hopper_backward.foresee(call.q.device, call.q.shape[3], call.q.dtype)
     out, lse = _eager(*call)
     return out, lse

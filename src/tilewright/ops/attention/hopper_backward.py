@@ -1,4 +1,4 @@
-"""Backward of causal attention on a Hopper: what `hopper_backward.cu` takes, and how it is started.
+"""Backward of attention on a Hopper: what `hopper_backward.cu` takes, its launch configs, and how it is started.
 
     S = scale q k^T,  P = softmax of S under the mask
     dP = dout v^T,  dS = P (dP - delta),  delta = sum of out dout
@@ -11,37 +11,111 @@ memory by TMA.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from tilewright.measure import work
+from tilewright.ops.attention.hopper_forward import DTYPES, HEADS, readable
 from tilewright.plan.cost import attention as cost
+from tilewright.plan.cost import mean_context
 from tilewright.runtime import dispatch, hopper, nvrtc
 
 SOURCE = Path(__file__).with_name("hopper_backward.cu")
 NAME = "tilewright_attention_backward"
-_THREADS, _SHARED_BYTES = 384, 215_672
-MACROS = {"SHARED_BYTES": _SHARED_BYTES}
-HEAD, BLOCK = 64, 128  # columns of a head; queries, or keys, of a tile
+BOUNDED_WAITS = 0  # 1: a kernel that waits for more than two seconds traps, where it would hang; for tests
+_KEYS = 128  # of a block
+_THREADS = 384
+_EVERYTHING = 2**29  # a window that leaves out nothing
 
 Tensor = torch.Tensor
 
 
+@dataclass(frozen=True)
+class Config:
+    """Of a kernel: columns of a head, queries of a tile, stages of the rings of queries and of gradients."""
+
+    head_dim: int
+    queries: int
+    query_stages: int
+    dout_stages: int
+    half: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        keys, scores, sums = 2 * _KEYS * self.head_dim * 2, 2 * _KEYS * self.queries * 2, 2 * 64 * 64 * 4
+        stages = self.query_stages + self.dout_stages
+        return keys + scores + sums + stages * self.queries * (2 * self.head_dim + 4) + 8 * (2 * stages + 5)
+
+    @property
+    def macros(self) -> dict[str, int]:
+        return {
+            "HEAD": self.head_dim, "QUERIES": self.queries, "Q_STAGES": self.query_stages,
+            "DO_STAGES": self.dout_stages, "HALF": int(self.half), "SHARED_BYTES": self.shared_bytes,
+            "BOUNDED_WAITS": BOUNDED_WAITS,
+        }  # fmt: skip
+
+
 @functools.cache
-def foresee(device: torch.device, heads: int, width: int) -> None:
+def launch_config(head_dim: int, dtype: torch.dtype) -> Config:
+    """Tiles as large as registers hold, and as many stages as there is shared memory for.
+
+    >>> launch_config(64, torch.bfloat16).shared_bytes, launch_config(128, torch.bfloat16).shared_bytes
+    (215672, 231048)
+    """
+    half = dtype == torch.float16
+    return Config(64, 128, 3, 2, half) if head_dim == 64 else Config(128, 64, 3, 3, half)
+
+
+class Span(NamedTuple):
+    """Query i of n sees key j of m where ``i + m - n - left <= j <= i + m - n + right``; -1 is no limit."""
+
+    left: int
+    right: int
+    scale: float
+
+
+class _Sizes(ctypes.Structure):
+    """`Sizes` of the kernel."""
+
+    _names = "batch", "heads", "shared_by", "queries", "keys", "left", "right", "section"
+    _fields_ = tuple((name, c_int) for name in _names)
+
+
+def _section(heads: int, blocks: int, span: Span, processors: int) -> int:
+    """Blocks of a head that begin with the last keys, before those of the keys in front of them begin.
+
+    Under a causal mask the first keys have the longest walks: a grid that begins with these ends evenly, if sections
+    are short beside all that a processor does. Long ones read less from memory. `heads` are those of keys, of all
+    batches.
+
+    >>> causal = Span(-1, 0, 0.125)
+    >>> _section(64, 32, causal, 132), _section(128, 32, causal, 132), _section(16, 128, Span(99, 0, 0.125), 132)
+    (8, 15, 128)
+    """
+    if span.left >= 0:
+        return blocks
+    return min(blocks, max(8, heads * blocks // (2 * processors) if span.right >= 0 else 0))
+
+
+@functools.cache
+def foresee(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
     """Begins to compile the kernels of backward."""
-    compile_ahead(device)
+    compile_ahead(device, head_dim, dtype)
     from tilewright.ops.attention import kernels
 
     def rehearse() -> None:
-        rows = torch.empty((BLOCK, heads * width), dtype=torch.bfloat16, device=device)
-        sums = torch.empty(BLOCK * heads * width, dtype=torch.float32, device=device)
-        kernels.prepare(rows, rows, sums[: BLOCK * heads], heads, BLOCK, 1.0)
-        kernels.finish(sums, rows, heads, BLOCK, 1.0)
+        tile = launch_config(head_dim, dtype).queries
+        rows = torch.empty((1, tile, 1, head_dim), dtype=dtype, device=device)
+        sums = torch.empty(rows.shape, dtype=torch.float32, device=device)
+        *_, counts = kernels.prepare(rows, rows, sums[..., 0].transpose(1, 2), tile, 1.0)
+        kernels.finish(sums, counts, rows, tile, 1.0)
 
     dispatch.rehearse(rehearse)
 
@@ -52,77 +126,80 @@ def _compiler_takes_it() -> bool:
     return nvrtc.compiler_version() >= (13, 0)
 
 
-def compile_ahead(device: torch.device) -> None:
+def compile_ahead(device: torch.device, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Begins to compile the kernel, where there is one."""
-    if _compiler_takes_it():
-        hopper.compile_ahead(device, SOURCE, MACROS)
+    if head_dim in HEADS and dtype in DTYPES and _compiler_takes_it():
+        hopper.compile_ahead(device, SOURCE, launch_config(head_dim, dtype).macros)
 
 
-def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, for what `why_not` has nothing against."""
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool, left: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, packed, for what `why_not` has nothing against."""
     from tilewright.ops.attention import kernels
 
-    _, sequence, heads, width = q.shape
-    scale = width**-0.5
-    dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
+    tile, span = launch_config(q.shape[3], q.dtype).queries, Span(left, 0 if causal else -1, scale)
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     # A saved-tensor hook may have moved them, and a gradient may have any strides.
-    inputs = [_rows(t if lies_in_rows(t) else dispatch.packed((t,))[0]) for t in (q, k, v, dout, out)]
-    starts, slope_starts, counts = kernels.prepare(inputs[4], inputs[3], lse, heads, sequence, scale)
-    sums = torch.empty_like(dq, dtype=torch.float32)
-    _start(inputs[:4], starts, slope_starts, (_rows(dk), _rows(dv)), sums, counts, q.shape)
-    kernels.finish(sums, _rows(dq), heads, sequence, scale)
+    q, k, v, dout, out = map(readable, (q, k, v, dout, out))
+    starts, slope_starts, counts = kernels.prepare(out, dout, lse, tile, scale)
+    sums = starts.new_empty(starts.numel() * q.shape[3])
+    _start((q, k, v, dout), starts, slope_starts, (dk, dv), sums, counts, span)
+    kernels.finish(sums, counts, dq, tile, scale)
     return dq, dk, dv
 
 
 def _start(
     inputs: Sequence[Tensor], starts: Tensor, slope_starts: Tensor, gradients: Sequence[Tensor], sums: Tensor,
-    counts: Tensor, shape: torch.Size,
+    counts: Tensor, span: Span,
 ) -> None:  # fmt: skip
-    """Starts the kernel. Inputs, queries, keys, values and dout, and gradients, of keys and values, are rows."""
-    batch, sequence, heads, width = shape
-    flops = float(cost(batch, sequence, heads, heads, width, backward=True).flops)
-    kernel = _kernel(sums.device)
+    """Starts the kernel. Inputs are queries, keys, values and dout, and gradients those of keys and values."""
+    q, k = inputs[:2]
+    (batch, queries, heads, head_dim), (keys, key_heads) = q.shape, k.shape[1:3]
+    config = launch_config(head_dim, q.dtype)
+    kernel = _kernel(q.device, config)
     assert kernel is not None
-    with work.launching(NAME, (*inputs, starts, slope_starts, *gradients, sums), flops):
-        maps = [nvrtc.tensor_map(rows, HEAD, BLOCK) for rows in inputs]
-        maps += [nvrtc.tensor_map(rows, HEAD, BLOCK // 2) for rows in gradients]
+    context = mean_context(queries, keys, span.left, span.right)
+    flops = cost(batch, queries, heads, key_heads, head_dim, keys=keys, context=context, backward=True).flops
+    blocks = -(-keys // _KEYS)
+    left, right = (_EVERYTHING if side < 0 else min(side, _EVERYTHING) for side in span[:2])
+    section = _section(batch * key_heads, blocks, span, dispatch.multiprocessors(q.device))
+    sizes = _Sizes(batch, heads, heads // key_heads, queries, keys, left, right, section)
+    with work.launching(NAME, (*inputs, starts, slope_starts, *gradients, sums), float(flops)):
+        rows = config.queries, _KEYS, _KEYS, config.queries, _KEYS // 2, _KEYS // 2
+        maps = [nvrtc.head_map(t, count) for t, count in zip((*inputs, *gradients), rows, strict=True)]
         addresses = [c_void_p(t.data_ptr()) for t in (starts, slope_starts, sums, counts)]
-        numbers = c_int(sequence), c_int(heads), c_float(width**-0.5)
-        kernel(batch * heads * (sequence // BLOCK), (*maps, *addresses, *numbers))
+        kernel(batch * key_heads * blocks, (*maps, *addresses, sizes, c_float(span.scale)))
 
 
-def _rows(t: Tensor) -> Tensor:
-    """Tokens of all batches by the columns of all heads, as TMA takes them."""
-    batch, sequence, heads, width = t.shape
-    return t.as_strided((batch * sequence, heads * width), (t.stride(1), 1))
-
-
-def lies_in_rows(t: Tensor) -> bool:
-    """Whether `_rows` is what it says."""
-    batch, sequence, heads, width = t.shape
-    aligned = dispatch.is_traced(t) or t.data_ptr() % 16 == 0
-    side_by_side = t.stride(3) == 1 and t.stride(2) == width and aligned and not t.is_neg()
-    apart = t.stride(1) >= heads * width and t.stride(1) % 8 == 0
-    return side_by_side and apart and (batch == 1 or t.stride(0) == sequence * t.stride(1))
-
-
-def _kernel(device: torch.device) -> nvrtc.Kernel | None:
+def _kernel(device: torch.device, config: Config) -> nvrtc.Kernel | None:
     if not _compiler_takes_it():
         return None
-    loaded = hopper.kernels(device, SOURCE, (NAME,), _THREADS, _SHARED_BYTES, MACROS)
+    loaded = hopper.kernels(device, SOURCE, (NAME,), _THREADS, config.shared_bytes, config.macros)
     return None if loaded is None else loaded[NAME]
 
 
 def why_no_shape(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, scale: float) -> str:
-    """Say what keeps the kernel from calls like this one; nothing where it takes them on some Hopper."""
-    if not causal or left >= 0 or scale != HEAD**-0.5:
-        return "the kernel has a causal mask, no window, and the usual scale"
-    if q.dtype != torch.bfloat16 or q.shape[3] != HEAD or q.shape[1] % BLOCK or q.shape[1] == 0:
-        return f"the kernel takes bfloat16, heads of {HEAD} and sequences of a multiple of {BLOCK}"
-    return "" if q.shape == k.shape == v.shape else "the kernel takes keys and values of the queries' shape"
+    """Say what keeps the kernel from calls like this one; nothing where it takes them on some Hopper.
+
+    >>> q, k, v = torch.randn(3, 1, 16, 4, 64)
+    >>> why_no_shape(q, k, v, True, -1, 0.125)
+    'the kernel takes bfloat16 and float16, and heads of 64 or 128'
+    """
+    if q.dtype not in DTYPES or q.shape[3] not in HEADS:
+        return "the kernel takes bfloat16 and float16, and heads of 64 or 128"
+    if not 0.0 < scale < float("inf"):
+        return "the scale is no positive number"
+    if q.shape[1] == 0 or k.shape[1] == 0:
+        return "there is nothing to compute"
+    is_alike = q.dtype == k.dtype == v.dtype and k.shape == v.shape and q.shape[::3] == k.shape[::3]
+    shares = k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
+    return "" if is_alike and shares else "the kernel takes keys and values alike, in heads that divide the queries'"
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, scale: float) -> str:
     """Say what keeps `backward` from these; nothing where it takes them."""
     why = why_no_shape(q, k, v, causal, left, scale)
-    return why or ("the kernel is for a Hopper, and needs NVRTC 13" if _kernel(q.device) is None else "")
+    if why or _kernel(q.device, launch_config(q.shape[3], q.dtype)) is not None:
+        return why
+    return "the kernel is for a Hopper, and needs NVRTC 13"

@@ -2,10 +2,11 @@
 
 Rows are a multiple of 8 elements apart, and told in eights: so the compiler knows that they may be read by vectors.
 
-`prepare`: a program takes 64 queries of a head.
+`prepare`: a program takes 64 queries of a head. The numbers it writes are a row a head, of whole tiles of queries:
+behind the last query they are such that nothing comes of them.
 
-`finish`: what was added up lies as the tensor cores had it, 64 queries of a head at a time: of a group of 128 threads
-each has 32 numbers, and four of one thread lie beside four of the next. A program takes one such part.
+`finish`: what was added up lies as the tensor cores had it, 64 queries and 64 columns of a head at a time: of a group
+of 128 threads each has 32 numbers, and four of one thread lie beside four of the next. A program takes one such part.
 """
 
 import functools
@@ -17,72 +18,93 @@ import triton.language as tl
 from tilewright.runtime import dispatch
 
 _QUERIES = 64  # of a part
+_PANEL = 64  # columns of a part
 
 
-@triton.jit(do_not_specialize=["heads", "sequence", "out_stride", "dout_stride", "scale"])
+@triton.jit
+def _rows_of(tensor, batch, head, query, batch_stride, row_stride, head_stride, queries, WIDTH: tl.constexpr):
+    """Some queries of a head, in float32, and 0 behind the last. Strides are in eights."""
+    at = tensor + batch * (batch_stride * 8) + head * (head_stride * 8)
+    column = tl.arange(0, WIDTH)
+    return tl.load(
+        at + query[:, None] * (row_stride * 8) + column[None, :], mask=query[:, None] < queries, other=0.0
+    ).to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "queries", "padded", "out_batch", "out_row", "out_head", "dout_batch", "dout_row", "dout_head", "scale"
+    ]
+)  # fmt: skip
 def tilewright_attention_prepare(
     out, dout, lse, starts, slope_starts, counts,
-    heads: tl.int32, sequence: tl.int64, out_stride: tl.int64, dout_stride: tl.int64, scale: tl.float32,
-    QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    heads: tl.int32, queries: tl.int64, padded: tl.int64, out_batch: tl.int64, out_row: tl.int64, out_head: tl.int64,
+    dout_batch: tl.int64, dout_row: tl.int64, dout_head: tl.int64, scale: tl.float32,
+    QUERIES: tl.constexpr, WIDTH: tl.constexpr, PANELS: tl.constexpr,
 ):  # fmt: skip
     """starts = -lse / scale,  slope_starts = -sum of out dout,  counts = 0"""
-    part = tl.program_id(0).to(tl.int64)
-    head, first = part * QUERIES // sequence, part * QUERIES % sequence
-    row = head // heads * sequence + first + tl.arange(0, QUERIES)
-    column = head % heads * WIDTH + tl.arange(0, WIDTH)
-    value = tl.load(out + row[:, None] * (out_stride * 8) + column[None, :]).to(tl.float32)
-    slope = tl.load(dout + row[:, None] * (dout_stride * 8) + column[None, :]).to(tl.float32)
-    query = part * QUERIES + tl.arange(0, QUERIES)
-    tl.store(slope_starts + query, -tl.sum(value * slope, 1))
-    tl.store(starts + query, -tl.load(lse + query) / scale)
-    tl.store(counts + part, 0)
+    program = tl.program_id(0).to(tl.int64)
+    both, first = program * QUERIES // padded, program * QUERIES % padded
+    batch, head, query = both // heads, both % heads, first + tl.arange(0, QUERIES)
+    value = _rows_of(out, batch, head, query, out_batch, out_row, out_head, queries, WIDTH)
+    slope = _rows_of(dout, batch, head, query, dout_batch, dout_row, dout_head, queries, WIDTH)
+    log = tl.load(lse + both * queries + query, mask=query < queries, other=float("inf"))
+    # A query that sees no key has a logarithm of -inf, and no probabilities either.
+    log = tl.where(log == float("-inf"), float("inf"), log)
+    tl.store(starts + both * padded + query, -log / scale)
+    tl.store(slope_starts + both * padded + query, -tl.sum(value * slope, 1))
+    tl.store(counts + program * PANELS + tl.arange(0, PANELS), tl.zeros([PANELS], tl.int32))
 
 
-@triton.jit(do_not_specialize=["heads", "sequence", "stride", "scale"])
+@triton.jit(do_not_specialize=["heads", "queries", "padded", "scale"])
 def tilewright_attention_finish(
-    sums, dq, heads: tl.int32, sequence: tl.int64, stride: tl.int64, scale: tl.float32,
-    QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    sums, counts, dq, heads: tl.int32, queries: tl.int64, padded: tl.int64, scale: tl.float32,
+    QUERIES: tl.constexpr, PANELS: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale sums"""
+    """dq = scale sums, and 0 where nobody has added anything"""
     part = tl.program_id(0).to(tl.int64)
-    head, first = part * QUERIES // sequence, part * QUERIES % sequence
-    numbers = tl.load(sums + part * QUERIES * WIDTH + tl.arange(0, QUERIES * WIDTH)) * scale
+    both, first = part // PANELS * QUERIES // padded, part // PANELS * QUERIES % padded
+    number, end = tl.arange(0, QUERIES * PANEL), tl.where(tl.load(counts + part) > 0, QUERIES * PANEL, 0)
+    numbers = tl.load(sums + part * QUERIES * PANEL + number, mask=number < end, other=0.0) * scale
     # Eight columns at a time; 16 rows a warp; of those a thread has one and the one 8 below, and two columns of both.
-    numbers = tl.reshape(numbers, [WIDTH // 8, QUERIES // 16, 8, 4, 2, 2])
-    tile = tl.reshape(tl.permute(numbers, (1, 4, 2, 0, 3, 5)), [QUERIES, WIDTH])
-    row = head // heads * sequence + first + tl.arange(0, QUERIES)
-    column = head % heads * WIDTH + tl.arange(0, WIDTH)
-    tl.store(dq + row[:, None] * (stride * 8) + column[None, :], tile.to(dq.dtype.element_ty))
+    numbers = tl.reshape(numbers, [PANEL // 8, QUERIES // 16, 8, 4, 2, 2])
+    tile = tl.reshape(tl.permute(numbers, (1, 4, 2, 0, 3, 5)), [QUERIES, PANEL])
+    query, column = first + tl.arange(0, QUERIES), part % PANELS * PANEL + tl.arange(0, PANEL)
+    row = (both // heads * queries + query) * heads + both % heads
+    to = dq + row[:, None] * (PANELS * PANEL) + column[None, :]
+    tl.store(to, tile.to(dq.dtype.element_ty), mask=query[:, None] < queries)
 
 
 @functools.cache
-def _launches(device: torch.device, width: int) -> tuple[dispatch.Launch, dispatch.Launch]:
-    return tuple(
-        dispatch.Launch(kernel, device, (_QUERIES, width), 4)
-        for kernel in (tilewright_attention_prepare, tilewright_attention_finish)
+def _launches(device: torch.device, dtype: torch.dtype, width: int) -> tuple[dispatch.Launch, dispatch.Launch]:
+    panels = width // _PANEL
+    return (
+        dispatch.Launch(tilewright_attention_prepare, device, (_QUERIES, width, panels), 4),
+        dispatch.Launch(tilewright_attention_finish, device, (_QUERIES, panels, _PANEL), 4),
     )
 
 
 def prepare(
-    out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, heads: int, sequence: int, scale: float
+    out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, tile: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What scores start from, for packed `lse`, a row a head, and what their slopes start from; and a 0 for each part.
+    """What scores start from, and what their slopes do, each a row a head of whole tiles; and a 0 for each part.
 
-    `out` and `dout` are tokens of all batches by the columns of all heads; rows of both are contiguous.
+    `out` and `dout` are (batch, queries, heads, head_dim), their columns contiguous; `lse` is (batch, heads, queries).
     """
-    width, queries = out.shape[1] // heads, len(out) * heads
-    starts, slope_starts = (out.new_empty(queries, dtype=torch.float32) for _ in range(2))
-    parts = queries // _QUERIES
-    counts = out.new_empty(parts, dtype=torch.int32)
-    launch, _ = _launches(out.device, width)
+    batch, queries, heads, width = out.shape
+    padded = -(-queries // tile) * tile
+    starts, slope_starts = (out.new_empty(batch * heads * padded, dtype=torch.float32) for _ in range(2))
+    programs = batch * heads * padded // _QUERIES
+    counts = out.new_empty(programs * (width // _PANEL), dtype=torch.int32)
+    launch, _ = _launches(out.device, out.dtype, width)
     tensors = (out, dout, *dispatch.packed((lse,)), starts, slope_starts, counts)
-    launch((parts, 1), tensors, (heads, sequence, out.stride(0) // 8, dout.stride(0) // 8, scale))
+    strides = [t.stride(i) // 8 for t in (out, dout) for i in (0, 1, 2)]
+    launch((programs, 1), tensors, (heads, queries, padded, *strides, scale))
     return starts, slope_starts, counts
 
 
-def finish(sums: torch.Tensor, dq: torch.Tensor, heads: int, sequence: int, scale: float) -> None:
-    """Writes scaled `sums`, by parts, to `dq`, tokens by columns, whose rows are contiguous."""
-    width = dq.shape[1] // heads
-    _, launch = _launches(dq.device, width)
-    parts = sums.numel() // (_QUERIES * width)
-    launch((parts, 1), (sums, dq), (heads, sequence, dq.stride(0) // 8, scale))
+def finish(sums: torch.Tensor, counts: torch.Tensor, dq: torch.Tensor, tile: int, scale: float) -> None:
+    """Writes scaled `sums`, by parts, to `dq`, which is packed: (batch, queries, heads, head_dim)."""
+    queries, heads, width = dq.shape[1:]
+    _, launch = _launches(dq.device, dq.dtype, width)
+    launch((counts.numel(), 1), (sums, counts, dq), (heads, queries, -(-queries // tile) * tile, scale))

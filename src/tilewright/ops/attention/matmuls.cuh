@@ -40,6 +40,7 @@
       asm volatile(MULTIPLY("0", columns) N##count ", " left_at ", " right_at ", keep, 1, 1, 0, 0;\n}"                 \
                    : W##count(sum) : "l"(left), "l"(right));                                                           \
   }
+MULTIPLY_ROWS(32, "64", "%32", "%33")
 MULTIPLY_ROWS(64, "128", "%64", "%65")
 MULTIPLY_ROWS(88, "176", "%88", "%89")
 

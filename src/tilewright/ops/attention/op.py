@@ -8,7 +8,7 @@
 
 Several backends compute it; `backends.py` says what each takes and which one `auto` picks. Our own are the Triton
 kernels (`forward_kernels.py`, `backward_kernels.py`), which take everything, and on a Hopper a forward and a backward
-in CUDA C++ (`hopper.py`). In both backwards every sum has a fixed order; in cuDNN's, behind our forward, it has not.
+in CUDA C++ (`hopper.py`). In both backwards every sum has a fixed order.
 
 Saved for backward: q, k, v, out, a float32 for each query and head, and the seed of dropout.
 

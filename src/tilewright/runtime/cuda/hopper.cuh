@@ -15,27 +15,18 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 #if BOUNDED_WAITS  // what would wait forever ends in a trap: a kernel that hangs takes the GPU with it
-__device__ __forceinline__ u64 nanoseconds() {
-  u64 now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-}
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  const u64 begin = nanoseconds();
-  for (u32 done = 0; !done;) {
-    asm volatile(
-        "{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    if (!done && nanoseconds() - begin > 2000000000ull) asm volatile("trap;");
-  }
-}
+#define BEGIN_WAIT ".reg .u32 begin, now;\nmov.u32 begin, %%globaltimer_lo;\n"
+#define BOUND_WAIT                                                                                                     \
+  "mov.u32 now, %%globaltimer_lo;\nsub.u32 now, now, begin;\nsetp.gt.u32 done, now, 2000000000;\n@done trap;\n"
 #else
+#define BEGIN_WAIT
+#define BOUND_WAIT
+#endif
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   asm volatile(
-      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}" ::"r"(barrier), "r"(parity) : "memory");
+      "{\n.reg .pred done;\n" BEGIN_WAIT "AGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni DONE;\n" BOUND_WAIT "bra.uni AGAIN;\nDONE:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
-#endif
 
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -74,10 +65,41 @@ __device__ __forceinline__ void store(const Map* map, u32 from, int column, int 
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
                "r"(column), "r"(row) : "memory");
 }
+// Of a head: rows are of its batch, and none is written beyond them.
+__device__ __forceinline__ void store(const Map* map, u32 from, int column, int head, int row, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(from), "r"(column), "r"(head), "r"(row), "r"(batch) : "memory");
+}
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Bulk copies of numbers that lie side by side, a multiple of 16 bytes from a multiple of 16 on.
+__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void store_bytes(float* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void add_bytes(float* to, u32 from, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes) : "memory");
+}
+
+// A count in memory, which blocks wait for, and what TMA has written before it.
+__device__ __forceinline__ void wait_count(const int* at, int count) {
+  asm volatile(
+      "{\n.reg .pred done;\n.reg .s32 count;\n" BEGIN_WAIT "AGAIN:\nld.acquire.gpu.global.s32 count, [%0];\n"
+      "setp.eq.s32 done, count, %1;\n@done bra.uni DONE;\n" BOUND_WAIT "bra.uni AGAIN;\nDONE:\n}" ::"l"(at),
+      "r"(count) : "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ __forceinline__ void set_count(int* at, int count) {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(count) : "memory");
+}
 
 // Matmuls, which run beside the threads that begin them.
 __device__ __forceinline__ void fence_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -117,6 +139,10 @@ __device__ __forceinline__ u32 line(int thread) {
 
 __device__ __forceinline__ void write_shared(u32 at, float2 x) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x.x), "f"(x.y) : "memory");
+}
+__device__ __forceinline__ void write_four(u32 at, const float* x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
 }
 __device__ __forceinline__ float2 read_shared(u32 at) {
   float2 x;
