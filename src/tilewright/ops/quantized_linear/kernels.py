@@ -67,55 +67,57 @@ def _from_fp8(codes, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def _from_int4(codes, middle, FLOAT: tl.constexpr):
-    """(low nibbles, high nibbles) of bytes, less the `middle`, which is a tensor that broadcasts.
+def _from_int4(codes, FLOAT: tl.constexpr):
+    """(low nibbles, high nibbles) of bytes, less 8.
 
     A nibble in the low bits of 128 in bfloat16, or of 1024 in float16, is that number and the nibble. Before Hopper
     the only arithmetic on pairs of bfloat16 is the fused multiply-add.
     """
     if FLOAT == tl.float32:
-        low = (codes & 15).to(tl.float32) - middle
-        high = (codes >> 4).to(tl.float32) - middle
+        low = (codes & 15).to(tl.float32) - 8
+        high = (codes >> 4).to(tl.float32) - 8
     elif FLOAT == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, m, t, c;
+            .reg .b32 a, b, m, t, c, z;
             mov.b32 m, 0x43004300;
             mov.b32 c, 0x3f803f80;
+            mov.b32 z, 0xc308c308;
             prmt.b32 a, $4, 0, 0x4140;
             prmt.b32 b, $4, 0, 0x4342;
             lop3.b32 t, a, 0x000f000f, m, 0xea;
-            fma.rn.bf16x2 $0, t, c, $5;
+            fma.rn.bf16x2 $0, t, c, z;
             lop3.b32 t, b, 0x000f000f, m, 0xea;
-            fma.rn.bf16x2 $1, t, c, $6;
+            fma.rn.bf16x2 $1, t, c, z;
             shr.b32 a, a, 4;
             shr.b32 b, b, 4;
             lop3.b32 t, a, 0x000f000f, m, 0xea;
-            fma.rn.bf16x2 $2, t, c, $5;
+            fma.rn.bf16x2 $2, t, c, z;
             lop3.b32 t, b, 0x000f000f, m, 0xea;
-            fma.rn.bf16x2 $3, t, c, $6;
+            fma.rn.bf16x2 $3, t, c, z;
             }""",
-            "=&r,=&r,=&r,=&r,r,r,r", [codes, -128 - middle], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
     else:
         low, high = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, m, t;
+            .reg .b32 a, b, m, t, z;
             mov.b32 m, 0x64006400;
+            mov.b32 z, 0x64086408;
             prmt.b32 a, $4, 0, 0x4140;
             prmt.b32 b, $4, 0, 0x4342;
             lop3.b32 t, a, 0x000f000f, m, 0xea;
-            sub.f16x2 $0, t, $5;
+            sub.f16x2 $0, t, z;
             lop3.b32 t, b, 0x000f000f, m, 0xea;
-            sub.f16x2 $1, t, $6;
+            sub.f16x2 $1, t, z;
             shr.b32 a, a, 4;
             shr.b32 b, b, 4;
             lop3.b32 t, a, 0x000f000f, m, 0xea;
-            sub.f16x2 $2, t, $5;
+            sub.f16x2 $2, t, z;
             lop3.b32 t, b, 0x000f000f, m, 0xea;
-            sub.f16x2 $3, t, $6;
+            sub.f16x2 $3, t, z;
             }""",
-            "=&r,=&r,=&r,=&r,r,r,r", [codes, middle + 1024], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+            "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
         )  # fmt: skip
     return low, high
 
@@ -177,14 +179,16 @@ def tilewright_quantized_linear_matmul_4bit(
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Two weights a byte: the low nibbles of a group's bytes are its first half, the high ones its second.
+    """Two weights a byte: the low nibbles of a span's bytes are its first half, the high ones its second.
 
-    A slice is a group. `scale` and `zero` are (groups, columns). EVEN: the steps fit into the inner dimension.
+    A slice is a span: a group, or two groups of 32. `scale` and `zero` are (groups, columns). EVEN: the steps fit into
+    the inner dimension.
     """
     FLOAT: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
-    BYTES: tl.constexpr = GROUP // 2
-    STEP: tl.constexpr = SLICES * GROUP
-    inner = inner // GROUP * GROUP
+    SPAN: tl.constexpr = 2 * GROUP if GROUP == 32 else GROUP
+    BYTES: tl.constexpr = SPAN // 2
+    STEP: tl.constexpr = SLICES * SPAN
+    inner = inner // SPAN * SPAN
     x_row = x_row // UNIT * UNIT
     column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -192,35 +196,39 @@ def tilewright_quantized_linear_matmul_4bit(
     slice = tl.arange(0, SLICES)
     byte = tl.arange(0, BYTES)
     weights = weight + known[None, :, None] * (inner // 2) + (slice[:, None] * BYTES + byte[None, :])[:, None, :]
-    inputs = x + row[None, None, :] * x_row + (slice[:, None] * GROUP + byte[None, :])[:, :, None]
-    of_group = slice[:, None] * columns + known[None, :]
+    inputs = x + row[None, None, :] * x_row + (slice[:, None] * SPAN + byte[None, :])[:, :, None]
+    of_group = (slice * (SPAN // GROUP))[:, None] * columns + known[None, :]
     there = (row < rows)[None, None, :]
     sums = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(0, inner.to(tl.int32), STEP, num_stages=STAGES):
+        inside = tl.full([SLICES], True, tl.int1) if EVEN else start + slice * SPAN < inner
         if EVEN:
             codes = tl.load(weights)
             first = tl.load(inputs, there, 0.0)
             second = tl.load(inputs + BYTES, there, 0.0)
-            scales = tl.load(scale + of_group)
         else:
-            inside = start + slice * GROUP < inner
             codes = tl.load(weights, inside[:, None, None], 0)
             first = tl.load(inputs, there & inside[:, None, None], 0.0)
             second = tl.load(inputs + BYTES, there & inside[:, None, None], 0.0)
-            scales = tl.load(scale + of_group, inside[:, None], 0.0)
-        if zero is None:
-            middle = tl.full([1, 1, 1], 8, FLOAT)
-        elif EVEN:
-            middle = tl.load(zero + of_group).to(FLOAT)[:, :, None]
+        low, high = _from_int4(codes, FLOAT)
+        scales = tl.load(scale + of_group, inside[:, None], 0.0).to(tl.float32)[:, :, None]
+        if zero is not None:
+            low += 8 - tl.load(zero + of_group, inside[:, None], 0).to(FLOAT)[:, :, None]
+        if GROUP < SPAN:
+            of_group += columns
+        if zero is not None:
+            high += 8 - tl.load(zero + of_group, inside[:, None], 0).to(FLOAT)[:, :, None]
+        if GROUP < SPAN:
+            sums += tl.dot(low, first.to(FLOAT), input_precision="ieee") * scales
+            scales = tl.load(scale + of_group, inside[:, None], 0.0).to(tl.float32)[:, :, None]
+            sums += tl.dot(high, second.to(FLOAT), input_precision="ieee") * scales
+            of_group -= columns
         else:
-            middle = tl.load(zero + of_group, inside[:, None], 0).to(FLOAT)[:, :, None]
-        low, high = _from_int4(codes, middle, FLOAT)
-        part = tl.dot(low, first.to(FLOAT), input_precision="ieee")
-        part = tl.dot(high, second.to(FLOAT), part, input_precision="ieee")
-        sums += part * scales.to(tl.float32)[:, :, None]
+            part = tl.dot(low, first.to(FLOAT), input_precision="ieee")
+            sums += tl.dot(high, second.to(FLOAT), part, input_precision="ieee") * scales
         weights += SLICES * BYTES
         inputs += STEP
-        of_group += SLICES * columns
+        of_group += (STEP // GROUP) * columns
     _store(tl.sum(sums, 0), bias, residual, y, row, column, rows, columns, residual_row)
 
 
@@ -245,21 +253,23 @@ def tilewright_quantized_linear_dequantize_8bit(
 def tilewright_quantized_linear_dequantize_4bit(
     weight, scale, zero, matrix, columns: tl.int64, inner: tl.int64, GROUP: tl.constexpr, SLICES: tl.constexpr
 ):
-    """A program writes SLICES groups of a row."""
-    BYTES: tl.constexpr = GROUP // 2
-    inner = inner // GROUP * GROUP
+    """A program writes SLICES spans of a row."""
+    SPAN: tl.constexpr = 2 * GROUP if GROUP == 32 else GROUP
+    BYTES: tl.constexpr = SPAN // 2
+    inner = inner // SPAN * SPAN
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * SLICES + tl.arange(0, SLICES)
+    slice = tl.program_id(1) * SLICES + tl.arange(0, SLICES)
     byte = tl.arange(0, BYTES)[None, :]
-    inside = group < inner // GROUP
+    inside = slice < inner // SPAN
     there = inside[:, None] & (byte < BYTES)
-    codes = tl.load(weight + row * (inner // 2) + group[:, None] * BYTES + byte, there, 0)
-    scales = tl.load(scale + group * columns + row, inside, 0.0).to(tl.float32)[:, None]
-    if zero is None:
-        middle = tl.full([1, 1], 8, tl.float32)
-    else:
-        middle = tl.load(zero + group * columns + row, inside, 0).to(tl.float32)[:, None]
-    out = matrix + row * inner + group[:, None] * GROUP + byte
-    low, high = _from_int4(codes, middle, tl.float32)
-    tl.store(out, (low * scales).to(matrix.dtype.element_ty), there)
-    tl.store(out + BYTES, (high * scales).to(matrix.dtype.element_ty), there)
+    codes = tl.load(weight + row * (inner // 2) + slice[:, None] * BYTES + byte, there, 0)
+    halves = _from_int4(codes, tl.float32)
+    out = matrix + row * inner + slice[:, None] * SPAN + byte
+    for half in tl.static_range(2):
+        group = slice * SPAN // GROUP + half * (SPAN // GROUP - 1)
+        at = group * columns + row
+        values = halves[half]
+        if zero is not None:
+            values += 8 - tl.load(zero + at, inside, 0).to(tl.float32)[:, None]
+        values *= tl.load(scale + at, inside, 0.0).to(tl.float32)[:, None]
+        tl.store(out + half * BYTES, values.to(matrix.dtype.element_ty), there)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilewright.ops.quantized_linear.reference import span_of
 from tilewright.runtime import dispatch
 
 MOST_ROWS = 256
@@ -46,7 +47,7 @@ class Packed(NamedTuple):
 class Tiles:
     """What a program of a matmul takes: outputs, rows of x, and `slices` of `block_k` weights of a row a step.
 
-    For int4 a slice is a group, and `block_k` its size. The slices are a multiple of the warps.
+    For int4 a slice is a span. The slices are a multiple of the warps.
     """
 
     block_n: int
@@ -61,43 +62,43 @@ def tiles(rows: int, group: int | None) -> Tiles:
     """The tiles for this many rows of x; `group` of int4.
 
     >>> tiles(1, None), tiles(40, 64).block_m
-    (Tiles(block_n=16, block_m=8, block_k=128, slices=4, stages=4, warps=4), 64)
+    (Tiles(block_n=16, block_m=8, block_k=128, slices=4, stages=4, warps=4), 32)
     """
-    block_m = next((size for size in (8, 16, 32) if rows <= size), 64)
+    block_m = next((size for size in (8, 16) if rows <= size), 32)
     block_n = {8: 16, 16: 32}.get(block_m, 64)
     if group is None:
         return Tiles(block_n, block_m, 128 if block_m <= 16 else 64, 4, 4, 4)
-    slices = (512 if block_m <= 16 else 256) // group
-    return Tiles(32 if block_m == 8 else block_n, block_m, group, max(4, slices), 4, 4)
+    span = span_of(group)
+    slices = (512 if block_m <= 16 else 256) // span
+    return Tiles(32 if block_m == 8 else block_n, block_m, span, max(4, slices), 4, 4)
 
 
 @functools.cache
 def matmul_launch(
-    device: torch.device, dtypes: tuple[Any, ...], unit: int, even: bool, chosen: Tiles
+    device: torch.device, dtypes: tuple[Any, ...], unit: int, even: bool, chosen: Tiles, group: int | None
 ) -> dispatch.Launch:
     """The kernel for arguments of these dtypes: x, weight, scale, zero, bias, residual.
 
     `unit` divides the strides of x and, of 8 bits, of the weight. `even`: the steps fit into the inner dimension.
+    `group` is that of int4.
     """
     from tilewright.ops.quantized_linear import kernels
 
-    sizes = astuple(chosen)[:-1]
-    rest = (unit, even)
-    if dtypes[1] == torch.uint8:
-        block_n, block_m, group, slices, stages = sizes
-        constants = (group, block_n, block_m, slices, stages, *rest)
-        return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_4bit, device, constants, chosen.warps)
-    constants = (dtypes[1] == torch.float8_e4m3fn, *sizes, *rest)
-    return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_8bit, device, constants, chosen.warps)
+    block_n, block_m, block_k, slices, stages, warps = astuple(chosen)
+    if group:
+        constants = (group, block_n, block_m, slices, stages, unit, even)
+        return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_4bit, device, constants, warps)
+    constants = (dtypes[1] == torch.float8_e4m3fn, block_n, block_m, block_k, slices, stages, unit, even)
+    return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_8bit, device, constants, warps)
 
 
 @functools.cache
-def dequantize_launch(device: torch.device, dtypes: tuple[Any, ...], unit: int, group: int) -> dispatch.Launch:
+def dequantize_launch(device: torch.device, dtypes: tuple[Any, ...], unit: int, group: int | None) -> dispatch.Launch:
     """The kernel for arguments of these dtypes: weight, scale, zero, matrix; `group` of int4."""
     from tilewright.ops.quantized_linear import kernels
 
-    if dtypes[0] == torch.uint8:
-        constants: tuple[Any, ...] = (group, _BLOCK // group)
+    if group:
+        constants: tuple[Any, ...] = (group, _BLOCK // span_of(group))
         return dispatch.Launch(kernels.tilewright_quantized_linear_dequantize_4bit, device, constants, 4)
     constants = (dtypes[0] == torch.float8_e4m3fn, unit, _BLOCK)
     return dispatch.Launch(kernels.tilewright_quantized_linear_dequantize_8bit, device, constants, 4)
@@ -114,9 +115,13 @@ def forward(inputs: Inputs) -> Tensor:
     else:
         y = matrix.new_empty(len(matrix), columns)
         if len(matrix):
-            group = matrix.shape[1] // len(scale) if weight.dtype == torch.uint8 else None
-            multiply(inputs._replace(x=matrix, residual=added), y, tiles(len(matrix), group))
+            multiply(inputs._replace(x=matrix, residual=added), y, tiles(len(matrix), group_of(weight, scale)))
     return y.view(*x.shape[:-1], columns)
+
+
+def group_of(weight: Tensor, scale: Tensor) -> int | None:
+    """How many weights of a row share a scale; None where all do."""
+    return 2 * weight.shape[1] // len(scale) if weight.dtype == torch.uint8 else None
 
 
 def multiply(inputs: Inputs, y: Tensor, chosen: Tiles) -> None:
@@ -133,7 +138,7 @@ def multiply(inputs: Inputs, y: Tensor, chosen: Tiles) -> None:
         tensors[1] = weight.view(torch.uint8)
     if weight.dtype != torch.uint8:
         del tensors[3]
-    launch = matmul_launch(x.device, types, unit, even, chosen)
+    launch = matmul_launch(x.device, types, unit, even, chosen, group_of(weight, scale))
     grid = (-(-columns // chosen.block_n), -(-rows // chosen.block_m))
     launch(grid, tensors, (rows, columns, inner, x.stride(0), 0 if residual is None else residual.stride(0)))
 
@@ -160,16 +165,16 @@ def dequantize(inputs: Packed) -> Tensor:
     weight, scale, zero = dispatch.packed(inputs[:3])
     columns = len(weight)
     if weight.dtype == torch.uint8:
-        inner, group = 2 * weight.shape[1], 2 * weight.shape[1] // len(scale)
+        inner = 2 * weight.shape[1]
         matrix = torch.empty(columns, inner, dtype=inputs.dtype, device=weight.device)
         tensors = (weight, scale, zero, matrix)
-        launch = dequantize_launch(weight.device, dispatch.dtypes(tensors), 1, group)
+        launch = dequantize_launch(weight.device, dispatch.dtypes(tensors), 1, group_of(weight, scale))
         launch((columns, -(-inner // _BLOCK)), tensors, (columns, inner))
         return matrix
     inner = weight.shape[1]
     matrix = torch.empty(columns, inner, dtype=inputs.dtype, device=weight.device)
     types = dispatch.dtypes((weight, scale, None, matrix))
     codes = weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
-    launch = dequantize_launch(weight.device, types, math.gcd(16, inner), 0)
+    launch = dequantize_launch(weight.device, types, math.gcd(16, inner), None)
     launch((columns, -(-inner // _BLOCK)), (codes, scale, matrix), (inner,))
     return matrix

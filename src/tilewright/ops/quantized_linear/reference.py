@@ -20,27 +20,32 @@ def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None = None, dtype:
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     if weight.dtype != torch.uint8:
         return (weight.to(exact) * scale.to(exact)[:, None]).to(dtype)
-    codes = unpack_nibbles(weight, len(scale)).to(exact)  # (out, groups, group)
+    group = 2 * weight.shape[1] // len(scale)
+    codes = unpack_nibbles(weight, group).to(exact).unflatten(1, (-1, group))
     codes = codes - (MIDDLE if zero is None else zero.t()[:, :, None].to(exact))
     return (codes * scale.t()[:, :, None].to(exact)).flatten(1).to(dtype)
 
 
-def unpack_nibbles(weight: Tensor, groups: int) -> Tensor:
-    """The 4-bit codes of a packed ``(out, in / 2)`` weight, as ``(out, groups, group)`` uint8."""
-    halves = weight.unflatten(1, (groups, -1))
-    return torch.cat((halves & 15, halves >> 4), -1)
+def span_of(group: int) -> int:
+    """How many weights lie interleaved: a group, or two groups of 32, so that a half of them is never below 32."""
+    return max(64, group)
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """The inverse of `unpack_nibbles`: the low nibbles of a group's bytes are its first half.
+def unpack_nibbles(weight: Tensor, group: int) -> Tensor:
+    """The 4-bit codes of a packed ``(out, in / 2)`` weight, as ``(out, in)`` uint8."""
+    halves = weight.unflatten(1, (-1, span_of(group) // 2))
+    return torch.cat((halves & 15, halves >> 4), -1).flatten(1)
 
-    >>> codes = torch.arange(8, dtype=torch.uint8).view(1, 2, 4)
-    >>> pack_nibbles(codes)
-    tensor([[ 32,  49, 100, 117]], dtype=torch.uint8)
-    >>> torch.equal(unpack_nibbles(pack_nibbles(codes), 2), codes)
-    True
+
+def pack_nibbles(codes: Tensor, group: int) -> Tensor:
+    """The inverse of `unpack_nibbles`: the low nibbles of a span's bytes are its first half, the high ones its second.
+
+    >>> codes = torch.arange(64, dtype=torch.uint8)[None] % 16
+    >>> packed = pack_nibbles(codes, 32)
+    >>> packed[0, 2].item() == 2 + 16 * 2, torch.equal(unpack_nibbles(packed, 32), codes)
+    (True, True)
     """
-    low, high = codes.chunk(2, -1)
+    low, high = codes.unflatten(1, (-1, span_of(group))).chunk(2, -1)
     return (low | high << 4).flatten(1)
 
 
