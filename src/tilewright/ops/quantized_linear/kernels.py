@@ -1,10 +1,12 @@
 """The kernels of `quantized_linear`, by how they move the data.
 
-Each program of a matmul has BLOCK_N rows of the weight and BLOCK_M rows of x, and walks along the inner dimension once.
-A step of it is SLICES slices, each BLOCK_K long (int4: a group long), which lie beside each other in memory; a warp
-multiplies its own slices, so all warps of a program share one narrow tile of the output and no weight is unpacked
-twice. Loads run STAGES - 1 steps ahead: that many bytes are in flight while the tensor cores work. The slices' sums
-are added in the end, in fixed order.
+Each program of a matmul walks along the inner dimension once, for BLOCK_M rows of x, as a batch of small matmuls, one
+or more a warp, so that no weight is unpacked twice. Of few rows the batch is SLICES slices of the inner dimension, each
+BLOCK_K long (int4: a span long), beside each other in memory, of BLOCK_N rows of the weight; their sums are added in
+the end, in fixed order. Of more rows it is CHUNKS chunks of BLOCK_N rows of the weight, which share a tile of x: many
+programs would read x more often than the weight. To have enough programs then, SPLITS of them share the inner
+dimension, and a second kernel adds what they leave. Loads run STAGES - 1 steps ahead: that many bytes are in flight
+while the tensor cores work.
 
 Weights are unpacked between shared memory and the tensor core, in registers, to exact integers (or 8-bit floats) of x's
 dtype. Scales multiply the accumulator: per channel in the end, per group after the group's matmul. Triton unpacks int8
@@ -123,14 +125,33 @@ def _from_int4(codes, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def _store(total, bias, residual, y, row, column, rows, columns, residual_row):
-    """Write the tile, transposed, with the bias and the residual added before it is rounded."""
-    there = (row < rows)[None, :] & (column < columns)[:, None]
+def _add(total, bias, residual, row, column, there, columns, residual_row):
+    """The total with what is added before it is rounded; `row` and `column` broadcast to its shape."""
     if bias is not None:
-        total += tl.load(bias + column, column < columns, 0.0).to(tl.float32)[:, None]
+        total += tl.load(bias + column, column < columns, 0.0).to(tl.float32)
     if residual is not None:
-        total += tl.load(residual + row[None, :] * residual_row + column[:, None], there, 0.0).to(tl.float32)
-    tl.store(y + row[None, :] * columns + column[:, None], total.to(y.dtype.element_ty), there)
+        total += tl.load(residual + row * residual_row + column, there, 0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _store(total, bias, residual, y, row, column, rows, columns, residual_row, split, SPLITS: tl.constexpr):
+    """Write a tile of (chunks, BLOCK_N, BLOCK_M); of a split, as it is, to `y` of (SPLITS, rows, columns)."""
+    row = row[None, None, :]
+    column = column[:, :, None]
+    there = (row < rows) & (column < columns)
+    if SPLITS == 1:
+        total = _add(total, bias, residual, row, column, there, columns, residual_row)
+    tl.store(y + (split * rows + row) * columns + column, total.to(y.dtype.element_ty), there)
+
+
+@triton.jit
+def _place(BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr):
+    """(columns of the program as (CHUNKS, BLOCK_N), rows of x, split)."""
+    chunk = tl.program_id(0).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
+    column = chunk[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    row = (tl.program_id(1) // SPLITS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return column, row, tl.program_id(1) % SPLITS
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "inner", "x_row", "residual_row"])
@@ -138,22 +159,23 @@ def tilewright_quantized_linear_matmul_8bit(
     x, weight, scale, bias, residual, y,
     rows: tl.int64, columns: tl.int64, inner: tl.int64, x_row: tl.int64, residual_row: tl.int64,
     FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
-    STAGES: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
+    CHUNKS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One byte a weight, one scale a row of it. EVEN: the steps fit into the inner dimension."""
+    """One byte a weight, one scale a row of it. EVEN: all splits have as many whole steps."""
     FLOAT: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
     STEP: tl.constexpr = SLICES * BLOCK_K
     inner = inner // UNIT * UNIT  # a factor that a number known at run time only would not show
     x_row = x_row // UNIT * UNIT
-    column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column, row, split = _place(BLOCK_N, BLOCK_M, CHUNKS, SPLITS)
+    # Either one chunk and many slices, or the other way round, which broadcasts to the two of the batched matmul.
     k = tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    first, last = _range(inner, STEP, split, SPLITS)
     # Rows of the weight that are not there are read as the last: that takes no mask.
-    weights = weight + tl.minimum(column, columns - 1)[None, :, None] * inner + k[:, None, :]
-    inputs = x + row[None, None, :] * x_row + k[:, :, None]
+    weights = weight + tl.minimum(column, columns - 1)[:, :, None] * inner + k[:, None, :] + first
+    inputs = x + row[None, None, :] * x_row + k[:, :, None] + first
     there = (row < rows)[None, None, :]
-    sums = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, inner.to(tl.int32), STEP, num_stages=STAGES):
+    sums = tl.zeros([SLICES * CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(first, last, STEP, num_stages=STAGES):
         if EVEN:
             codes = tl.load(weights)
             part = tl.load(inputs, there, 0.0)
@@ -165,24 +187,35 @@ def tilewright_quantized_linear_matmul_8bit(
             unpacked = _from_fp8(codes, FLOAT)
         else:
             unpacked = codes.to(FLOAT)
-        sums = tl.dot(unpacked, part.to(FLOAT), sums, input_precision="ieee")
+        part = tl.broadcast_to(part, [SLICES * CHUNKS, BLOCK_K, BLOCK_M]).to(FLOAT)
+        sums = tl.dot(unpacked, part, sums, input_precision="ieee")
         weights += STEP
         inputs += STEP
-    total = tl.sum(sums, 0) * tl.load(scale + column, column < columns, 0.0).to(tl.float32)[:, None]
-    _store(total, bias, residual, y, row, column, rows, columns, residual_row)
+    if SLICES > 1:
+        sums = tl.sum(sums, 0, keep_dims=True)
+    sums *= tl.load(scale + column, column < columns, 0.0).to(tl.float32)[:, :, None]
+    _store(sums, bias, residual, y, row, column, rows, columns, residual_row, split, SPLITS)
+
+
+@triton.jit
+def _range(inner, STEP: tl.constexpr, split, SPLITS: tl.constexpr):
+    """Where a split of the inner dimension begins and ends."""
+    steps = tl.cdiv(tl.cdiv(inner.to(tl.int32), STEP), SPLITS)
+    first = split * steps * STEP
+    return first, tl.minimum(first + steps * STEP, inner.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "inner", "x_row", "residual_row"])
 def tilewright_quantized_linear_matmul_4bit(
     x, weight, scale, zero, bias, residual, y,
     rows: tl.int64, columns: tl.int64, inner: tl.int64, x_row: tl.int64, residual_row: tl.int64,
-    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
-    UNIT: tl.constexpr, EVEN: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SLICES: tl.constexpr, CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Two weights a byte: the low nibbles of a span's bytes are its first half, the high ones its second.
 
-    A slice is a span: a group, or two groups of 32. `scale` and `zero` are (groups, columns). EVEN: the steps fit into
-    the inner dimension.
+    A slice is a span: a group, or two groups of 32. `scale` and `zero` are (groups, columns). EVEN: all splits have as
+    many whole steps.
     """
     FLOAT: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
     SPAN: tl.constexpr = 2 * GROUP if GROUP == 32 else GROUP
@@ -190,17 +223,18 @@ def tilewright_quantized_linear_matmul_4bit(
     STEP: tl.constexpr = SLICES * SPAN
     inner = inner // SPAN * SPAN
     x_row = x_row // UNIT * UNIT
-    column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column, row, split = _place(BLOCK_N, BLOCK_M, CHUNKS, SPLITS)
     known = tl.minimum(column, columns - 1)
     slice = tl.arange(0, SLICES)
     byte = tl.arange(0, BYTES)
-    weights = weight + known[None, :, None] * (inner // 2) + (slice[:, None] * BYTES + byte[None, :])[:, None, :]
-    inputs = x + row[None, None, :] * x_row + (slice[:, None] * SPAN + byte[None, :])[:, :, None]
-    of_group = (slice * (SPAN // GROUP))[:, None] * columns + known[None, :]
+    begin, last = _range(inner, STEP, split, SPLITS)
+    weights = weight + known[:, :, None] * (inner // 2) + (slice[:, None] * BYTES + byte[None, :])[:, None, :]
+    weights += begin // STEP * (STEP // 2)
+    inputs = x + row[None, None, :] * x_row + (slice[:, None] * SPAN + byte[None, :])[:, :, None] + begin
+    of_group = ((begin // STEP * SLICES + slice) * (SPAN // GROUP))[:, None] * columns + known
     there = (row < rows)[None, None, :]
-    sums = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, inner.to(tl.int32), STEP, num_stages=STAGES):
+    sums = tl.zeros([SLICES * CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(begin, last, STEP, num_stages=STAGES):
         inside = tl.full([SLICES], True, tl.int1) if EVEN else start + slice * SPAN < inner
         if EVEN:
             codes = tl.load(weights)
@@ -210,6 +244,8 @@ def tilewright_quantized_linear_matmul_4bit(
             codes = tl.load(weights, inside[:, None, None], 0)
             first = tl.load(inputs, there & inside[:, None, None], 0.0)
             second = tl.load(inputs + BYTES, there & inside[:, None, None], 0.0)
+        first = tl.broadcast_to(first, [SLICES * CHUNKS, BYTES, BLOCK_M]).to(FLOAT)
+        second = tl.broadcast_to(second, [SLICES * CHUNKS, BYTES, BLOCK_M]).to(FLOAT)
         low, high = _from_int4(codes, FLOAT)
         scales = tl.load(scale + of_group, inside[:, None], 0.0).to(tl.float32)[:, :, None]
         if zero is not None:
@@ -219,17 +255,35 @@ def tilewright_quantized_linear_matmul_4bit(
         if zero is not None:
             high += 8 - tl.load(zero + of_group, inside[:, None], 0).to(FLOAT)[:, :, None]
         if GROUP < SPAN:
-            sums += tl.dot(low, first.to(FLOAT), input_precision="ieee") * scales
+            sums += tl.dot(low, first, input_precision="ieee") * scales
             scales = tl.load(scale + of_group, inside[:, None], 0.0).to(tl.float32)[:, :, None]
-            sums += tl.dot(high, second.to(FLOAT), input_precision="ieee") * scales
+            sums += tl.dot(high, second, input_precision="ieee") * scales
             of_group -= columns
         else:
-            part = tl.dot(low, first.to(FLOAT), input_precision="ieee")
-            sums += tl.dot(high, second.to(FLOAT), part, input_precision="ieee") * scales
+            part = tl.dot(low, first, input_precision="ieee")
+            sums += tl.dot(high, second, part, input_precision="ieee") * scales
         weights += SLICES * BYTES
         inputs += STEP
         of_group += (STEP // GROUP) * columns
-    _store(tl.sum(sums, 0), bias, residual, y, row, column, rows, columns, residual_row)
+    if SLICES > 1:
+        sums = tl.sum(sums, 0, keep_dims=True)
+    _store(sums, bias, residual, y, row, column, rows, columns, residual_row, split, SPLITS)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "residual_row"])
+def tilewright_quantized_linear_join(
+    parts, bias, residual, y, rows: tl.int64, columns: tl.int64, residual_row: tl.int64,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the splits of a result up, in their order; a program writes BLOCK columns of a row."""
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = column < columns
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + (split * rows + row) * columns + column, there, 0.0)
+    total = _add(total, bias, residual, row, column, there, columns, residual_row)
+    tl.store(y + row * columns + column, total.to(y.dtype.element_ty), there)
 
 
 @triton.jit(do_not_specialize=["inner"])

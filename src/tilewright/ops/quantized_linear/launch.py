@@ -21,6 +21,7 @@ from tilewright.runtime import dispatch
 MOST_ROWS = 256
 HALVES = (torch.bfloat16, torch.float16)
 _BLOCK = 4096  # weights that a program unpacks
+_JOINED = 1024  # columns of a program that adds splits up
 
 
 class Inputs(NamedTuple):
@@ -45,51 +46,67 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program of a matmul takes: outputs, rows of x, and `slices` of `block_k` weights of a row a step.
+    """What a program of a matmul takes; `kernels.py` says what the fields are. Of int4 `block_k` is the span.
 
-    For int4 a slice is a span. The slices are a multiple of the warps.
+    The slices, or the chunks, are a multiple of the warps.
     """
 
     block_n: int
     block_m: int
     block_k: int
     slices: int
-    stages: int
-    warps: int
+    chunks: int = 1
+    splits: int = 1
+    stages: int = 4
+    warps: int = 4
+
+    @property
+    def columns(self) -> int:
+        return self.block_n * self.chunks
 
 
-def tiles(rows: int, group: int | None) -> Tiles:
-    """The tiles for this many rows of x; `group` of int4.
+def tiles(rows: int, columns: int, inner: int, group: int | None, processors: int) -> Tiles:
+    """The tiles for this many rows of x and a weight of these sizes; `group` of int4.
 
-    >>> tiles(1, None), tiles(40, 64).block_m
-    (Tiles(block_n=16, block_m=8, block_k=128, slices=4, stages=4, warps=4), 32)
+    >>> tiles(1, 8192, 8192, None, 132)
+    Tiles(block_n=16, block_m=8, block_k=128, slices=4, chunks=1, splits=1, stages=4, warps=4)
+    >>> tiles(32, 4096, 14336, 128, 132).splits
+    4
     """
-    block_m = next((size for size in (8, 16) if rows <= size), 32)
-    block_n = {8: 16, 16: 32}.get(block_m, 64)
-    if group is None:
-        return Tiles(block_n, block_m, 128 if block_m <= 16 else 64, 4, 4, 4)
-    span = span_of(group)
-    slices = (512 if block_m <= 16 else 256) // span
-    return Tiles(32 if block_m == 8 else block_n, block_m, span, max(4, slices), 4, 4)
+    if rows <= 8:
+        return Tiles(16, 8, 128, 4) if group is None else Tiles(32, 8, span_of(group), 512 // span_of(group))
+    block_k = 128 if group is None else span_of(group)
+    block_m = next((size for size in (16, 32) if rows <= size), 64)
+    programs = -(-columns // 128) * -(-rows // block_m)
+    splits = max(1, min(8, processors // programs, inner // (4 * block_k)))
+    return Tiles(32, block_m, block_k, 1, 4, splits)
 
 
 @functools.cache
 def matmul_launch(
     device: torch.device, dtypes: tuple[Any, ...], unit: int, even: bool, chosen: Tiles, group: int | None
 ) -> dispatch.Launch:
-    """The kernel for arguments of these dtypes: x, weight, scale, zero, bias, residual.
+    """The kernel for arguments of these dtypes: x, weight, scale, zero, bias, residual, y.
 
-    `unit` divides the strides of x and, of 8 bits, of the weight. `even`: the steps fit into the inner dimension.
-    `group` is that of int4.
+    `unit` divides the strides of x and, of 8 bits, of the weight. `even`: all splits have as many whole steps. `group`
+    is that of int4.
     """
     from tilewright.ops.quantized_linear import kernels
 
-    block_n, block_m, block_k, slices, stages, warps = astuple(chosen)
+    block_n, block_m, block_k, *batch, warps = astuple(chosen)
     if group:
-        constants = (group, block_n, block_m, slices, stages, unit, even)
+        constants = (group, block_n, block_m, *batch, unit, even)
         return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_4bit, device, constants, warps)
-    constants = (dtypes[1] == torch.float8_e4m3fn, block_n, block_m, block_k, slices, stages, unit, even)
+    constants = (dtypes[1] == torch.float8_e4m3fn, block_n, block_m, block_k, *batch, unit, even)
     return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_8bit, device, constants, warps)
+
+
+@functools.cache
+def join_launch(device: torch.device, dtypes: tuple[Any, ...], splits: int) -> dispatch.Launch:
+    """The kernel for arguments of these dtypes: bias, residual, y."""
+    from tilewright.ops.quantized_linear import kernels
+
+    return dispatch.Launch(kernels.tilewright_quantized_linear_join, device, (splits, _JOINED), 4)
 
 
 @functools.cache
@@ -115,7 +132,9 @@ def forward(inputs: Inputs) -> Tensor:
     else:
         y = matrix.new_empty(len(matrix), columns)
         if len(matrix):
-            multiply(inputs._replace(x=matrix, residual=added), y, tiles(len(matrix), group_of(weight, scale)))
+            processors = dispatch.multiprocessors(x.device)
+            chosen = tiles(len(matrix), columns, matrix.shape[1], group_of(weight, scale), processors)
+            multiply(inputs._replace(x=matrix, residual=added), y, chosen)
     return y.view(*x.shape[:-1], columns)
 
 
@@ -128,19 +147,21 @@ def multiply(inputs: Inputs, y: Tensor, chosen: Tiles) -> None:
     """Write the result of at least one row to `y`, in tiles of this size."""
     weight, scale, zero, bias = dispatch.packed((inputs.weight, inputs.scale, inputs.zero, inputs.bias))
     x, residual = walkable(inputs.x), None if inputs.residual is None else walkable(inputs.residual)
-    rows, inner = x.shape
-    columns = len(weight)
-    even = inner % (chosen.slices * chosen.block_k) == 0
-    unit = math.gcd(16, inner, x.stride(0))
-    tensors = [x, weight, scale, zero, bias, residual, y]
-    types = dispatch.dtypes(tensors)
-    if weight.dtype == torch.float8_e4m3fn:
-        tensors[1] = weight.view(torch.uint8)
-    if weight.dtype != torch.uint8:
-        del tensors[3]
-    launch = matmul_launch(x.device, types, unit, even, chosen, group_of(weight, scale))
-    grid = (-(-columns // chosen.block_n), -(-rows // chosen.block_m))
-    launch(grid, tensors, (rows, columns, inner, x.stride(0), 0 if residual is None else residual.stride(0)))
+    (rows, inner), columns, splits = x.shape, len(weight), chosen.splits
+    residual_row = 0 if residual is None else residual.stride(0)
+    out = y if splits == 1 else torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
+    added = (bias, residual) if splits == 1 else (None, None)
+    codes = weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
+    launch = matmul_launch(
+        x.device, dispatch.dtypes((x, weight, scale, zero, *added, out)), math.gcd(16, inner, x.stride(0)),
+        inner % (splits * chosen.slices * chosen.block_k) == 0, chosen, group_of(weight, scale),
+    )  # fmt: skip
+    grid = (-(-columns // chosen.columns), -(-rows // chosen.block_m) * splits)
+    middle = (zero,) if weight.dtype == torch.uint8 else ()
+    launch(grid, (x, codes, scale, *middle, *added, out), (rows, columns, inner, x.stride(0), residual_row))
+    if splits > 1:
+        join = join_launch(x.device, dispatch.dtypes((bias, residual, y)), splits)
+        join((-(-columns // _JOINED), rows), (out, bias, residual, y), (rows, columns, residual_row))
 
 
 def walkable(matrix: Tensor) -> Tensor:
