@@ -123,7 +123,7 @@ def dequantize_launch(device: torch.device, dtypes: tuple[Any, ...], unit: int, 
 
 def forward(inputs: Inputs) -> Tensor:
     """``x @ weight^T + bias + residual``."""
-    x, weight, scale, zero, bias, residual = inputs
+    x, weight, scale, residual = inputs.x, inputs.weight, inputs.scale, inputs.residual
     columns = len(weight)
     matrix = x.reshape(-1, x.shape[-1])
     added = None if residual is None else residual.reshape(-1, columns)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tilewright.ops.linear.op import matmul_dtype
 from tilewright.ops.quantized_linear.launch import HALVES, Inputs, Packed, dequantize, forward
-from tilewright.ops.quantized_linear.reference import reference
+from tilewright.ops.quantized_linear.reference import reference, span_of
 from tilewright.plan.cost import quantized_linear as cost
 from tilewright.runtime import dispatch, paths, register
 
@@ -59,7 +59,8 @@ def _differentiate(ctx: Any, unpack: Any, dy: Any) -> Sequence[Tensor | None]:
     dx = dbias = None
     rows = dy.reshape(-1, dy.shape[-1])
     if needs_x:
-        matrix = unpack(Packed(*ctx.saved_tensors, dy.dtype))
+        weight, scale, zero = ctx.saved_tensors
+        matrix = unpack(Packed(weight, scale, zero, dy.dtype))
         dx = (rows @ matrix).view(*dy.shape[:-1], matrix.shape[1])
     if needs_bias:
         dbias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -121,17 +122,17 @@ def int4_linear(
     """``x @ W^T + bias + residual`` with a weight of 4 bits and a scale for each output and group of inputs.
 
     Args:
-        x: ``(..., in)``, as of `int8_linear`; ``in`` is a multiple of the group, which is 32, 64 or 128.
-        weight: ``(out, in / 2)``, uint8. In a group's bytes the low nibbles are the codes of its first half, the high
-            ones those of the second.
+        x: ``(..., in)``, as of `int8_linear`; ``in`` is a multiple of the group, which is 32, 64 or 128, and of 64.
+        weight: ``(out, in / 2)``, uint8. A span is a group, or two groups of 32. In a span's bytes the low nibbles are
+            the codes of its first half, the high ones those of the second.
         scale: ``(in / group, out)``, float32, bfloat16 or float16.
         zero: ``(in / group, out)``, uint8, the codes that stand for 0; 8 everywhere where it is left out.
         bias, residual: as of `int8_linear`.
 
     >>> import torch
-    >>> weight, scale = torch.full((1, 16), 0x9A, dtype=torch.uint8), torch.tensor([[0.5]])
-    >>> int4_linear(torch.ones(1, 32), weight, scale)  # 16 times 2 and 16 times 1, halved
-    tensor([[24.]])
+    >>> weight, scale = torch.full((1, 32), 0x9A, dtype=torch.uint8), torch.tensor([[0.5]])
+    >>> int4_linear(torch.ones(1, 64), weight, scale)  # 32 times 2 and 32 times 1, halved
+    tensor([[48.]])
     """
     return _linear("int4_linear", torch.uint8, x, weight, scale, zero, bias, residual)
 
@@ -153,9 +154,7 @@ def _linear(
     return _eager(*inputs) if path == paths.KERNEL else _OP.call_registered(inputs)
 
 
-def _check(
-    name: str, dtype: torch.dtype, x: Any, weight: Any, scale: Any, zero: Any, bias: Any, residual: Any
-) -> None:
+def _check(name: str, dtype: torch.dtype, x: Any, weight: Any, scale: Any, zero: Any, bias: Any, residual: Any) -> None:
     dispatch.check_tensor(name, "x", x)
     if not x.ndim:
         raise ValueError(f"{name}: x is a scalar; its last dimension must hold the features.")
@@ -183,9 +182,9 @@ def _check(
 
 def _check_groups(name: str, scale: Tensor, zero: Any, features: int, outputs: int, x: Tensor) -> None:
     groups = scale.shape[0] if scale.ndim == 2 and scale.shape[1] == outputs else 0
-    if not groups or features % groups or features // groups not in GROUPS:
-        needed = ", ".join(f"{(features // group, outputs)}" for group in GROUPS if features % group == 0)
-        wanted = f"{needed} is needed" if needed else f"{features} features are no multiple of a group, 32, 64 or 128"
+    if not groups or features % groups or features // groups not in GROUPS or features % span_of(features // groups):
+        needed = " or ".join(f"{(features // group, outputs)}" for group in GROUPS if features % span_of(group) == 0)
+        wanted = f"{needed} is needed" if needed else f"{features} features are no multiple of 64, as int4 needs"
         raise ValueError(f"{name}: scale has shape {tuple(scale.shape)}, but {wanted}.")
     if zero is not None:
         _check_packed(name, "zero", zero, (torch.uint8,), x)

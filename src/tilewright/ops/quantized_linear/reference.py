@@ -60,5 +60,7 @@ def reference(
     """``x @ dequantize(weight)^T + bias + residual``, computed in float32 (float64 for float64) and rounded once."""
     compute = dispatch.compute_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
-        y = F.linear(x.to(compute), dequantize(weight, scale, zero, compute), None if bias is None else bias.to(compute))
+        y = F.linear(
+            x.to(compute), dequantize(weight, scale, zero, compute), None if bias is None else bias.to(compute)
+        )
     return (y if residual is None else y + residual).to(x.dtype)
