@@ -207,6 +207,14 @@ def linear(result: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
+def quantized_linear(result: dict[str, Any]) -> str:
+    """Every format, size and number of rows."""
+    return _op(
+        result, "x in bf16: format, out x in, rows", ("bf16", "compile", "compile-max", "int8pack", "tinygemm", "torchao"),
+        lambda case: f"{case['format']}, {case['out']} x {case['width']}, {case['rows']}",
+    )  # fmt: skip
+
+
 def embedding(result: dict[str, Any]) -> str:
     """Every size and dtype of the table."""
 
@@ -463,6 +471,7 @@ TABLES: dict[str, Callable[..., str]] = {
         loss_curves,
         memory,
         optimizer,
+        quantized_linear,
         rope,
         shapes,
         sites,

@@ -26,7 +26,7 @@ from tilewright.measure.results import write_json
 from tilewright.nn.quantized_linear import QuantizedLinear
 from tilewright.plan.huggingface import shorten
 from tilewright.quantize.formats import FORMATS, Format, format_of
-from tilewright.quantize.layers import Site, linear_layers
+from tilewright.quantize.layers import Site, linear_layers, shared_parameters
 from tilewright.quantize.report import Report
 
 SCHEMA = 1
@@ -104,7 +104,13 @@ def load(model: torch.nn.Module, folder: str | os.PathLike[str]) -> None:
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     for site, layer in replaced:
         site.replace(model, layer)
-    model.load_state_dict({name: tensor.to(device) for name, tensor in tensors.items()}, assign=True)
+    shared = shared_parameters(model).values()
+    moved = {key: tensor.to(device) for key, tensor in {id(each): each for each in tensors.values()}.items()}
+    model.load_state_dict({name: moved[id(tensor)] for name, tensor in tensors.items()}, assign=True)
+    for first, *others in shared:
+        for name in others:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, model.get_parameter(first))
 
 
 def _compare(
