@@ -209,8 +209,9 @@ def linear(result: dict[str, Any]) -> str:
 
 def quantized_linear(result: dict[str, Any]) -> str:
     """Every format, size and number of rows."""
+    peers = ("bf16", "compile", "compile-max", "int8pack", "tinygemm", "torchao")
     return _op(
-        result, "x in bf16: format, out x in, rows", ("bf16", "compile", "compile-max", "int8pack", "tinygemm", "torchao"),
+        result, "x in bf16: format, out x in, rows", peers,
         lambda case: f"{case['format']}, {case['out']} x {case['width']}, {case['rows']}",
     )  # fmt: skip
 

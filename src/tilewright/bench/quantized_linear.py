@@ -39,7 +39,7 @@ def cases(quick: bool) -> Iterator[Case]:
             yield from ({"format": kind, "rows": count, "width": width, "out": out} for count in rows)
 
 
-def _packed(kind: str, out: int, width: int) -> tuple[Tensor, ...]:
+def _packed(kind: str, out: int, width: int) -> tuple[Tensor, Tensor]:
     """(weight, scale) of random numbers."""
     if kind == "int4":
         scale = (torch.rand(width // GROUP, out, device="cuda") + 0.5).bfloat16() * width**-0.5 / 8
@@ -62,7 +62,7 @@ def prepare(case: Case) -> Prepared:
         return {"forward": lambda: function(x, *next(following))}
 
     def dense() -> dict[str, Pass]:
-        return in_turn(F.linear, [(dequantize(*some, dtype=torch.bfloat16),) for some in weights])
+        return in_turn(F.linear, [(dequantize(weight, scale, None, x.dtype),) for weight, scale in weights])
 
     def compiled(mode: str | None) -> dict[str, Pass]:
         torch.compiler.reset()
