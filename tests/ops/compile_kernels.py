@@ -167,7 +167,7 @@ def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleav
 
 def quantized_linear(weight: torch.dtype, dtype: torch.dtype, rows: int, group: int | None, zeros: bool):
     """The matmul of so many rows by an 8192 x 8192 weight, the sum of its splits, and the unpacking."""
-    tiles = quantized_launches.tiles(rows, 8192, 8192, group, 132)
+    tiles = quantized_launches.tiles(rows, 8192, 8192, group, 132, zeros)
     scale, zero = torch.bfloat16 if group else torch.float32, torch.uint8 if zeros else None
     added = (None, None) if tiles.splits > 1 else (dtype, dtype)
     out = torch.float32 if tiles.splits > 1 else dtype

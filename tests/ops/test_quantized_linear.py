@@ -135,6 +135,25 @@ def test_many_rows_and_few_programs_split_the_inner_dimension():
     assert launch.tiles(32, 128, 256, None, 132).splits == 1, "too short to be split"
 
 
+@pytest.mark.parametrize("group", (None, 32, 64, 128))
+def test_tiles_of_any_sizes_are_whole_warps_and_leave_no_split_empty(group):
+    for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, launch.MOST_ROWS):
+        for columns, inner in ((1, 64), (100, 1024), (1024, 8192), (4096, 14336), (8192, 8192), (128256, 4096)):
+            for processors in (1, 46, 132):
+                tiles = launch.tiles(rows, columns, inner, group, processors, zeros=group == 128)
+                assert max(tiles.slices, tiles.chunks) % tiles.warps == 0 and min(tiles.slices, tiles.chunks) == 1
+                assert 1 <= tiles.splits <= max(1, inner // tiles.block_k)
+                assert tiles.block_m >= min(rows, 8)
+
+
+def test_explain_says_of_how_many_rows_16_bits_are_faster():
+    packed = layer("int8", 8, 64)
+    for rows, remark in ((launch.FEW_ROWS, ""), (launch.FEW_ROWS + 1, "above 48 rows a weight of 16 bits is faster")):
+        with ops.explain() as found:
+            ops.int8_linear(randn(rows, 64, dtype=FP16, grad=False), *packed[:2])
+        assert [(path.ran, path.why.partition(":")[0]) for path in found] == [(paths.KERNEL, remark)]
+
+
 def test_rows_of_any_number_and_stride():
     packed = layer("int8", 12, 48)
     assert ops.int8_linear(randn(0, 48, dtype=BF16), *packed[:2]).shape == (0, 12)
@@ -172,12 +191,8 @@ def test_bit_equal_in_poisoned_memory(kind):
 
 
 def test_compiles_as_one_graph():
-    packed = layer("int4", 24, 128, 64, True)
-
-    def function(x, bias, residual):
-        return (ops.int4_linear(x, *packed, bias, residual),)
-
-    assert_compiles(function, [randn(3, 128, dtype=FP16), randn(24, dtype=FP16), randn(3, 24, dtype=FP16)])
+    packed = layer("int4", 8, 64, 64)
+    assert_compiles(lambda x: (ops.int4_linear(x, *packed),), [randn(3, 64, dtype=FP16)])
 
 
 def test_opcheck():

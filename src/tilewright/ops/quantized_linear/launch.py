@@ -1,14 +1,15 @@
 """How `quantized_linear` is launched: which kernel, in tiles of which size.
 
 Up to `MOST_ROWS` rows of x a kernel unpacks the weight on its way to the tensor cores. Beyond, where the matmul takes
-longer than another pass over the weight, it is unpacked once and cuBLAS multiplies.
+longer than another pass over the weight, it is unpacked once and cuBLAS multiplies. From `FEW_ROWS` rows on neither is
+as fast as cuBLAS with a weight of 16 bits: unpacking, and not the memory, is then what takes time.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 from tilewright.ops.quantized_linear.reference import span_of
 from tilewright.runtime import dispatch
 
-MOST_ROWS = 256
+MOST_ROWS = 192  # of which the kernel takes as long as unpacking and cuBLAS do
+FEW_ROWS = 48  # up to which a packed weight is faster than one of 16 bits and cuBLAS
 HALVES = (torch.bfloat16, torch.float16)
 _BLOCK = 4096  # weights that a program unpacks
 _JOINED = 1024  # columns of a program that adds splits up
@@ -65,21 +67,55 @@ class Tiles:
         return self.block_n * self.chunks
 
 
-def tiles(rows: int, columns: int, inner: int, group: int | None, processors: int) -> Tiles:
-    """The tiles for this many rows of x and a weight of these sizes; `group` of int4.
+def tiles(rows: int, columns: int, inner: int, group: int | None, processors: int, zeros: bool = False) -> Tiles:
+    """The tiles for this many rows of x and a weight of these sizes; `group` and `zeros` of int4.
+
+    The choice is by times on an H200, with weights of 8192 x 8192 and 4096 x 14336.
 
     >>> tiles(1, 8192, 8192, None, 132)
-    Tiles(block_n=16, block_m=8, block_k=128, slices=4, chunks=1, splits=1, stages=4, warps=4)
+    Tiles(block_n=32, block_m=8, block_k=128, slices=4, chunks=1, splits=1, stages=4, warps=4)
     >>> tiles(32, 4096, 14336, 128, 132).splits
     4
     """
     if rows <= 8:
-        return Tiles(16, 8, 128, 4) if group is None else Tiles(32, 8, span_of(group), 512 // span_of(group))
-    block_k = 128 if group is None else span_of(group)
-    block_m = next((size for size in (16, 32) if rows <= size), 64)
-    programs = -(-columns // 128) * -(-rows // block_m)
-    splits = max(1, min(8, processors // programs, inner // (4 * block_k)))
-    return Tiles(32, block_m, block_k, 1, 4, splits)
+        return _few_rows(columns, group, processors)
+    if group is not None:
+        return _int4_tiles(rows, columns, inner, span_of(group), processors, zeros)
+    if rows <= 16:
+        chosen = Tiles(32, 16, 256, slices=1, chunks=4)
+        return _split(chosen, rows, columns, inner, processors)
+    if rows <= 64:
+        chosen = Tiles(32, 32, 128, slices=1, chunks=4)
+        return _split(chosen, rows, columns, inner, processors, most_resident=2)
+    return _split(Tiles(32, 64, 64, slices=1, chunks=4), rows, columns, inner, processors)
+
+
+def _few_rows(columns: int, group: int | None, processors: int) -> Tiles:
+    """Warps beside each other along the inner dimension: enough of them to have the memory busy."""
+    if group is None:
+        block_n = 32 if columns // 32 > processors else 16
+        return Tiles(block_n, 8, 128, slices=4)
+    warps = 4 if columns // 16 * 4 >= 12 * processors else 8
+    return Tiles(16, 8, span_of(group), slices=warps * 128 // span_of(group), warps=warps)
+
+
+def _int4_tiles(rows: int, columns: int, inner: int, span: int, processors: int, zeros: bool) -> Tiles:
+    if rows <= 16 and columns // 32 > processors:
+        return Tiles(32, 16, span, slices=512 // span)
+    if rows <= 32 or (zeros and span == 128):  # zero points beside 64 rows and so long a span take all registers
+        chosen = Tiles(32, 16 if rows <= 16 else 32, span, slices=1, chunks=4)
+        return _split(chosen, rows, columns, inner, processors, most_resident=2)
+    return _split(Tiles(32, 64, span, slices=1, chunks=4, stages=3), rows, columns, inner, processors)
+
+
+def _split(chosen: Tiles, rows: int, columns: int, inner: int, processors: int, most_resident: int = 1) -> Tiles:
+    """The tiles with the inner dimension split until each processor has a program.
+
+    Into up to four splits it is split further while none has more than `most_resident`.
+    """
+    programs = -(-columns // chosen.columns) * -(-rows // chosen.block_m)
+    wanted = max(min(8, processors // programs), min(4, most_resident * processors // programs))
+    return replace(chosen, splits=max(1, min(wanted, inner // (4 * chosen.block_k))))
 
 
 @functools.cache
@@ -133,7 +169,8 @@ def forward(inputs: Inputs) -> Tensor:
         y = matrix.new_empty(len(matrix), columns)
         if len(matrix):
             processors = dispatch.multiprocessors(x.device)
-            chosen = tiles(len(matrix), columns, matrix.shape[1], group_of(weight, scale), processors)
+            group, zeros = group_of(weight, scale), inputs.zero is not None
+            chosen = tiles(len(matrix), columns, matrix.shape[1], group, processors, zeros)
             multiply(inputs._replace(x=matrix, residual=added), y, chosen)
     return y.view(*x.shape[:-1], columns)
 
