@@ -130,7 +130,7 @@ class Anatomy:
 
 
 def split_problem(decoder: Decoder, training: Training) -> str:
-    """Why the model cannot be split like this; "" where it can. Whoever advises or takes a split asks here."""
+    """Why the model cannot be split like this; "" where it can. What advises or takes a split asks here."""
     t, p, pieces, steps = training.tensor, training.pipeline, training.interleave, training.accumulation
     problem = decoder.tensor_problem(t)
     if problem:

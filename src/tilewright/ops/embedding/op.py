@@ -8,8 +8,8 @@ PyTorch takes three ops and four passes over the result for the first line, and 
 Here tokens are sorted in backward, and the rows of one token lie side by side: each is read once and added up in
 float32, in an order that is the same on every run.
 
-A table that is the output layer's weight too gets two gradients. `tied_embedding` hands the table on to whoever
-multiplies by it, and adds its own sums to the rows of the gradient that comes back: no second gradient is made, which
+A table that is the output layer's weight too gets two gradients. `tied_embedding` hands the table on to the matmul
+that reads it, and adds its own sums to the rows of the gradient that comes back: no second gradient is made, which
 would be zeros but for the rows that have tokens, to be added to the first.
 
 Saved for backward: the tokens.

@@ -8,7 +8,8 @@
 
 Where few rows of x meet the weight, as when a model generates text, reading the weight is all that takes time, and
 fewer bytes take less. Above about 48 rows a weight of 16 bits and cuBLAS are faster on an H200. The weight becomes
-numbers of x's dtype in registers, exactly; sums are float32, scales multiply them there, and the result is rounded once.
+numbers of x's dtype in registers, exactly; sums are float32, scales multiply them there, and the result is rounded
+once.
 
 Saved for backward: the packed weight, nothing of x. The weight and its scales get no gradient; dx is dy @ W by cuBLAS
 on an unpacked copy.
