@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,10 +31,8 @@ def sample_inputs(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]
         return hook
 
     handles = [module.register_forward_pre_hook(keep(name)) for name, module in modules.items()]
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), evaluation(model):
             if isinstance(inputs, Mapping):
                 model(**inputs)
             else:
@@ -41,6 +40,16 @@ def sample_inputs(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]
     finally:
         for handle in handles:
             handle.remove()
+    return found
+
+
+@contextlib.contextmanager
+def evaluation(model: torch.nn.Module) -> Iterator[None]:
+    """Have a model in evaluation mode, and each module in its own again behind the context."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
         for module, training in modes:
             module.training = training
-    return found
