@@ -48,8 +48,8 @@ class Quality:
         change = self.quantized_perplexity / self.perplexity - 1
         return (
             f"{self.tokens:,} tokens: perplexity {self.perplexity:.3f} to {self.quantized_perplexity:.3f} "
-            f"({change:+.2%}), divergence {self.divergence:.4f} nats (at most {self.largest_divergence:.3f}), same first choice "
-            f"{self.agreement:.1%}"
+            f"({change:+.2%}), divergence {self.divergence:.4f} nats (at most {self.largest_divergence:.3f}), "
+            f"same first choice {self.agreement:.1%}"
         )
 
 
@@ -106,8 +106,8 @@ def _predictions(
     truth, found = _logits(model, window, "The model"), _logits(quantized, window, "The quantized model")
     if truth.shape != found.shape:
         raise UserError(
-            f"The model has logits of {tuple(truth.shape)} and the quantized one of {tuple(found.shape)}; give a copy of "
-            "the same model."
+            f"The model has logits of {tuple(truth.shape)} and the quantized one of {tuple(found.shape)}; give a copy "
+            "of the same model."
         )
     following = window[1:].to(truth.device, torch.int64)
     for first in range(0, len(following), _ROWS):
