@@ -1,10 +1,14 @@
 """Layers of GPTQ and AWQ, packed here code by code, as their formats say."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tilewright.errors import UserError
 from tilewright.ops import int4_linear
+from tilewright.quantize import read_folder
 from tilewright.quantize.formats.awq import ORDER, read_awq
 from tilewright.quantize.formats.gptq import read_gptq
 
@@ -97,3 +101,60 @@ def test_what_is_not_such_a_layer_is_refused_in_one_sentence(change, says):
     with pytest.raises(UserError, match=says) as caught:
         read_gptq({key: tensor for key, tensor in tensors.items() if tensor is not None}, name="layer")
     assert "\n" not in str(caught.value)
+
+
+def write(folder, tensors, **settings):
+    """A folder of two layers, in two files, and something else."""
+    for place, name in enumerate(("model.layers.0.q", "model.layers.1.q")):
+        layer = {f"{name}.{key}": tensor.contiguous() for key, tensor in tensors.items()}
+        save_file(layer | {f"norm.{place}": torch.ones(3)}, folder / f"model-{place}.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+
+
+def test_the_layers_of_a_folder_are_read_by_what_its_config_says(tmp_path):
+    codes, zero, scale = numbers()
+    truth = definition(codes, zero, scale, torch.arange(256) // 64)
+    for settings, stored, dimension, order in (
+        ({"quant_method": "awq", "version": "GEMM"}, zero, 1, ORDER),
+        ({"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, zero, 0, range(8)),
+        ({"quant_method": "gptq"}, (zero - 1) & 15, 0, range(8)),
+    ):
+        tensors = {"qweight": pack(codes, dimension, order), "qzeros": pack(stored, 1, order), "scales": scale}
+        write(tmp_path, tensors, bits=4, **settings)
+        layers = dict(read_folder(tmp_path))
+        assert list(layers) == ["model.layers.0.q", "model.layers.1.q"]
+        for read in layers.values():
+            check(read, truth)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 64}')
+    for read in dict(read_folder(tmp_path)).values():  # an older folder
+        check(read, truth)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "has no quantization_config"),
+        ('{"quantization_config": {"quant_method": "gptq", "bits": 3}}', "weights of 3 bits"),
+        ('{"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}}', "by 'awq' as 'gemv'"),
+        ('{"quantization_config": {"quant_method": "hqq", "bits": 4}}', "by 'hqq'"),
+        ('{"quantization_config": {"quant_method": ["gptq"], "bits": 4}}', "can be read"),
+        ('{"quantization_config": {"quant_method": "gptq", "bits": 4}}', "no whole safetensors file"),
+    ],
+)
+def test_other_folders_are_refused_in_one_sentence(config, says, tmp_path):
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    with pytest.raises(UserError, match=says) as caught:
+        dict(read_folder(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_such_layers_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
+    with pytest.raises(UserError, match="no safetensors file"):
+        dict(read_folder(tmp_path))
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="no tensor is named qweight"):
+        dict(read_folder(tmp_path))
