@@ -24,7 +24,7 @@ def read_folder(folder: str | os.PathLike[str]) -> Iterator[tuple[str, Read]]:
     `config.json`, or the `quantize_config.json` of older ones, says which format it is; weights are safetensors. A
     layer's tensors are read when it is its turn.
 
-    >>> import tempfile, torch
+    >>> import json, tempfile, torch
     >>> from safetensors.torch import save_file
     >>> folder = Path(tempfile.mkdtemp())
     >>> settings = {"quant_method": "awq", "bits": 4, "version": "gemm"}
