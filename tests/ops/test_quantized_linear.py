@@ -26,7 +26,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 LAYERS = (
     ("int8", 33, 70, 0, False), ("int8", 1, 1, 0, False), ("int8", 140, 2048, 0, False), ("fp8", 19, 130, 0, False),
     ("fp8", 16, 1024, 0, False), ("int4", 17, 192, 32, True), ("int4", 40, 256, 64, False), ("int4", 9, 64, 32, False),
-    ("int4", 130, 640, 128, True),
+    ("int4", 70, 640, 128, True),
 )  # fmt: skip
 
 
