@@ -230,6 +230,15 @@ def linear(result: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
+def quantized_linear(result: dict[str, Any]) -> str:
+    """Every format, size and number of rows."""
+    peers = ("bf16", "compile", "compile-max", "int8pack", "tinygemm", "torchao")
+    return _op(
+        result, "x in bf16: format, out x in, rows", peers,
+        lambda case: f"{case['format']}, {case['out']} x {case['width']}, {case['rows']}",
+    )  # fmt: skip
+
+
 def embedding(result: dict[str, Any]) -> str:
     """Every size and dtype of the table."""
 
@@ -487,6 +496,7 @@ TABLES: dict[str, Callable[..., str]] = {
         memory,
         models,
         optimizer,
+        quantized_linear,
         rope,
         shapes,
         sites,

@@ -23,6 +23,7 @@ from tilewright.ops.attention import launch as attention_launch
 from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
 from tilewright.ops.dropout_add_norm import launch as launches
 from tilewright.ops.embedding import kernels as embedding_kernels
+from tilewright.ops.quantized_linear import launch as quantized_launches
 from tilewright.ops.rope import kernels as rope_kernels
 from tilewright.optim import update as optimizer_update
 from tilewright.runtime import dispatch
@@ -30,6 +31,7 @@ from tilewright.runtime import dispatch
 H200 = torch.device("cuda", 0)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTER = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64", None: None}
+DTYPES = ("float", "bfloat", "int8", "uint8")
 SCALARS = ["i64", "i64", "i32", "fp64"]  # seed, rows, threshold, scale
 
 
@@ -167,6 +169,27 @@ def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleav
         yield name, resources(launch, [*types, "i64", "i32", "i64", "fp64", *["i64"] * 12])
 
 
+def quantized_linear(weight: torch.dtype, dtype: torch.dtype, rows: int, group: int | None, zeros: bool):
+    """The matmul of so many rows by an 8192 x 8192 weight, the sum of its splits, and the unpacking."""
+    tiles = quantized_launches.tiles(rows, 8192, 8192, group, 132, zeros)
+    scale, zero = torch.bfloat16 if group else torch.float32, torch.uint8 if zeros else None
+    added = (None, None) if tiles.splits > 1 else (dtype, dtype)
+    out = torch.float32 if tiles.splits > 1 else dtype
+    tensors = (dtype, weight, scale, zero, *added, out)
+    pointers = {**POINTER, torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*u8"}
+    types = [pointers[t] for t in tensors]
+    if not group:
+        del types[3]
+    launch = quantized_launches.matmul_launch(H200, tensors, 16, True, tiles, group)
+    yield "forward", resources(launch, [*types, *["i64"] * 5])
+    join = quantized_launches.join_launch(H200, (dtype, dtype, dtype), max(2, tiles.splits))
+    yield "join", resources(join, ["*fp32", *[POINTER[dtype]] * 3, *["i64"] * 3])
+    launch = quantized_launches.dequantize_launch(H200, (weight, scale, zero, dtype), 16, group)
+    middle = [pointers[zero]] if group else []
+    sizes = ["i64"] * (2 if group else 1)
+    yield "dequantize", resources(launch, [pointers[weight], pointers[scale], *middle, POINTER[dtype], *sizes])
+
+
 def optimizer(rule: str):
     """As the training loop has it, and without what may take a step back."""
     single = torch.float32
@@ -192,12 +215,12 @@ if __name__ == "__main__":
     dispatch.shared_memory = lambda device: 232_448
     for line in sys.stdin:
         op, *arguments = json.loads(line)
-        arguments = [getattr(torch, a, a) if isinstance(a, str) and "float" in a else a for a in arguments]
+        arguments = [getattr(torch, a, a) if isinstance(a, str) and a.startswith(DTYPES) else a for a in arguments]
         ops = {
             f.__name__: f
             for f in (
                 activation, attention, attention_triton, cross_entropy, dropout_add_norm, embedding, lltm, optimizer,
-                rope,
+                quantized_linear, rope,
             )
         }  # fmt: skip
         for name, usage in ops[op](*arguments):

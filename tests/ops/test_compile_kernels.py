@@ -10,6 +10,7 @@ import triton
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 BF, F32 = "bfloat16", "float32"
+HALF, INT8, FP8, INT4 = "float16", "int8", "float8_e4m3fn", "uint8"
 
 
 def _assembles() -> bool:
@@ -74,6 +75,12 @@ def compiled(tmp_path_factory):
         (("attention", 128), True),
         (("attention_triton", BF, 64), True),
         (("embedding", F32, BF, 768), True),
+        (("quantized_linear", INT8, BF, 1, None, False), True),
+        (("quantized_linear", INT8, BF, 128, None, False), True),
+        (("quantized_linear", FP8, HALF, 32, None, False), True),
+        (("quantized_linear", INT4, BF, 1, 32, True), True),
+        (("quantized_linear", INT4, BF, 64, 128, True), True),
+        (("quantized_linear", INT4, HALF, 64, 128, False), True),
         (("rope", BF, 64, 8, 128, False), True),
         (("rope", BF, 64, 8, 128, True), True),
         (("rope", F32, 32, 8, 96, True), True),

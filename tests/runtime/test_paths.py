@@ -27,6 +27,7 @@ def turn(x):
 
 
 TARGETS = torch.tensor([1, 2, 3, 4], device=DEVICE)
+CODES, SCALE = torch.ones(16, 8, device=DEVICE), torch.ones(2, 16, device=DEVICE)
 CALLS = {
     "rope": turn,
     "swiglu": lambda x: ops.swiglu(x, x),
@@ -37,6 +38,9 @@ CALLS = {
     "dropout_add_norm": norm,
     "embedding": lambda x: ops.embedding(TARGETS, x.repeat(2, 1)),
     "linear": lambda x: ops.linear(x, randn(16, 8)),
+    "int8_linear": lambda x: ops.int8_linear(x.half(), CODES.to(torch.int8), SCALE[0]),
+    "fp8_linear": lambda x: ops.fp8_linear(x.half(), CODES.to(torch.float8_e4m3fn), SCALE[0]),
+    "int4_linear": lambda x: ops.int4_linear(x.half().repeat(1, 8), CODES.to(torch.uint8).repeat(1, 4), SCALE),
     "gelu_mlp": lambda x: ops.gelu_mlp(x, randn(16, 8), None, randn(8, 16)),
     "attention": lambda x: attention(*[x.view(1, 4, 2, 4)] * 3),
 }
@@ -56,9 +60,10 @@ def test_every_op_says_once_a_call_how_it_ran(op):
 
 
 KERNELS = ("rope", "swiglu", "geglu", "bias_gelu", "cross_entropy", "linear_cross_entropy", "dropout_add_norm")
+QUANTIZED = ("int8_linear", "fp8_linear", "int4_linear")
 
 
-@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.parametrize("op", KERNELS + QUANTIZED)
 def test_a_path_is_the_one_that_was_taken(op, monkeypatch):
     x = randn(4, 8)
 

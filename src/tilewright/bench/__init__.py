@@ -2,6 +2,6 @@
 
 NAMES = (
     "activation", "attention", "cross_entropy", "dropout_add_norm", "embedding", "gelu_mlp", "linear",
-    "linear_cross_entropy", "lltm", "loss_curves", "memory", "models", "optimizer", "rope", "self_attention", "shapes",
-    "train",
+    "linear_cross_entropy", "lltm", "loss_curves", "memory", "models", "optimizer", "quantized_linear", "rope",
+    "self_attention", "shapes", "train",
 )  # fmt: skip

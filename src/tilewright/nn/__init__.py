@@ -5,10 +5,11 @@ from tilewright.nn.dropout_add_norm import DropoutAddNorm
 from tilewright.nn.linear import Linear
 from tilewright.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from tilewright.nn.norm import LayerNorm, RMSNorm
+from tilewright.nn.quantized_linear import QuantizedLinear
 from tilewright.nn.rope import RoPE
 from tilewright.nn.self_attention import SelfAttention
 
 __all__ = [
     "GEGLU", "CrossEntropyLoss", "DropoutAddNorm", "GatedMLP", "GeluMLP", "LayerNorm", "Linear",
-    "LinearCrossEntropyLoss", "RMSNorm", "RoPE", "SelfAttention", "SwiGLU",
+    "LinearCrossEntropyLoss", "QuantizedLinear", "RMSNorm", "RoPE", "SelfAttention", "SwiGLU",
 ]  # fmt: skip

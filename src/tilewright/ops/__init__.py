@@ -12,11 +12,13 @@ from tilewright.ops.gelu_mlp.op import gelu_mlp
 from tilewright.ops.linear.group import linear_group
 from tilewright.ops.linear.op import linear, linear_parts
 from tilewright.ops.linear_cross_entropy.op import linear_cross_entropy
+from tilewright.ops.quantized_linear.op import fp8_linear, int4_linear, int8_linear
 from tilewright.ops.rope.op import rope, rope_tables
 from tilewright.ops.self_attention.op import self_attention
 from tilewright.runtime.paths import explain
 
 __all__ = [
-    "attention", "bias_gelu", "cross_entropy", "dropout_add_norm", "embedding", "explain", "geglu", "gelu_mlp",
-    "linear", "linear_cross_entropy", "linear_group", "linear_parts", "rope", "rope_tables", "self_attention", "swiglu",
+    "attention", "bias_gelu", "cross_entropy", "dropout_add_norm", "embedding", "explain", "fp8_linear", "geglu",
+    "gelu_mlp", "int4_linear", "int8_linear", "linear", "linear_cross_entropy", "linear_group", "linear_parts", "rope",
+    "rope_tables", "self_attention", "swiglu",
 ]  # fmt: skip

@@ -244,3 +244,24 @@ def rope(
 def elementwise(elements: int, bytes_each: int, flops_each: int) -> Cost:
     """Anything that reads and writes each element once; `bytes_each` is of both together."""
     return Cost(flops_each * elements, bytes_each * elements // 2, bytes_each * elements - bytes_each * elements // 2)
+
+
+def quantized_linear(
+    tokens: int,
+    width: int,
+    out: int,
+    *,
+    bits: int = 8,
+    group: int | None = None,
+    zeros: bool = False,
+    element_bytes: int = 2,
+    scale_bytes: int = 4,
+) -> Cost:
+    """A linear layer whose weight has `bits` a number, with a scale for each output, and for each `group` of inputs.
+
+    >>> quantized_linear(1, 128, 2).bytes_read, quantized_linear(1, 128, 2, bits=4, group=128, scale_bytes=2).bytes_read
+    (520, 388)
+    """
+    scales = out * (width // group if group else 1)
+    read = out * width * bits // 8 + scales * (scale_bytes + zeros) + element_bytes * tokens * width
+    return Cost(2 * tokens * width * out, read, element_bytes * tokens * out)

@@ -24,7 +24,7 @@ REFERENCE = "reference"  # the definition in PyTorch's ops, where no kernel can 
 
 
 class Path(NamedTuple):
-    """How calls of an op ran; `why` says why not by an eager kernel, and is empty where they did."""
+    """How calls of an op ran; `why` says why not by an eager kernel; where they did, a remark or nothing."""
 
     op: str
     ran: str
@@ -89,13 +89,16 @@ def note(op: str, ran: str, why: str = "") -> None:
         each.calls[path] += 1
 
 
-def choose(op: str, x: torch.Tensor, *others: torch.Tensor | None, host_bound: int | None = None) -> str:
+def choose(
+    op: str, x: torch.Tensor, *others: torch.Tensor | None, host_bound: int | None = None, remark: str = ""
+) -> str:
     """Decide how a call runs, and note it.
 
     Args:
         op: its name.
         x, others: its tensors, of which `x` decides about the device.
         host_bound: the most elements of `x` at which an eager call is left to PyTorch's own ops.
+        remark: what to note where a kernel runs, as that something else would be faster.
     """
     if not dispatch.runs_kernel(x):
         ran, why = REFERENCE, dispatch.why_no_kernel(x)
@@ -104,7 +107,7 @@ def choose(op: str, x: torch.Tensor, *others: torch.Tensor | None, host_bound: i
     elif dispatch.is_traced(x, *others):
         ran, why = REGISTERED, "a dispatch mode or a tensor subclass must see it"
     else:
-        ran, why = KERNEL, ""
+        ran, why = KERNEL, remark
     note(op, ran, why)
     return ran
 

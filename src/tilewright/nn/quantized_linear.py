@@ -1,0 +1,77 @@
+"""`ops.int8_linear`, `ops.fp8_linear` and `ops.int4_linear` as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.quantized_linear.op import fp8_linear, int4_linear, int8_linear
+from tilewright.ops.quantized_linear.reference import dequantize
+
+_EIGHT_BITS = {torch.int8: int8_linear, torch.float8_e4m3fn: fp8_linear}
+
+
+class QuantizedLinear(torch.nn.Module):
+    """A linear layer with a packed weight, of which the dtype says the format.
+
+    The state_dict has ``weight``, ``scale`` and, where there is one, ``zero``, which are buffers, and ``bias``, a
+    parameter. `tilewright.quantize.quantize_` puts such modules in the places of ``torch.nn.Linear``.
+
+    Args:
+        weight, scale, zero: as the op of the format takes them.
+        bias: ``(out,)`` or None.
+
+    >>> layer = QuantizedLinear(torch.tensor([[2, -3]], dtype=torch.int8), torch.tensor([0.5]))
+    >>> layer(torch.ones(3, 2)).tolist(), layer
+    ([[-0.5], [-0.5], [-0.5]], QuantizedLinear(in_features=2, out_features=1, int8, bias=False))
+    """
+
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bias: torch.nn.Parameter | None
+
+    def __init__(self, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features = weight.shape[0]
+        self.in_features = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero", zero)
+        if bias is not None and not isinstance(bias, torch.nn.Parameter):
+            bias = torch.nn.Parameter(bias)
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The layer's output; with a residual, their sum, rounded once."""
+        if self.weight.dtype == torch.uint8:
+            return int4_linear(x, self.weight, self.scale, self.zero, self.bias, residual)
+        linear = _EIGHT_BITS.get(self.weight.dtype)
+        if linear is None:
+            raise TypeError(
+                f"QuantizedLinear: the weight has become {self.weight.dtype}, as after tie_weights(); quantize the "
+                "model again."
+            )
+        return linear(x, self.weight, self.scale, self.bias, residual)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The ``(out, in)`` matrix that the weight stands for."""
+        return dequantize(self.weight, self.scale, self.zero, dtype)
+
+    def _apply(self, fn: object, recurse: bool = True) -> torch.nn.Module:
+        """Move the packed tensors and keep their dtypes: ``.half()`` is for the bias."""
+        kept = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[arg-type]
+        for name, dtype in kept.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != dtype:
+                self._buffers[name] = before[name].to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        words = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+        group = f"int4, group={self.in_features // len(self.scale)}" if self.weight.dtype == torch.uint8 else ""
+        kind = words.get(self.weight.dtype, group) + (", zeros" if self.zero is not None else "")
+        has_bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}, bias={has_bias}"

@@ -1,0 +1,129 @@
+"""int4: four bits a weight, a bfloat16 scale, and with `zeros` a zero point, for each output and group of inputs.
+
+    span    of a row: one group of 64 or 128 weights, or two groups of 32; h is half a span
+
+    weight  (out, in / 2)      uint8     byte j of a span   | hi: code[j + h] | lo: code[j] |
+                                                              7 6 5 4           3 2 1 0
+            e.g. group 128     byte 0 has the codes 0 and 64, byte 63 those of 63 and 127, byte 64 begins the next group
+    scale   (in / group, out)  bfloat16  W[n, k] = s[k / group, n] * (code[n, k] - z[k / group, n])
+    zero    (in / group, out)  uint8     0 to 15; left out, 8 everywhere
+
+Halves of a span, and not neighbours, share a byte: all low nibbles of a tile are then one tile of weights, and all high
+ones another, and a kernel unpacks both without moving a weight between lanes. Scales lie output by output: those of
+a tile of outputs are one piece of memory. They are rounded to bfloat16 before weights are, which loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import UserError
+from tilewright.ops.quantized_linear.op import GROUPS
+from tilewright.ops.quantized_linear.reference import MIDDLE, pack_nibbles, span_of
+from tilewright.quantize.formats.base import Format, Packed, best_scale
+
+_MOST = 15
+
+
+@dataclass(frozen=True)
+class Int4(Format):
+    """Four bits a weight, with a scale for each output and group of inputs.
+
+    Attributes:
+        group: how many inputs share a scale: 32, 64 or 128.
+        zeros: store the code that stands for 0, too; of use where a group's weights lie to one side of it.
+
+    >>> import torch
+    >>> packed = Int4(group=64).quantize(torch.linspace(-7, 7, 64)[None])
+    >>> packed["weight"].shape, Int4(group=64).dequantize(packed)[0, 0].item()
+    (torch.Size([1, 32]), -7.0)
+    """
+
+    name: ClassVar[str] = "int4"
+    weight_dtype: ClassVar[torch.dtype] = torch.uint8
+
+    group: int = 128
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group not in GROUPS or type(self.group) is not int:
+            raise UserError(f"The group of int4 is {self.group!r}; choose 32, 64 or 128.")
+        if not isinstance(self.zeros, bool):
+            raise UserError(f"zeros of int4 is {self.zeros!r}; choose True or False.")
+
+    def refuse(self, weight: Tensor, name: str = "weight") -> None:
+        """Raise where `weight` cannot be quantized."""
+        if weight.ndim == 2:
+            self._refuse_inputs(weight.shape[1], name)
+        super().refuse(weight, name)
+
+    def _refuse_inputs(self, inputs: int, name: str) -> None:
+        if inputs % span_of(self.group):
+            fitting = [group for group in reversed(GROUPS) if inputs % span_of(group) == 0]
+            advice = f"choose group={fitting[0]}" if fitting else "leave this layer out by filter_fn, or take int8"
+            raise UserError(
+                f"{name} has {inputs} inputs, no multiple of {span_of(self.group)}, which int4 with group="
+                f"{self.group} needs; {advice}."
+            )
+
+    def quantize(self, weight: Tensor) -> Packed:
+        """The tensors that stand for a ``(out, in)`` matrix, rounded to nearest."""
+        self.refuse(weight)
+        groups = weight.detach().float().unflatten(1, (-1, self.group))
+        if self.zeros:
+            low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+            # All that a group can have with a zero point is the numbers of one without, moved to its middle.
+            middle = (low + high) / 2
+            scale = self._scale(groups - middle[..., None], _MOST / 2)
+            zero = (-low / scale).round().clamp(0, _MOST)
+        else:
+            scale = self._scale(groups, MIDDLE - 1)
+            zero = torch.full_like(scale, MIDDLE)
+        codes = (groups / scale[..., None] + zero[..., None]).round().clamp(0, _MOST).to(torch.uint8)
+        packed = {
+            "weight": pack_nibbles(codes.flatten(1), self.group),
+            "scale": scale.t().contiguous().bfloat16(),
+        }
+        if self.zeros:
+            packed["zero"] = zero.t().contiguous().to(torch.uint8)
+        return packed
+
+    def _scale(self, groups: Tensor, largest: float) -> Tensor:
+        """Scales that are numbers of bfloat16."""
+
+        def rounded(values: Tensor, scale: Tensor) -> Tensor:
+            scale = _as_stored(scale)
+            return (values / scale).round().clamp(-largest, largest) * scale
+
+        flat = groups.reshape(-1, self.group)
+        return _as_stored(best_scale(flat, largest, rounded, self.search)).view(groups.shape[:-1])
+
+    def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+        """Shape and possible dtypes of each tensor."""
+        self._refuse_inputs(inputs, "The layer")
+        of_groups = (inputs // self.group, outputs)
+        floats = (torch.bfloat16, torch.float16, torch.float32)  # the latter of files that others wrote
+        shapes: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]
+        shapes = {"weight": ((outputs, inputs // 2), (torch.uint8,)), "scale": (of_groups, floats)}
+        return {**shapes, "zero": (of_groups, (torch.uint8,))} if self.zeros else shapes
+
+    def check(self, packed: Mapping[str, Tensor], outputs: int, inputs: int, name: str = "the layer") -> None:
+        """Raise where tensors, of a file say, are not this format's."""
+        super().check(packed, outputs, inputs, name)
+        zero = packed.get("zero")
+        if zero is not None and not zero.is_meta and bool((zero > _MOST).any()):
+            raise UserError(f"A zero point of {name} is above {_MOST}; the file is damaged: write it again.")
+
+    def options(self) -> dict[str, Any]:
+        """What a file says of it."""
+        return {**super().options(), "group": self.group, "zeros": self.zeros}
+
+
+def _as_stored(scale: Tensor) -> Tensor:
+    """The nearest bfloat16 that is above 0."""
+    return scale.bfloat16().float()

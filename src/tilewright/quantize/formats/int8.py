@@ -1,0 +1,44 @@
+"""int8: one signed byte a weight, one float32 scale an output.
+
+weight  (out, in)  int8     | w[n, 0] | w[n, 1] | ... | w[n, in - 1] |      -127 to 127, two's complement
+scale   (out,)     float32  | s[n] |                                        W[n, k] = s[n] * w[n, k]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tilewright.quantize.formats.base import Format, Packed, best_scale
+
+
+def _codes(values: Tensor, scale: Tensor) -> Tensor:
+    return (values / scale).round().clamp(-127, 127)
+
+
+@dataclass(frozen=True)
+class Int8(Format):
+    """One byte a weight, symmetric, with a scale for each output.
+
+    >>> import torch
+    >>> packed = Int8().quantize(torch.tensor([[1.0, -2.0], [0.0, 0.0]]))
+    >>> packed["weight"].tolist(), Int8().dequantize(packed)[0, 1].item()
+    ([[64, -127], [0, 0]], -2.0)
+    """
+
+    name: ClassVar[str] = "int8"
+    weight_dtype: ClassVar[torch.dtype] = torch.int8
+
+    def quantize(self, weight: Tensor) -> Packed:
+        """The tensors that stand for a ``(out, in)`` matrix, rounded to nearest."""
+        self.refuse(weight)
+        values = weight.detach().float()
+        scale = best_scale(values, 127.0, lambda part, scale: _codes(part, scale) * scale, self.search)
+        return {"weight": _codes(values, scale[:, None]).to(torch.int8), "scale": scale}
+
+    def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+        """Shape and possible dtypes of each tensor."""
+        return {"weight": ((outputs, inputs), (torch.int8,)), "scale": ((outputs,), (torch.float32,))}
