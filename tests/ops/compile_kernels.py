@@ -21,6 +21,7 @@ from tilewright.ops.activation import kernels as activation_kernels
 from tilewright.ops.attention import kernels as attention_kernels
 from tilewright.ops.attention import launch as attention_launch
 from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
+from tilewright.ops.decode_attention import kernels as decode_attention_kernels
 from tilewright.ops.dropout_add_norm import launch as launches
 from tilewright.ops.embedding import kernels as embedding_kernels
 from tilewright.ops.rope import kernels as rope_kernels
@@ -163,6 +164,19 @@ def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleav
         yield name, resources(launch, [*types, "i64", "i32", "i64", "fp64", *["i64"] * 12])
 
 
+def decode_attention(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int):
+    """Split and joined, and the whole in one part."""
+    for batch in (1, 1000):
+        plan = decode_attention_kernels.plan(
+            H200, dtype, (True,) * 3, batch, tokens, heads, kv_heads, head_dim, 4096, 16 // dtype.itemsize
+        )
+        kept = [None, "*fp32", "*fp32"] if plan.join else [POINTER[dtype], None, None]
+        types = [*[POINTER[dtype]] * 3, "*i32", *kept, "fp64", *["i64"] * 11]
+        yield ("forward" if plan.join else "whole"), resources(plan.split, types)
+        if plan.join:
+            yield "join", resources(plan.join, ["*fp32", "*fp32", POINTER[dtype], "i64"])
+
+
 def optimizer(rule: str):
     """As the training loop has it, and without what may take a step back."""
     single = torch.float32
@@ -192,8 +206,8 @@ if __name__ == "__main__":
         ops = {
             f.__name__: f
             for f in (
-                activation, attention, attention_triton, cross_entropy, dropout_add_norm, embedding, lltm, optimizer,
-                rope,
+                activation, attention, attention_triton, cross_entropy, decode_attention, dropout_add_norm, embedding,
+                lltm, optimizer, rope,
             )
         }  # fmt: skip
         for name, usage in ops[op](*arguments):
