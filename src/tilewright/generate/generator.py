@@ -100,13 +100,19 @@ class Generator:
     ) -> None:  # fmt: skip
         self.model = from_gpt(model, device=model.token.weight.device) if isinstance(model, GPT) else model
         self.tokenizer, self.stop_tokens = tokenizer, frozenset(stop_tokens)
-        longest = self.model.longest
-        self.context = min(longest, _CONTEXT) if context is None else context
-        if not 2 <= self.context <= longest:
-            raise UserError(f"context is {self.context:,}; the model has positions for 2 to {longest:,} tokens.")
         self.metrics: Metrics | None = None  # of the last call
         self._caches: dict[int, KVCache] = {}
         self._decodings: dict[tuple[int, Sampling], Decoding] = {}
+        self.set_context(min(self.model.longest, _CONTEXT) if context is None else context)
+
+    def set_context(self, context: int) -> None:
+        """Give every row room for so many tokens; caches and graphs of another context are dropped."""
+        longest = self.model.longest
+        if not 2 <= context <= longest:
+            raise UserError(f"context is {context:,}; the model has positions for 2 to {longest:,} tokens.")
+        self.context = context
+        self._caches.clear()
+        self._decodings.clear()
 
     @classmethod
     def from_folder(
