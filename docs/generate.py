@@ -191,6 +191,16 @@ def attention(result: dict[str, Any]) -> str:
     return _op(result, "bf16: batch x sequence, heads x head_dim", known, name)
 
 
+def decode_attention(result: dict[str, Any]) -> str:
+    """Every batch and context."""
+
+    def name(case: dict[str, Any]) -> str:
+        heads = f"{case['heads']}/{case['kv_heads']} x {case['head_dim']}"
+        return f"{case['batch']} x {case['context']}, {heads}"
+
+    return _op(result, "bf16: batch x context, heads x head_dim", ("sdpa", "compile"), name)
+
+
 def gelu_mlp(result: dict[str, Any]) -> str:
     """Every size."""
     return _op(
@@ -453,6 +463,7 @@ TABLES: dict[str, Callable[..., str]] = {
         attention,
         block,
         cross_entropy,
+        decode_attention,
         dropout_add_norm,
         dropout_add_norm_small,
         embedding,

@@ -151,7 +151,8 @@ def test_a_captured_graph_follows_the_length():
 def test_mistakes_are_one_sentence():
     q, k, v, lengths = problem(1, 1, 4, 2, 16, 8)
     for inputs, kind, sentence in (
-        ((q[0], k, v, lengths), ValueError, "q has shape"), ((q, k.half(), v, lengths), TypeError, "k is torch.float16"),
+        ((q[0], k, v, lengths), ValueError, "q has shape"),
+        ((q, k.half(), v, lengths), TypeError, "k is torch.float16"),
         ((q, k, v[:, :, :4], lengths), ValueError, "make them equal"),
         ((q[..., :8], k, v, lengths), ValueError, "make batch and head_dim equal"),
         ((q[:, :, :3], k, v, lengths), ValueError, "do not divide"), ((q, k, v, lengths.long()), TypeError, "int32"),

@@ -26,6 +26,11 @@ def turn(x):
     return ops.rope(x.view(1, 4, 2, 4), None, *ops.rope_tables(4, 4, device=DEVICE))
 
 
+def decode(x):
+    cache = torch.zeros(2, 1, 6, 8, device=DEVICE)
+    return ops.decode_attention(x, cache, cache, torch.tensor([3, 6], dtype=torch.int32, device=DEVICE))
+
+
 TARGETS = torch.tensor([1, 2, 3, 4], device=DEVICE)
 CALLS = {
     "rope": turn,
@@ -38,6 +43,7 @@ CALLS = {
     "embedding": lambda x: ops.embedding(TARGETS, x.repeat(2, 1)),
     "linear": lambda x: ops.linear(x, randn(16, 8)),
     "gelu_mlp": lambda x: ops.gelu_mlp(x, randn(16, 8), None, randn(8, 16)),
+    "decode_attention": lambda x: decode(x.detach().view(2, 1, 2, 8)),
     "attention": lambda x: attention(*[x.view(1, 4, 2, 4)] * 3),
 }
 

@@ -28,6 +28,7 @@ def generate(
     min_p: float = typer.Option(0.0, help="Draw from tokens of at least this share of the likeliest's probability."),
     seed: int = typer.Option(0, help="The same seed draws the same text."),
     stop: list[str] = typer.Option([], help="End at this text, which is left out; may be given more than once."),
+    speculate: int = typer.Option(0, help="Tokens that the text so far may propose at a time; 0: none."),
     context: int = typer.Option(None, help="Tokens the cache has room for. [default: as many as are needed]"),
     dtype: str = typer.Option("", help=f"{', '.join(_DTYPES)}. [default: as it was saved]"),
     device: str = typer.Option("", help="cuda or cpu. [default: cuda where there is one]"),
@@ -59,7 +60,7 @@ def generate(
     generator.set_context(max(2, len(tokens) + max_tokens) if context is None else context)
     options: dict[str, Any] = {
         "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "seed": seed, "stop": stop,
+        "seed": seed, "stop": stop, "speculate": speculate,
     }  # fmt: skip
     if as_json:
         (found,) = generator.generate([tokens], **options)

@@ -17,6 +17,7 @@ from tilewright.generate.decoder import Decoder
 from tilewright.generate.load import from_gpt, load_huggingface
 from tilewright.generate.metrics import Metrics, key_bytes, weight_bytes
 from tilewright.generate.sampling import Sampling
+from tilewright.generate.speculate import Lookup, Speculating
 from tilewright.generate.step import Decoding
 from tilewright.generate.text import Detokenizer, Stopper, Tokenizer
 from tilewright.models import GPT
@@ -103,6 +104,7 @@ class Generator:
         self.metrics: Metrics | None = None  # of the last call
         self._caches: dict[int, KVCache] = {}
         self._decodings: dict[tuple[int, Sampling], Decoding] = {}
+        self._drafts: dict[tuple[Sampling, int], Speculating] = {}
         self.set_context(min(self.model.longest, _CONTEXT) if context is None else context)
 
     def set_context(self, context: int) -> None:
@@ -113,6 +115,7 @@ class Generator:
         self.context = context
         self._caches.clear()
         self._decodings.clear()
+        self._drafts.clear()
 
     @classmethod
     def from_folder(
@@ -134,7 +137,7 @@ class Generator:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], *, max_tokens: int = 128, stop: Sequence[str] = (),
         stop_tokens: Sequence[int] = (), temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
-        min_p: float = 0.0, seed: int = 0,
+        min_p: float = 0.0, seed: int = 0, speculate: int = 0,
     ) -> list[Generated]:  # fmt: skip
         """What follows each prompt, all of them as one batch; a prompt is text or tokens.
 
@@ -143,49 +146,61 @@ class Generator:
             max_tokens: the most that follow one.
             stop: strings that end a row; they are no part of its text.
             stop_tokens: tokens that do, beside the generator's own.
+            speculate: tokens that the text so far may propose at a time, for one prompt; 0: none.
             temperature, top_k, top_p, min_p, seed: see `Sampling`. The same seed gives the same batch the same
                 text.
         """
         rows = self._rows(prompts, stop)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-        for _ in self._pieces(rows, self._encoded(prompts), max_tokens, stop_tokens, sampling):
+        for _ in self._pieces(rows, self._encoded(prompts), max_tokens, stop_tokens, sampling, speculate):
             pass
         return [Generated(row.text, row.tokens, row.reason) for row in rows]
 
     def stream(
         self, prompt: Prompt, *, max_tokens: int = 128, stop: Sequence[str] = (), stop_tokens: Sequence[int] = (),
         temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0,
+        speculate: int = 0,
     ) -> Iterator[str]:  # fmt: skip
         """The text that follows a prompt, piece by piece, as whole characters; together they are `generate`'s text."""
         if self.tokenizer is None:
             raise UserError("A stream of text needs a tokenizer; take `steps`, which gives tokens.")
         rows, sampling = self._rows(prompt, stop), Sampling(temperature, top_k, top_p, min_p, seed)
-        for _, piece in self._pieces(rows, self._encoded(prompt), max_tokens, stop_tokens, sampling):
+        for _, piece in self._pieces(rows, self._encoded(prompt), max_tokens, stop_tokens, sampling, speculate):
             if piece:
                 yield piece
 
     def steps(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 128, sampling: Sampling | None = None
-    ) -> Iterator[list[int]]:
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 128, sampling: Sampling | None = None,
+        speculate: int = 0,
+    ) -> Iterator[list[int]]:  # fmt: skip
         """The tokens of every row, step after step, whatever they are."""
         sampling = sampling or Sampling()
         self._check(prompts, max_tokens)
+        if speculate and len(prompts) > 1:
+            raise UserError(f"speculate works on one prompt at a time and there are {len(prompts)}; leave it out.")
         decoding = self._decoding(len(prompts), sampling)
+        proposing = self._speculating(decoding, speculate) if speculate else None
         weights, begin = weight_bytes(self.model), time.perf_counter()
         first = last = begin
-        for count, tokens in enumerate(_ahead(decoding, prompts, sampling.seed, max_tokens), 1):
+        found = (
+            _ahead(decoding, prompts, sampling.seed, max_tokens) if proposing is None
+            else _speculated(proposing, prompts[0], sampling.seed, max_tokens)
+        )  # fmt: skip
+        for count, tokens in enumerate(found, 1):
             last = time.perf_counter()
             first = last if count == 1 else first
-            self.metrics = _measured(self.model, weights, prompts, count, first - begin, last - first)
+            forwards = count - 1 if proposing is None else proposing.forwards
+            times = first - begin, last - first
+            self.metrics = _measured(self.model, weights, prompts, count, forwards, times)
             yield tokens
 
     def _pieces(
         self, rows: list[_Row], prompts: list[list[int]], max_tokens: int, stop_tokens: Sequence[int],
-        sampling: Sampling,
+        sampling: Sampling, speculate: int,
     ) -> Iterator[tuple[int, str]]:  # fmt: skip
         """(row, text that is now sure), until every row has ended."""
         ends = self.stop_tokens | frozenset(stop_tokens)
-        for tokens in self.steps(prompts, max_tokens=max_tokens, sampling=sampling):
+        for tokens in self.steps(prompts, max_tokens=max_tokens, sampling=sampling, speculate=speculate):
             for index, (row, token) in enumerate(zip(rows, tokens, strict=True)):
                 if not row.reason:
                     yield index, row.add(token, ends)
@@ -228,12 +243,21 @@ class Generator:
                     f"context of {self.context:,}; give fewer, or a larger context."
                 )
 
+    def _speculating(self, decoding: Decoding, most: int) -> Speculating:
+        """Forwards of drafts, whose graph is captured once."""
+        key = replace(decoding.sampling, seed=0), most
+        if key not in self._drafts or self._drafts[key].decoding is not decoding:
+            self._drafts[key] = Speculating(decoding, most)
+        self._drafts[key].forwards = 0
+        return self._drafts[key]
+
     def _decoding(self, batch: int, sampling: Sampling) -> Decoding:
         """Steps for a batch size, whose graph is captured once."""
         key = batch, replace(sampling, seed=0)
         if key not in self._decodings:
             if len(self._decodings) >= _MOST_GRAPHS:
                 self._decodings.clear()
+                self._drafts.clear()
                 self._caches = {batch: cache for batch, cache in self._caches.items() if batch == key[0]}
             if batch not in self._caches:
                 self._caches[batch] = KVCache(
@@ -275,13 +299,30 @@ def _ahead(decoding: Decoding, prompts: Sequence[Sequence[int]], seed: int, most
                 yield slot.tolist()
 
 
+def _speculated(proposing: Speculating, prompt: Sequence[int], seed: int, most: int) -> Iterator[list[int]]:
+    """The tokens of one row, of which a forward may give several."""
+    decoding, lookup, count = proposing.decoding, Lookup(prompt), 1
+    found = decoding.start([prompt], seed).tolist()
+    while True:
+        for token in found:
+            lookup.add(token)
+            yield [token]
+        if count == most:
+            return
+        room = decoding.cache.context - len(prompt) - count + 1  # for the last token and a draft
+        draft = lookup.propose(min(proposing.most, most - count - 1)) if room > proposing.most else []
+        found = proposing.step(draft)
+        count += len(found)
+
+
 def _measured(
-    model: Decoder, weights: int, prompts: Sequence[Sequence[int]], count: int, first: float, decode: float
-) -> Metrics:
-    prompt_tokens, steps = sum(map(len, prompts)), count - 1
-    keys = steps * (prompt_tokens + len(prompts) * (steps + 1) / 2)  # read by all steps together
-    read = steps * weights + keys * key_bytes(model)
-    return Metrics(prompt_tokens, count * len(prompts), steps, first, decode, read)
+    model: Decoder, weights: int, prompts: Sequence[Sequence[int]], count: int, forwards: int,
+    times: tuple[float, float],
+) -> Metrics:  # fmt: skip
+    prompt_tokens, new_tokens = sum(map(len, prompts)), count * len(prompts)
+    keys = forwards * (prompt_tokens + new_tokens / 2)  # read by all forwards together
+    read = forwards * weights + keys * key_bytes(model)
+    return Metrics(len(prompts), prompt_tokens, new_tokens, forwards, *times, read)
 
 
 def _ends_of_text(folder: Path, vocabulary: int) -> list[int]:

@@ -78,10 +78,10 @@ def load_huggingface(
     config, is_gpt2 = of_huggingface(raw), raw["model_type"] == "gpt2"
     with contextlib.ExitStack() as opened:
         saved = _named(open_tensors(folder, opened), "transformer." if is_gpt2 else "model.")
+        model = _on_meta(config, len(saved))
         names = (_gpt2_names if is_gpt2 else _llama_names)(config)
         if not config.shape.tied:
             names["head.weight"] = ["lm_head.weight"]
-        model = _on_meta(config, len(saved))
         _compare(folder, model, names, saved, is_gpt2)
         kept = _one_dtype(folder, saved)
 

@@ -11,9 +11,10 @@ from tilewright.generate.decoder import Decoder
 class Metrics:
     """Of one call: `first_seconds` until the first token was there, `decode_seconds` from it to the last."""
 
-    prompt_tokens: int
+    rows: int
+    prompt_tokens: int  # of all rows
     new_tokens: int  # of all rows
-    steps: int  # decoding steps behind the first token
+    steps: int  # forwards behind the first token
     first_seconds: float
     decode_seconds: float
     bytes_read: float  # by all decoding steps, at least: weights and the cache's keys and values
@@ -21,8 +22,8 @@ class Metrics:
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens a second behind the first of each row; None where there are no more."""
-        rows = self.new_tokens / (self.steps + 1) if self.steps else 0.0
-        return rows * self.steps / self.decode_seconds if self.steps and self.decode_seconds > 0 else None
+        more = self.new_tokens - self.rows
+        return more / self.decode_seconds if more and self.decode_seconds > 0 else None
 
     @property
     def bytes_per_second(self) -> float | None:
