@@ -9,7 +9,9 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_LAYERS = ("hardware", "plan", "measure", "ops", "nn", "models", "optimize", "generate", "train", "bench", "tune", "cli")
+_LAYERS = (
+    "hardware", "plan", "measure", "ops", "nn", "models", "optimize", "generate", "train", "bench", "tune", "cli",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -117,6 +117,7 @@ class Speculating:
             self._graph.register_generator_state(self.decoding.generator)
         with torch.cuda.graph(self._graph):
             self._forward()
+        self._tables = self.decoding.model.tables  # which the graph reads: others may make longer ones
 
     def step(self, draft: Sequence[int]) -> list[int]:
         """Those tokens of a draft that are accepted, and one more."""

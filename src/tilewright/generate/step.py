@@ -83,6 +83,7 @@ class Decoding:
                 self._graph.register_generator_state(self.generator)
             with torch.cuda.graph(self._graph):
                 self._decode()
+            self._tables = self.model.tables  # which the graph reads: others may make longer ones
 
     def start(self, prompts: Sequence[Sequence[int]], seed: int = 0) -> Tensor:
         """Begin with these prompts; returns their first tokens, in a tensor that every step writes anew."""

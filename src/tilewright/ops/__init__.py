@@ -17,6 +17,6 @@ from tilewright.ops.self_attention.op import self_attention
 from tilewright.runtime.paths import explain
 
 __all__ = [
-    "attention", "bias_gelu", "cross_entropy", "decode_attention", "dropout_add_norm", "embedding", "explain", "geglu", "gelu_mlp",
-    "linear", "linear_cross_entropy", "linear_parts", "rope", "rope_tables", "self_attention", "swiglu",
+    "attention", "bias_gelu", "cross_entropy", "decode_attention", "dropout_add_norm", "embedding", "explain", "geglu",
+    "gelu_mlp", "linear", "linear_cross_entropy", "linear_parts", "rope", "rope_tables", "self_attention", "swiglu",
 ]  # fmt: skip
