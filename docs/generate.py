@@ -201,6 +201,14 @@ def decode_attention(result: dict[str, Any]) -> str:
     return _op(result, "bf16: batch x context, heads x head_dim", ("sdpa", "compile"), name)
 
 
+def few_rows_linear(result: dict[str, Any]) -> str:
+    """Every size and number of rows."""
+    return _op(
+        result, "bf16: rows, features in, out", ("eager", "compile"),
+        lambda case: f"{case['rows']}, {case['width']}, {case['out']}",
+    )  # fmt: skip
+
+
 def gelu_mlp(result: dict[str, Any]) -> str:
     """Every size."""
     return _op(
@@ -467,6 +475,7 @@ TABLES: dict[str, Callable[..., str]] = {
         dropout_add_norm,
         dropout_add_norm_small,
         embedding,
+        few_rows_linear,
         gelu_mlp,
         linear,
         linear_cross_entropy,

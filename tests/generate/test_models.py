@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from generate.models import MODELS, theirs, tiny
+from tilewright import ops
 from tilewright.generate import Decoder, Generator, KVCache, from_gpt, load_huggingface
 from tilewright.models import GPT
 from tilewright.plan.gpt import LLAMA, GPTConfig
@@ -83,3 +84,21 @@ def test_any_module_in_the_place_of_a_linear_runs(tmp_path):
             setattr(decoder.get_submodule(owner), last, Stored(module))
     assert isinstance(decoder, Decoder)
     assert Generator(decoder).generate([PROMPT], max_tokens=8)[0].tokens == expected
+
+
+def test_a_step_reads_plain_weights_by_itself_and_calls_a_hooked_layer():
+    model = from_gpt(GPT(GPTConfig(width=32, layers=1, heads=4, vocabulary=50, sequence=16, **LLAMA)))
+    cache, token, calls = KVCache(model.config.shape, batch=1, context=16), torch.tensor([[3]]), []
+    cache.before.zero_()
+
+    def step():
+        with ops.explain() as paths:
+            logits = model(token, cache)
+        return logits, sum(count for path, count in paths.calls.items() if path.op == "few_rows_linear")
+
+    plain, count = step()
+    assert count == 5  # qkv, out, up, down, head
+    model.blocks[0].mlp.up.register_forward_hook(lambda *_: calls.append(1))
+    hooked, count = step()
+    assert count == 4 and calls == [1]
+    torch.testing.assert_close(hooked, plain)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.generate.sampling import Sampling, probabilities, sample
+from tilewright.generate.sampling import Sampling, likeliest, probabilities, sample
 
 
 def by_definition(logits, sampling):
@@ -71,3 +71,12 @@ def test_tokens_are_drawn_in_proportion(sampling):
     expected = (draws * shares)[shares > 0]
     chi_square = ((counts[shares > 0] - expected) ** 2 / expected).sum()
     assert chi_square < 30  # of at most 5 degrees of freedom: one seed in 60,000 has more, and the seed is fixed
+
+
+@pytest.mark.parametrize("size", [1, 7, 60, 128, 1001])
+def test_the_likeliest_by_parts_is_the_argmax_and_the_first_of_equals(size):
+    scores = torch.randint(5, (40, size)).float()
+    best = likeliest(scores)
+    assert torch.equal(best, (scores == scores.max(-1, keepdim=True).values).int().argmax(-1))
+    scores[:, size // 2] = float("nan")
+    assert (likeliest(scores) == size // 2).all()

@@ -24,6 +24,8 @@ from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
 from tilewright.ops.decode_attention import kernels as decode_attention_kernels
 from tilewright.ops.dropout_add_norm import launch as launches
 from tilewright.ops.embedding import kernels as embedding_kernels
+from tilewright.ops.few_rows_linear import kernels as few_rows_linear_kernels
+from tilewright.ops.few_rows_linear.op import MOST_ROWS
 from tilewright.ops.rope import kernels as rope_kernels
 from tilewright.optim import update as optimizer_update
 from tilewright.runtime import dispatch
@@ -177,6 +179,14 @@ def decode_attention(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int,
             yield "join", resources(plan.join, ["*fp32", "*fp32", POINTER[dtype], "i64"])
 
 
+def few_rows_linear(dtype: torch.dtype, width: int):
+    """One row, and the most."""
+    for rows in (1, MOST_ROWS):
+        launch = few_rows_linear_kernels.launch(H200, (dtype, dtype), True, rows, width)
+        name = "forward" if rows == 1 else "rows"
+        yield name, resources(launch, [*[POINTER[dtype]] * 4, "i64"])
+
+
 def optimizer(rule: str):
     """As the training loop has it, and without what may take a step back."""
     single = torch.float32
@@ -207,7 +217,7 @@ if __name__ == "__main__":
             f.__name__: f
             for f in (
                 activation, attention, attention_triton, cross_entropy, decode_attention, dropout_add_norm, embedding,
-                lltm, optimizer, rope,
+                few_rows_linear, lltm, optimizer, rope,
             )
         }  # fmt: skip
         for name, usage in ops[op](*arguments):

@@ -74,6 +74,7 @@ def compiled(tmp_path_factory):
         (("decode_attention", F32, 1, 8, 8, 256), True),
         (("decode_attention", BF, 8, 64, 8, 96), True),
         (("embedding", F32, BF, 768), True),
+        (("few_rows_linear", BF, 14336), True),
         (("rope", BF, 64, 8, 128, False), True),
         (("rope", BF, 64, 8, 128, True), True),
         (("rope", F32, 32, 8, 96, True), True),

@@ -43,6 +43,7 @@ CALLS = {
     "embedding": lambda x: ops.embedding(TARGETS, x.repeat(2, 1)),
     "linear": lambda x: ops.linear(x, randn(16, 8)),
     "gelu_mlp": lambda x: ops.gelu_mlp(x, randn(16, 8), None, randn(8, 16)),
+    "few_rows_linear": lambda x: ops.few_rows_linear(x.detach()[:2], randn(16, 8).detach()),
     "decode_attention": lambda x: decode(x.detach().view(2, 1, 2, 8)),
     "attention": lambda x: attention(*[x.view(1, 4, 2, 4)] * 3),
 }

@@ -80,11 +80,24 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
     """One token of each row, int64, chosen on the device and without a word to the host."""
     if sampling.is_greedy:
-        return logits.argmax(-1)
+        return likeliest(logits)
     return draw(probabilities(logits, sampling), generator)
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """The argmax of each row, of equal ones the first: by parts, for a reduction of a single row is a single program.
+
+    >>> likeliest(torch.tensor([[1.0, 3.0, 2.0, 3.0]]))
+    tensor([1])
+    """
+    size = scores.shape[-1]
+    parts = next(each for each in range(math.isqrt(size), 0, -1) if size % each == 0)
+    highest, places = scores.unflatten(-1, (parts, size // parts)).max(-1)
+    best = highest.argmax(-1, keepdim=True)
+    return (places.gather(-1, best) + best * (size // parts))[..., 0]
 
 
 def draw(shares: Tensor, generator: torch.Generator | None) -> Tensor:
     """A token of each row, in proportion to its share: of exponential times with these rates, the first."""
     times = torch.empty_like(shares).exponential_(1.0, generator=generator)
-    return (shares / times.clamp_min(torch.finfo(times.dtype).tiny)).argmax(-1)
+    return likeliest(shares / times.clamp_min(torch.finfo(times.dtype).tiny))

@@ -9,6 +9,7 @@ from tilewright.ops.cross_entropy.op import cross_entropy
 from tilewright.ops.decode_attention.op import decode_attention
 from tilewright.ops.dropout_add_norm.op import dropout_add_norm
 from tilewright.ops.embedding.op import embedding
+from tilewright.ops.few_rows_linear.op import few_rows_linear
 from tilewright.ops.gelu_mlp.op import gelu_mlp
 from tilewright.ops.linear.op import linear, linear_parts
 from tilewright.ops.linear_cross_entropy.op import linear_cross_entropy
@@ -17,6 +18,7 @@ from tilewright.ops.self_attention.op import self_attention
 from tilewright.runtime.paths import explain
 
 __all__ = [
-    "attention", "bias_gelu", "cross_entropy", "decode_attention", "dropout_add_norm", "embedding", "explain", "geglu",
+    "attention", "bias_gelu", "cross_entropy", "decode_attention", "dropout_add_norm", "embedding", "explain",
+    "few_rows_linear", "geglu",
     "gelu_mlp", "linear", "linear_cross_entropy", "linear_parts", "rope", "rope_tables", "self_attention", "swiglu",
 ]  # fmt: skip

@@ -174,6 +174,15 @@ def decode_attention(
     return Cost(4 * queries * context, element_bytes * (queries + 2 * keys), element_bytes * queries)
 
 
+def few_rows_linear(rows: int, width: int, out: int, *, element_bytes: int = 2) -> Cost:
+    """A linear layer of a few rows without its gradients.
+
+    >>> few_rows_linear(1, 2048, 2048).bytes
+    8396800
+    """
+    return Cost(2 * rows * width * out, element_bytes * (width * out + rows * width), element_bytes * rows * out)
+
+
 def mean_context(queries: int, keys: int, left: int = -1, right: int = -1) -> float:
     """How many keys a query sees in the mean, from `left` before it to `right` behind it; -1 is no limit.
 
