@@ -179,6 +179,16 @@ def decode_attention(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int,
             yield "join", resources(plan.join, ["*fp32", "*fp32", POINTER[dtype], "i64"])
 
 
+def append_to_cache(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int):
+    """With tables and without."""
+    for name, table in (("forward", torch.float32), ("plain", None)):
+        kinds = (dtype, torch.int32, table)
+        _, launch = decode_attention_kernels.append_launch(H200, kinds, (True,) * 5, heads, kv_heads, head_dim)
+        x, cos = POINTER[dtype], POINTER[table]
+        types = [*[x] * 6, "*i32", cos, cos, *["i64"] * 18]
+        yield name, resources(launch, types)
+
+
 def few_rows_linear(dtype: torch.dtype, width: int):
     """One row, and the most."""
     for rows in (1, MOST_ROWS):
@@ -216,8 +226,8 @@ if __name__ == "__main__":
         ops = {
             f.__name__: f
             for f in (
-                activation, attention, attention_triton, cross_entropy, decode_attention, dropout_add_norm, embedding,
-                few_rows_linear, lltm, optimizer, rope,
+                activation, append_to_cache, attention, attention_triton, cross_entropy, decode_attention,
+                dropout_add_norm, embedding, few_rows_linear, lltm, optimizer, rope,
             )
         }  # fmt: skip
         for name, usage in ops[op](*arguments):

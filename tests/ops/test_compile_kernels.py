@@ -70,6 +70,7 @@ def compiled(tmp_path_factory):
         (("activation", BF, 8192, "gelu", "separate", BF), True),
         (("attention", 64), True),
         (("attention_triton", BF, 64), True),
+        (("append_to_cache", BF, 32, 8, 64), True),
         (("decode_attention", BF, 1, 32, 8, 128), True),
         (("decode_attention", F32, 1, 8, 8, 256), True),
         (("decode_attention", BF, 8, 64, 8, 96), True),

@@ -42,8 +42,6 @@ class KVCache:
         self.before = torch.zeros(batch, device=device, dtype=torch.int32)  # tokens a row had before a forward
         self.lengths = torch.zeros(batch, device=device, dtype=torch.int32)  # and with those of the forward
         self.is_prompt = False
-        self._rows = torch.arange(batch, device=device)[:, None]
-        self._places = self._rows
 
     @property
     def bytes(self) -> int:
@@ -65,13 +63,10 @@ class KVCache:
         self.before.copy_(self._counted)
         self.is_prompt = False
 
-    def place(self, tokens: int) -> Tensor:
-        """The positions (batch, tokens), int64, that the tokens of a forward get."""
+    def place(self, tokens: int) -> None:
+        """Make `lengths` those with the tokens of a forward."""
         torch.add(self.before, tokens, out=self.lengths)
-        self._places = self.before[:, None].long() + torch.arange(tokens, device=self.before.device)
-        return self._places
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put keys and values, (batch, tokens, kv_heads, head_dim), where the tokens lie."""
-        self.keys[layer][self._rows, :, self._places] = k
-        self.values[layer][self._rows, :, self._places] = v
+    def positions(self, tokens: int) -> Tensor:
+        """The positions (batch, tokens), int64, that the tokens of a forward get."""
+        return self.before[:, None].long() + torch.arange(tokens, device=self.before.device)

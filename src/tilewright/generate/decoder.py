@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tilewright.generate.cache import KVCache
 from tilewright.generate.config import DecoderConfig, inverse_frequencies
 from tilewright.nn.hooks import is_own
-from tilewright.ops import decode_attention, dropout_add_norm, few_rows_linear, geglu, rope, swiglu
+from tilewright.ops import append_to_cache, decode_attention, dropout_add_norm, few_rows_linear, geglu, swiglu
 from tilewright.runtime import dispatch
 
 
@@ -61,20 +61,19 @@ class Attention(nn.Module):
         self.q_norm = Norm(self.head_dim, config, kind="rms") if shape.qk_norm else None
         self.k_norm = Norm(self.head_dim, config, kind="rms") if shape.qk_norm else None
 
-    def forward(self, x: Tensor, turn: Rotation | None, cache: KVCache, layer: int) -> Tensor:
+    def forward(self, x: Tensor, tables: tuple[Tensor, ...], cache: KVCache, layer: int) -> Tensor:
         sizes = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in matmul(self.qkv, x).split(sizes, -1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, None)[0], self.k_norm(k, None)[0]
-        if turn is not None:
-            q, k = turn(q, k)
-        cache.write(layer, k, v)
+        keys, values = cache.keys[layer], cache.values[layer]
+        q = append_to_cache(q, k, v, keys, values, cache.before, *tables)
         if cache.is_prompt:  # nothing lies before it
-            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            q, k, v = q.transpose(1, 2), keys[:, :, : q.shape[1]], values[:, :, : q.shape[1]]
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
             mixed = mixed.transpose(1, 2)
         else:
-            mixed = decode_attention(q, cache.keys[layer], cache.values[layer], cache.lengths)
+            mixed = decode_attention(q, keys, values, cache.lengths)
         return matmul(self.out, mixed.flatten(2))
 
 
@@ -106,22 +105,11 @@ class Block(nn.Module):
         self.norm2, self.mlp = Norm(config.shape.width, config), MLP(config)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, turn: Rotation | None, cache: KVCache, layer: int
+        self, x: Tensor, residual: Tensor | None, tables: tuple[Tensor, ...], cache: KVCache, layer: int
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.norm1(x, residual)
-        x, residual = self.norm2(self.attention(x, turn, cache, layer), residual)
+        x, residual = self.norm2(self.attention(x, tables, cache, layer), residual)
         return self.mlp(x), residual
-
-
-class Rotation:
-    """Rotates queries and keys to the positions of one forward."""
-
-    def __init__(self, cos: Tensor, sin: Tensor, places: Tensor) -> None:
-        self.cos, self.sin, self.places = cos, sin, places
-
-    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        pair: tuple[Tensor, Tensor] = rope(q, k, self.cos, self.sin, position_ids=self.places)
-        return pair
 
 
 class Decoder(nn.Module):
@@ -172,15 +160,14 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, cache: KVCache, last: Tensor | None = None) -> Tensor:
         """The logits of all tokens or, where `last` names one of each row, of that alone."""
-        places = cache.place(tokens.shape[1])
+        cache.place(tokens.shape[1])
         self.prepare(cache.context)
         x: Tensor = self.token(tokens)
         residual: Tensor | None = None
         if self.position is not None:
-            x = x + self.position(places)
-        turn = None if self.tables is None else Rotation(*self.tables, places)
+            x = x + self.position(cache.positions(tokens.shape[1]))
         for layer, block in enumerate(self.blocks):
-            x, residual = block(x, residual, turn, cache, layer)
+            x, residual = block(x, residual, self.tables or (), cache, layer)
         if last is not None:
             rows = torch.arange(len(x), device=x.device)
             x, residual = x[rows, last, None], None if residual is None else residual[rows, last, None]

@@ -6,6 +6,7 @@
 from tilewright.ops.activation.op import bias_gelu, geglu, swiglu
 from tilewright.ops.attention.op import attention
 from tilewright.ops.cross_entropy.op import cross_entropy
+from tilewright.ops.decode_attention.append import append_to_cache
 from tilewright.ops.decode_attention.op import decode_attention
 from tilewright.ops.dropout_add_norm.op import dropout_add_norm
 from tilewright.ops.embedding.op import embedding
@@ -18,7 +19,7 @@ from tilewright.ops.self_attention.op import self_attention
 from tilewright.runtime.paths import explain
 
 __all__ = [
-    "attention", "bias_gelu", "cross_entropy", "decode_attention", "dropout_add_norm", "embedding", "explain",
-    "few_rows_linear", "geglu",
-    "gelu_mlp", "linear", "linear_cross_entropy", "linear_parts", "rope", "rope_tables", "self_attention", "swiglu",
+    "append_to_cache", "attention", "bias_gelu", "cross_entropy", "decode_attention", "dropout_add_norm", "embedding",
+    "explain", "few_rows_linear", "geglu", "gelu_mlp", "linear", "linear_cross_entropy", "linear_parts", "rope",
+    "rope_tables", "self_attention", "swiglu",
 ]  # fmt: skip

@@ -8,6 +8,9 @@ whose part is empty ends at once.
 `join`: a program has one query. It loads what the parts have found, scales it to their common maximum and adds it up in
 the order of the parts.
 
+`append`: a program has a token's next GROUP heads of q, of k or of v, and moves them once. Members of a pair of rotary
+positions lie half a head apart, and are loaded, turned in float32 and stored by the same threads.
+
 Scores are in powers of two: log2(e) is part of the scale.
 """
 
@@ -23,6 +26,7 @@ from tilewright.runtime import dispatch
 _INTERPRETED = tl.constexpr(dispatch.INTERPRETED)
 _PART = 16  # keys of the smallest part
 _PROGRAMS = 2  # for each multiprocessor
+_APPENDED = 1024  # elements that a program of `append` moves
 
 
 @triton.jit
@@ -158,3 +162,87 @@ def plan(
         tilewright_decode_attention_join, device, (*constants, triton.next_power_of_2(splits), dim), 4
     )  # fmt: skip
     return Plan(splits, split, join)
+
+
+@triton.jit
+def _turn(source, target, cosine, sine, dim, there, HALF: tl.constexpr):
+    """Turn heads, or copy them where HALF is 0: `dim` then counts all of a head, and otherwise its pairs."""
+    first = tl.load(source + dim, there, 0.0)
+    if HALF == 0:
+        tl.store(target + dim, first, there)
+    else:
+        second = tl.load(source + HALF + dim, there, 0.0)
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        tl.store(target + dim, (x * cosine - y * sine).to(first.dtype), there)
+        tl.store(target + HALF + dim, (y * cosine + x * sine).to(first.dtype), there)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "capacity", "positions", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch",
+        "v_token", "v_head", "keys_batch", "keys_head", "keys_token", "values_batch", "values_head", "values_token",
+    ]
+)  # fmt: skip
+def tilewright_decode_attention_append(
+    q, k, v, out, keys, values, before, cos, sin, tokens: tl.int64, capacity: tl.int64, positions: tl.int64,
+    q_batch: tl.int64, q_token: tl.int64, q_head: tl.int64, k_batch: tl.int64, k_token: tl.int64, k_head: tl.int64,
+    v_batch: tl.int64, v_token: tl.int64, v_head: tl.int64,
+    keys_batch: tl.int64, keys_head: tl.int64, keys_token: tl.int64,
+    values_batch: tl.int64, values_head: tl.int64, values_token: tl.int64,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Turned q into `out`, turned k into `keys`, v into `values`; a place that the cache does not have is left out."""
+    Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    K_GROUPS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
+    group = tl.program_id(0) % (Q_GROUPS + 2 * K_GROUPS)
+    place = (tl.program_id(0) // (Q_GROUPS + 2 * K_GROUPS)).to(tl.int64)
+    batch, token = place // tokens, place % tokens
+    position = tl.load(before + batch + tl.zeros([1, 1], tl.int64)).to(tl.int64) + token
+    inside = (position >= 0) & (position < capacity)
+    pair = tl.arange(0, BLOCK)[None, :]
+    size: tl.constexpr = HALF if HALF > 0 else HEAD_DIM
+    cosine = 0.0
+    sine = 0.0
+    if HALF > 0:
+        known = (pair < HALF) & (position >= 0) & (position < positions)
+        cosine = tl.load(cos + position * HALF + pair, known, float("nan")).to(tl.float32)
+        sine = tl.load(sin + position * HALF + pair, known, float("nan")).to(tl.float32)
+    if group < Q_GROUPS:
+        head = (group * GROUP + tl.arange(0, GROUP)).to(tl.int64)[:, None]
+        there = (head < HEADS) & (pair < size)
+        source = q + batch * q_batch + token * q_token + head * q_head
+        target = out + (place * HEADS + head) * HEAD_DIM
+        _turn(source, target, cosine, sine, pair, there, HALF)
+    elif group < Q_GROUPS + K_GROUPS:
+        head = ((group - Q_GROUPS) * GROUP + tl.arange(0, GROUP)).to(tl.int64)[:, None]
+        there = (head < KV_HEADS) & (pair < size) & inside
+        source = k + batch * k_batch + token * k_token + head * k_head
+        target = keys + batch * keys_batch + position * keys_token + head * keys_head
+        _turn(source, target, cosine, sine, pair, there, HALF)
+    else:
+        head = ((group - Q_GROUPS - K_GROUPS) * GROUP + tl.arange(0, GROUP)).to(tl.int64)[:, None]
+        dim = tl.arange(0, DIM)[None, :]
+        whole = (head < KV_HEADS) & (dim < HEAD_DIM) & inside
+        source = v + batch * v_batch + token * v_token + head * v_head
+        target = values + batch * values_batch + position * values_token + head * values_head
+        _turn(source, target, 0.0, 0.0, dim, whole, 0)
+
+
+@functools.cache
+def append_launch(
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], aligned: tuple[bool, ...], heads: int, kv_heads: int,
+    head_dim: int,
+) -> tuple[int, dispatch.Launch]:  # fmt: skip
+    """(programs of a token, the kernel); without tables in `dtypes`, q stays as it is and is left out.
+
+    `aligned` says which tensors begin at a multiple of 16 bytes, which Triton compiles for.
+    """
+    half = 0 if dtypes[-1] is None else head_dim // 2
+    dim = triton.next_power_of_2(head_dim)
+    group = min(max(1, _APPENDED // dim), triton.next_power_of_2(kv_heads))
+    heads = heads if half else 0
+    block = triton.next_power_of_2(half) if half else dim
+    constants = (heads, kv_heads, head_dim, half, block, dim, group)
+    programs = triton.cdiv(heads, group) + 2 * triton.cdiv(kv_heads, group)
+    return programs, dispatch.Launch(tilewright_decode_attention_append, device, constants, 4)
