@@ -21,8 +21,10 @@ class PrebuiltHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile them; a compiler's error ends the build."""
-        if os.environ.get("TILEWRIGHT_BUILD_EXT") != "1" or version == "editable":
+        if os.environ.get("TILEWRIGHT_BUILD_EXT") != "1":
             return
+        if version == "editable":
+            sys.exit("TILEWRIGHT_BUILD_EXT=1 puts libraries into a wheel: leave out -e, or leave it unset.")
         sys.path.insert(0, str(Path(self.root, "src")))
         from tilewright.ops.self_attention.op import CPU, CUDA  # importing torch, which a plain build does without
         from tilewright.runtime.extension import architectures, has_cuda

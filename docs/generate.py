@@ -166,6 +166,29 @@ def lltm(result: dict[str, Any]) -> str:
     return f"{markdown(header, rows)}\n{alone}\n\n{pointwise}"
 
 
+MODEL_PEERS = ("eager", "compile", "liger", "liger, compile")
+
+
+def models(result: dict[str, Any]) -> str:
+    """The step of each model by each implementation, and our best over that of the best peer."""
+    names = list(dict.fromkeys(name for case in result["cases"] for name in case["implementations"]))
+    rows, liger = [], result["peers"]["liger_kernel"]
+    for case in result["cases"]:
+        cells = case["implementations"]
+        times = {name: cell["median"] for name, cell in cells.items() if "median" in cell}
+        peer = min(time for name, time in times.items() if name in MODEL_PEERS)
+        ours = min(time for name, time in times.items() if name.startswith("tilewright"))
+        rows.append([case["label"], *(_step(cells.get(name)) for name in names), f"{peer / ours:.2f}x"])
+    text = machine(result)[:-1] + f"; transformers {result['peers']['transformers']}, liger-kernel {liger}.\n\n"
+    return text + markdown(["model, weights, batch", *names, "over the best peer"], rows)
+
+
+def _step(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    return f"{cell['median'] * 1e3:.1f} ms, {cell['peak_allocated'] / 2**30:.1f} GiB" if "median" in cell else "failed"
+
+
 def _failed(cells: dict[str, Any], name: str) -> str:
     """What stands where there is no figure."""
     return "failed" if name in cells else ""
@@ -482,6 +505,7 @@ TABLES: dict[str, Callable[..., str]] = {
         lltm,
         loss_curves,
         memory,
+        models,
         optimizer,
         rope,
         shapes,

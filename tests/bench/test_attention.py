@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -61,6 +63,8 @@ def test_the_fastest_of_plain_cases_is_learned(monkeypatch, tmp_path):
             "cudnn",
             "",
         )
+        text = '"Some GPU / bfloat16 / 64 / causal / 2048": "hopper"'
+        assert text in lines[-1] and "hopper" in json.loads(lines[-1]).values(), "what measured.json can take"
     finally:
         table._read.cache_clear()
     assert results[0]["forward"]["implementations"]["cudnn"]["tflops"] == pytest.approx(1e9 / 1.25 / 1e12, abs=0.1)
@@ -68,4 +72,4 @@ def test_the_fastest_of_plain_cases_is_learned(monkeypatch, tmp_path):
 
 def test_only_attention_learns():
     with pytest.raises(UserError, match="--learn is of `tilewright bench attention` alone"):
-        command("rope", seed=0, cases=200, ops="", budget=0.0, resume=False, learn=True)
+        command("rope", seed=0, cases=200, ops="", budget=0.0, resume=False, again="", learn=True)

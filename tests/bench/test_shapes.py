@@ -1,6 +1,7 @@
 import json
 import random
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,8 +44,9 @@ def test_the_drawn_cases_are_many_of_few_shapes_in_bounds_and_mostly_odd(name):
         rows = [case["rows"] for case in group]
         assert rows == sorted(set(rows), reverse=True)
         assert len({json.dumps({**case, "rows": 0}) for case in group}) == 1
-    moved = [op.cost(case).bytes for case in cases]
-    assert max(moved) <= op.size * 1e9 and max(op.cost(c).flops for c in cases) <= op.size * 3e12
+    costs = [(op.drawn_by or op.cost)(case) for case in cases]
+    moved = [cost.bytes for cost in costs]
+    assert max(moved) <= op.size * 1e9 and max(cost.flops for cost in costs) <= op.size * 3e12
     assert max(moved) > 3e8 and min(moved) < 1e7
     assert sum(case["dtype"] == "bf16" for case in cases) > 80
     assert sum(op.neighbour(case) is not None for case in cases) > 60
@@ -138,19 +140,65 @@ def test_a_budget_ends_it_names_what_is_missing_and_resume_does_the_rest(monkeyp
         run(groups, previous=result, seed=1)
 
 
+def measured_before(*groups):
+    """A result of these groups, of another commit."""
+    result, _ = run(list(groups))
+    result["machine"]["commit"] = "old"
+    for each in result["cases"]:
+        each["commit"] = "old"
+    return json.loads(json.dumps(result))
+
+
+def commits(result):
+    return [(each["case"]["op"], each["case"]["rows"], each["commit"]) for each in result["cases"]]
+
+
 def test_an_op_is_measured_anew_after_a_change_and_the_others_keep_their_commit():
     kept, anew = drawn_ops.cases("slow", 8, (4,)), drawn_ops.cases("plain", 8, (4, 2))
-    before, _ = run([kept, anew])
-    before["machine"]["commit"] = "old"
-    for each in before["cases"]:
-        each["commit"] = "old"
-    with pytest.raises(UserError, match="has commit 'old'.*name the --ops to measure anew"):
-        run([kept, anew], previous=json.loads(json.dumps(before)))
-    after, _ = run([anew], ops="plain", previous=json.loads(json.dumps(before)))
-    assert [(each["case"]["op"], each["commit"]) for each in after["cases"]] == [
-        ("slow", "old"), ("plain", None), ("plain", None)
-    ]  # fmt: skip
+    before = measured_before(kept, anew)
+    with pytest.raises(UserError, match="has commit 'old'.*name the --ops to measure"):
+        run([kept, anew], previous=before)
+    after, _ = run([anew], ops="plain", again="all", previous=before)
+    assert commits(after) == [("slow", 4, "old"), ("plain", 4, None), ("plain", 2, None)]
     assert after["summary"]["slow"]["commits"] == ["old"] and after["summary"]["plain"]["commits"] == []
+    with pytest.raises(UserError, match="--again is 'some'; choose one of device, behind, all"):
+        run([anew], ops="plain", again="some", previous=before)
+
+
+def test_resume_measures_what_lacks_and_again_what_was_behind(monkeypatch):
+    slow, plain, more = (
+        drawn_ops.cases("slow", 8, (4,)),
+        drawn_ops.cases("plain", 8, (4,)),
+        drawn_ops.cases("plain", 8, (2,)),
+    )
+    before = measured_before(slow, plain)
+    for each in before["cases"]:  # whatever a busy machine measured
+        ours = 2.0 if each["case"]["op"] == "slow" else 1.0
+        each["device"] = {
+            name: {"median": ours if name == "tilewright" else 1.0, "spread": 0.0} for name in each["device"]
+        }
+        each.pop("wall", None)
+    monkeypatch.setattr(compare, "_fact", lambda result, name: "old" if result is before else "new")
+    after, _ = run([slow, plain, more], ops="slow,plain", previous=json.loads(json.dumps(before)))
+    assert commits(after) == [("slow", 4, "old"), ("plain", 4, "old"), ("plain", 2, "new")]
+    assert after["summary"]["plain"]["commits"] == ["old (1)", "new (1)"] and not after["not_reached"]
+    after, _ = run([slow, plain], ops="slow,plain", again="device", previous=json.loads(json.dumps(before)))
+    assert commits(after) == [("slow", 4, "new"), ("plain", 4, "old")]
+
+
+@pytest.mark.parametrize("name", shapes.OPS)
+def test_resuming_the_recorded_run_measures_no_more_than_what_it_lacks(name):
+    """A draw goes by the cost of a call: where its formula changes, `drawn_by` keeps the old, and the cases."""
+    recorded = json.loads((Path(__file__).parents[2] / "results" / "h200" / "shapes.json").read_text())
+    groups = shapes.draw(shapes.OPS, [name], recorded["seed"], 200, shapes.BENCH)
+    drawn = [case for group in groups for case in group]
+    assert all(each["case"] in drawn for each in recorded["cases"] if each["case"]["op"] == name)
+    there = {json.dumps(each["case"], sort_keys=True) for each in recorded["cases"]}
+    lacking = [case for case in drawn if json.dumps(case, sort_keys=True) not in there]
+    result = {"machine": recorded["machine"], "seed": recorded["seed"], "cases": []}
+    ask = Ask(print, print, ops=name, previous=recorded)
+    assert [case for group in compare._left_to_do(groups, ask, result) for case in group] == lacking
+    assert len(lacking) <= 3 and len(result["cases"]) == len(recorded["cases"])
 
 
 def test_torch_compile_runs_beside_ours_with_its_rows_dynamic():

@@ -132,7 +132,7 @@ def listen_to_the_tables(model):
 
 @pytest.mark.parametrize("change", [wrap_matmuls, wrap_sublayers, freeze_a_block, listen_to_the_tables])
 @pytest.mark.parametrize("block", [0, 1], ids=["standard", "optimized"])
-def test_whoever_wraps_a_module_gets_the_same_model(block, change):
+def test_a_module_in_a_wrapper_gives_the_same_model(block, change):
     batch, model = tokens(), pair()[block]
     expected = model(batch, batch).detach()
     change(model)
@@ -377,18 +377,19 @@ def test_a_block_that_runs_again_does_not_hold_what_its_mlp_would(how):
 
 @pytest.mark.parametrize(("block", "attention", "ours"), [
     ("optimized", "auto", True), ("optimized", "math", False), ("standard", "auto", False),
+    ("standard", "triton", True),
 ])  # fmt: skip
 def test_who_chooses_an_attention_gets_it(block, attention, ours, monkeypatch):
     calls, real = [], block_module.attention
-    monkeypatch.setattr(block_module, "attention", lambda *tensors: calls.append(1) or real(*tensors))
+    monkeypatch.setattr(block_module, "attention", lambda *tensors, **how: calls.append(how) or real(*tensors, **how))
     config = dataclasses.replace(SMALL, gpt_block=block, attention=attention)
     model, tokens = GPT(config).to(DEVICE), torch.randint(config.vocabulary, (1, 8), device=DEVICE)
     model(tokens, tokens).backward()
-    assert len(calls) == (config.layers if ours else 0)
+    assert calls == ([{"backend": attention}] * config.layers if ours else [])
 
 
-@pytest.mark.parametrize("attention", ["flash", "efficient", "math"])
-def test_attention_is_the_same_whoever_computes_it(attention):
+@pytest.mark.parametrize("attention", ["flash", "efficient", "math", "triton"])
+def test_attention_is_the_same_by_every_backend(attention):
     batch = tokens()
     torch.manual_seed(0)
     auto = GPT(SMALL).to(DEVICE)

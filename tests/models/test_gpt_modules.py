@@ -1,4 +1,4 @@
-"""Whoever replaces a submodule of a GPT, or hooks it, gets from the optimized block what the standard one gives."""
+"""A replaced or hooked submodule of a GPT does in the optimized block what it does in the standard one."""
 
 import copy
 import dataclasses

@@ -146,12 +146,16 @@ def embedding(stored: torch.dtype, dtype: torch.dtype, width: int):
     _, _, launch = embedding_kernels._gather(H200, width, tensors)
     yield "forward", resources(launch, ["*i64", *[POINTER[t] for t in tensors[1:]], *["i64"] * 3])
     single = torch.float32
-    partials = ["*fp32", "*fp32", "i64", "i64"]
-    for add in (False, True):
-        dtypes = (dtype, torch.int32, torch.int64, stored, single, single)
+    for add, key, position in ((False, torch.int32, None), (True, torch.int16, stored)):
+        dtypes = (dtype, key, torch.int64, stored, single, single, position)
         _, main, join = embedding_kernels._scatter(H200, width, add, dtypes)
-        yield "backward", resources(main, [POINTER[dtype], "*i32", "*i64", POINTER[stored], *partials])
-        yield "join", resources(join, ["*i32", POINTER[stored], *partials])
+        keys, numbers = {torch.int32: "*i32", torch.int16: "*i16"}[key], ["i64", "i64"]
+        tables = [POINTER[stored], "*fp32", "*fp32", POINTER[position], *numbers]
+        yield "backward", resources(main, [POINTER[dtype], keys, "*i64", *tables])
+        yield "join", resources(join, [keys, POINTER[stored], "*fp32", "*fp32", *numbers])
+    yield "rank", resources(embedding_kernels._rank(H200, (torch.int64,)), ["*i64", "*i32", "*i64", *numbers])
+    add_batch = embedding_kernels._add_batch(H200, width, (dtype, stored))
+    yield "add_batch", resources(add_batch, [POINTER[dtype], POINTER[stored], *numbers])
 
 
 def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleaved: bool):

@@ -202,6 +202,13 @@ def test_every_backend_computes_the_same(backend):
         assert_near_truth(found, [truth, *torch.autograd.grad(truth, (q, k, v), upstream.double())], 256)
 
 
+def test_a_window_that_leaves_out_nothing_is_none():
+    q, k, v = tensors(queries=4, keys=9)
+    for window, left in ((8, -1), (7, 7), (2**40, -1)):
+        assert read(q, k, v, True, window, None, 0.0, None, None, 0.0, None, None, None, None, False).left == left
+    assert_equal([attention(q, k, v, window=8)], [attention(q, k, v)])
+
+
 def test_packed_sequences_need_no_second_starts():
     q, k, v = (torch.randn(6, 2, 16, device=DEVICE) for _ in range(3))
     starts = torch.tensor([0, 2, 6], dtype=torch.int32, device=DEVICE)

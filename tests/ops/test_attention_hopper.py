@@ -178,7 +178,7 @@ def test_the_source_is_right_whatever_the_order(case, emulate):
 
 
 @needs_compiler
-def test_every_bit_is_the_same_whoever_computes_it(emulate):
+def test_every_bit_is_the_same_on_any_number_of_processors(emulate):
     parts = inputs(2, 200, 200, 2, 2, 64)
     first = emulate(*parts, True)
     for blocks in (1, 5):

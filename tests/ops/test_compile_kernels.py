@@ -52,6 +52,8 @@ def compiled(tmp_path_factory):
 @pytest.mark.parametrize(
     ("case", "spill_free"),
     [
+        (("dropout_add_norm", BF, BF, BF, 80, "layer", False), True),
+        (("dropout_add_norm", BF, BF, BF, 128, "layer", True), True),
         (("dropout_add_norm", BF, BF, BF, 768, "layer", False), True),
         (("dropout_add_norm", BF, F32, F32, 2048, "layer", False), True),
         (("dropout_add_norm", BF, BF, BF, 12288, "layer", False), True),

@@ -23,6 +23,7 @@ from ops.contract import (
 from tilewright.measure.numerics import tolerance
 from tilewright.ops import cross_entropy, linear_cross_entropy
 from tilewright.ops.cross_entropy import hopper as cross_entropy_hopper
+from tilewright.ops.cross_entropy import launch as cross_entropy_launch
 from tilewright.ops.cross_entropy.op import cost, reference
 
 OP = sys.modules["tilewright.ops.cross_entropy.op"]
@@ -434,7 +435,7 @@ def test_more_than_two_to_the_31_logits():
 def in_registers(monkeypatch):
     """Whether a row was one block's and stayed in its registers, call by call."""
     taken, real = [], cross_entropy_hopper.start
-    monkeypatch.setattr(cross_entropy_hopper, "start", lambda *those: taken.append(real(*those)) or taken[-1])
+    monkeypatch.setattr(cross_entropy_launch, "start_rows", lambda *those: taken.append(real(*those)) or taken[-1])
     return taken
 
 

@@ -155,6 +155,16 @@ def test_rows_that_begin_anywhere(norm, p, width):
     check_scaled_rows(norm, p, (19, width))
 
 
+@pytest.mark.parametrize(("norm", "p"), [("layer", 0.1), ("rms", 0.0)])
+def test_rows_of_few_columns_have_no_idle_lanes(norm, p):
+    """In three blocks forward, and three or five backward."""
+    for width, lanes in ((40, 48), (80, 96), (152, 160)):
+        check_scaled_rows(norm, p, (70, width))
+        for element in (2, 4):
+            tile = launches._narrow_backward(width, element, False, False)
+            assert tile.block * tile.chunks == lanes
+
+
 def check_scaled_rows(norm, p, shape):
     options = {
         "p": p,

@@ -13,6 +13,7 @@ from ops.contract import (
     on_gpu,
     randn,
 )
+from tilewright.ops.embedding import kernels
 from tilewright.ops.embedding.op import embedding, reference, tied_embedding
 
 
@@ -157,6 +158,32 @@ def test_a_token_outside_of_the_table_is_not_a_number_and_touches_no_gradient():
     expected = torch.zeros(9, 16, device=DEVICE)
     expected[0], expected[[2, 8]] = 2.0, 1.0
     assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("classes", [5, 65534, 65535])
+def test_tokens_are_sorted_by_counting_and_by_keys_of_16_and_32_bits(classes, dtype, monkeypatch):
+    tokens = draw(classes, 300).to(dtype)
+    tokens[[3, 40, 41, 299]] = torch.tensor([-(2**31), classes, 2**31 - 1, classes - 1], device=DEVICE, dtype=dtype)
+    expected, order = tokens.clamp(-1, classes).sort(stable=True)
+    for counted in (300, 299):
+        monkeypatch.setattr(kernels, "_COUNTED", counted)
+        ordered, found = kernels.sort(tokens, classes)
+        is_short = counted < 300 and classes <= 65534
+        assert ordered.dtype == (torch.int16 if is_short else torch.int32) and torch.equal(found, order)
+        assert torch.equal(ordered.long() + is_short * kernels._SHORT_BIAS, expected)
+
+
+@pytest.mark.parametrize("has_position", [False, True])
+@pytest.mark.parametrize("classes", [9, 40, 70000])
+def test_longer_lists_of_tokens_give_the_same_bits(classes, has_position, monkeypatch):
+    tokens, upstream = draw(classes, 1, 70), randn(1, 70, 24, grad=False)
+    tokens[0, 5] = classes + 3
+    leaves = [randn(classes, 24), randn(75, 24) if has_position else None]
+    counted = run(embedding, tokens, leaves, torch.bfloat16, upstream)
+    monkeypatch.setattr(kernels, "_COUNTED", 0)
+    by_keys = run(embedding, tokens, leaves, torch.bfloat16, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(counted[1:], by_keys[1:], strict=True))
 
 
 def test_no_second_derivative():

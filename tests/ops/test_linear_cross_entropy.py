@@ -24,6 +24,7 @@ from tilewright.ops.linear_cross_entropy.op import cost, reference
 from tilewright.runtime import hopper
 
 OP = sys.modules["tilewright.ops.linear_cross_entropy.op"]
+PLAN = sys.modules["tilewright.plan.memory"]
 MEMORY = sys.modules["tilewright.ops.linear_cross_entropy.memory"]
 OPTIONS = {
     "plain": {},
@@ -157,11 +158,23 @@ def test_logits_are_never_held_beyond_the_memory(monkeypatch):
     assert seen == [(16, 77), (16, 77), (8, 77)]
     seen.clear()
     run(linear_cross_entropy, leaves, targets, {})
-    assert seen == [(40, 77)]  # the default is an eighth of all tokens, and 1024 at least
+    assert seen == [(40, 77)]  # so few bytes go at once
     seen.clear()
-    monkeypatch.setattr(OP, "_LEAST", 1)
+    monkeypatch.setattr(PLAN, "_ALL_LOGITS", 0)
+    monkeypatch.setattr(PLAN, "_LEAST_TOKENS", 20)
+    run(linear_cross_entropy, leaves, targets, {})
+    assert seen == [(40, 77)]  # and so do no more than twice the least tokens
+    seen.clear()
+    monkeypatch.setattr(PLAN, "_LEAST_TOKENS", 1)
     run(linear_cross_entropy, leaves, targets, {})
     assert seen == [(16, 77), (16, 77), (8, 77)]  # 16 tokens are the least
+
+
+def test_a_call_that_names_no_memory_has_384_mb_of_logits_at_most_or_all_of_few_tokens():
+    assert MEMORY.default_memory(16384, 128256, 2) == 384 * 10**6
+    assert MEMORY.default_memory(8192, 50304, 2) == 1024 * 50304 * 2
+    for tokens, classes in ((2048, 100352), (16000, 4096), (1, 300_000)):  # room for all of them, in whole tiles
+        assert MEMORY.default_memory(tokens, classes, 2) >= (tokens + 256) * classes * 2
 
 
 @pytest.mark.parametrize("memory", [16 * 64 * 4, 10**9])
@@ -203,7 +216,12 @@ def test_few_kernels_serve_any_number_of_tokens(monkeypatch):
     monkeypatch.setattr(MEMORY, "_SUMMED_FROM", 10**9)
     made = []
     real = cross_entropy_kernels.tiles_launch
-    monkeypatch.setattr(cross_entropy_kernels, "tiles_launch", lambda *those: (made.append(those[:3]), real(*those))[1])
+
+    def count(*those):
+        made.append(those[:3])
+        return (*real(*those)[:2], lambda *arguments, **how: None)  # launches none of them
+
+    monkeypatch.setattr(cross_entropy_kernels, "tiles_launch", count)
     for tokens in range(33, 130, 7):
         leaves, targets, _ = problem(torch.bfloat16, {}, tokens, 16, 333)
         run(linear_cross_entropy, leaves, targets, {"memory": 3000})
@@ -415,6 +433,26 @@ def test_float16_survives_a_loss_scale():
     actual = run(linear_cross_entropy, leaves, targets, {"memory": FEW}, upstream)
     for a, e in zip(actual[1:], truth(leaves, targets, {}, upstream)[1:], strict=True):
         assert (a.double() - e).norm() <= 4e-3 * e.norm()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_float16_keeps_the_logits_of_one_chunk_for_backward(reduction, monkeypatch):
+    leaves, targets, options = problem(torch.float16, {"reduction": reduction, "label_smoothing": 0.1})
+    seen, compute = [], OP._logits
+    monkeypatch.setattr(OP, "_logits", lambda x, w, b, out: (seen.append(out.shape), compute(x, w, b, out))[1])
+    loss = linear_cross_entropy(*leaves[:2], targets, leaves[2], **options)
+    upstream = torch.ones_like(loss)
+    first = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
+    assert seen == [(TOKENS, CLASSES)]
+    second = torch.autograd.grad(loss, leaves, upstream)  # their gradient has taken their place: once more
+    assert len(seen) == 2 and all(map(torch.equal, first, second))
+    for a, e in zip(first, truth(leaves, targets, options)[1:], strict=True):
+        assert (a.double() - e).norm() <= 4e-3 * e.norm()
+    seen.clear()
+    with torch.no_grad():
+        linear_cross_entropy(*leaves[:2], targets, leaves[2], **options)
+    run(linear_cross_entropy, leaves, targets, {**options, "memory": FEW})
+    assert len(seen) > 3
 
 
 def test_all_targets_ignored_is_zero_and_so_are_the_gradients(memory):

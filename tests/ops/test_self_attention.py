@@ -95,6 +95,15 @@ def test_a_query_that_sees_no_key_gets_the_bias_and_sends_no_gradient_to_attenti
     assert not dx[0].any() and dx[1].any()
 
 
+def test_what_is_not_a_number_stays_one_in_its_own_sequence():
+    x, *weights = layer(3, 5, 8)
+    with torch.no_grad():
+        clean = ran_in_cpp(lambda: self_attention(x, *weights, 2))
+        x[1] = float("nan")  # all scores of the sequence: none of them may count as masked
+        found = ran_in_cpp(lambda: self_attention(x, *weights, 2))
+    assert found[1].isnan().all() and torch.equal(found[0], clean[0]) and torch.equal(found[2], clean[2])
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_only_what_is_asked_for_gets_a_gradient(bias):
     whole = run(self_attention, layer(2, 5, 12, bias=bias), 3)[1:]

@@ -30,8 +30,9 @@ def test_an_example_runs(title: str, code: str, tmp_path: Path, monkeypatch: Any
         assert "10 sites changed" in capsys.readouterr().out
 
 
-def test_there_are_four_examples_and_each_rule_has_a_row() -> None:
+def test_there_are_five_examples_and_each_rule_has_a_row() -> None:
     from tilewright.optimize.rules import ALL
 
-    assert [title for title, _ in EXAMPLES] == ["A plain loop", "Hugging Face's Trainer", "LoRA", "Inference"]
+    alone = "Only the attention of a Hugging Face model"
+    assert [title for title, _ in EXAMPLES] == ["A plain loop", "Hugging Face's Trainer", alone, "LoRA", "Inference"]
     assert all(f"| `{name}` |" in PAGE for name in ALL)

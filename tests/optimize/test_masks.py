@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewright.optimize import optimized
+from tilewright import ops
+from tilewright.ops.attention import triton_op
+from tilewright.ops.attention.reference import reference
+from tilewright.optimize import api, optimized
 from tilewright.optimize.report import Report
+from tilewright.optimize.rules import mask as mask_rule
 from tilewright.runtime import dispatch
 
 BATCH, SEQUENCE, WIDTH, HEADS = 2, 9, 24, 4
@@ -27,12 +32,14 @@ def _by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 class _Attention(nn.Module):
     """Two layers that share one mask; fewer heads of keys than of queries are repeated as Hugging Face does."""
 
-    def __init__(self, mask: Mask, key_heads: int = HEADS, keys: int = SEQUENCE, dropout: float = 0.0) -> None:
+    def __init__(
+        self, mask: Mask, key_heads: int = HEADS, keys: int = SEQUENCE, dropout: float = 0.0, head_dim: int = 6
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.mask, self.key_heads, self.keys, self.dropout = mask, key_heads, keys, dropout
-        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.kv = nn.Linear(WIDTH, 2 * key_heads * WIDTH // HEADS)
+        self.q, self.out = nn.Linear(WIDTH, HEADS * head_dim), nn.Linear(HEADS * head_dim, WIDTH)
+        self.kv = nn.Linear(WIDTH, 2 * key_heads * head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = self.mask(x)
@@ -41,7 +48,7 @@ class _Attention(nn.Module):
             k, v = self.kv(x[:, : self.keys]).view(BATCH, self.keys, 2, self.key_heads, -1).permute(2, 0, 3, 1, 4)
             k, v = (self._repeated(each, layer) for each in (k, v))
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout)
-            x = x + self.out(y.transpose(1, 2).reshape(BATCH, SEQUENCE, WIDTH))
+            x = x + self.out(y.transpose(1, 2).reshape(BATCH, SEQUENCE, -1))
         return x
 
     def _repeated(self, x: Tensor, layer: int) -> Tensor:
@@ -114,7 +121,6 @@ MASKS: dict[str, tuple[Mask, str]] = {
     "of one packed sequence": (_packed, "causal"),
     "of nothing": (lambda x: _distance() > -SEQUENCE, "nothing hidden"),
     "a wide window": (lambda x: (_distance() >= 0) & (_distance() < SEQUENCE), "causal"),
-    "a window": (lambda x: (_distance() >= 0) & (_distance() < SEQUENCE - 1), ""),
     "one step into the future": (lambda x: _distance() >= -1, ""),
     "of a bias": (lambda x: _float(_distance() >= 0) - 0.1 * _distance().abs(), ""),
     "of minus thousand": (lambda x: _float(_distance() >= 0, -1000.0), ""),
@@ -137,6 +143,18 @@ def _grads(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [out.detach(), *(each.grad.clone() for each in (x, *model.parameters()))]
 
 
+WINDOWS: dict[str, tuple[Mask, str]] = {
+    "of four": (lambda x: (_distance() >= 0) & (_distance() < 4), "window of 4"),
+    "of itself, whose queries have no gradient": (lambda x: _float(_distance() == 0), ""),
+    "of most": (lambda x: (_distance() >= 0) & (_distance() < SEQUENCE - 1), "window of 8"),
+    "of floats": (lambda x: _float((_distance() >= 0) & (_distance() < 6)).to(x.dtype), "window of 6"),
+    "to both sides": (lambda x: _distance().abs() < 3, "window of 2 + 1 + 2"),
+    "one step into the future": (lambda x: _distance() >= -1, "window of all + 1 + 1"),
+    "with a hole": (lambda x: (_distance() >= 0) & (_distance() < 4) & (_distance() != 2), ""),
+    "that grows": (lambda x: (_distance() >= 0) & (_distance() <= torch.arange(SEQUENCE)[:, None] // 2), ""),
+}
+
+
 def _details(report: Report) -> set[str]:
     return {site.detail for site in report.changed if site.rule == "mask"}
 
@@ -155,6 +173,78 @@ def test_only_a_mask_that_is_causal_in_every_call_becomes_is_causal(name: str, k
     assert _details(report) == ({kind + groups} if kind else set()), f"{report}"
     for ours, theirs, true in zip(found, truth, double, strict=True):
         assert (ours - true).norm() <= 2 * (theirs - true).norm() + 1e-6 * true.norm()
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", ["by our kernels", *WINDOWS])
+def test_a_window_is_computed_without_its_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once by the kernels, else by their definition: as near to float64 as 16 bits are with the mask."""
+    mask, kind = WINDOWS.get(name, WINDOWS["of four"])
+    key_heads = HEADS if len(name) % 2 else 1
+    if name in WINDOWS:
+        monkeypatch.setattr(mask_rule, "attention", reference)
+    model, x = _Attention(mask, key_heads, head_dim=16).bfloat16(), torch.randn(BATCH, SEQUENCE, WIDTH).bfloat16()
+    double = _grads(copy.deepcopy(model).double(), x.double())
+    theirs = _grads(model, x)
+    with optimized(model, rules=["mask"]) as report, ops.explain() as paths:
+        found = _grads(model, x)
+    groups = "" if key_heads == HEADS else f", {HEADS // key_heads} queries a key"
+    assert _details(report) == ({kind + groups} if kind else set()), f"{report}"
+    assert [path.ran for path in paths] == ([] if name in WINDOWS else ["triton"])
+    for ours, plain, true in zip(found, theirs, double, strict=True):
+        assert (ours - true).norm() <= 2 * (plain - true).norm() + 2**-8 * true.norm()
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    ({"head_dim": 20}, "a window has kernels for heads of 16 to 256 in steps of 8"),
+    ({"dtype": torch.float32}, "a window has kernels in 16 bits"),
+    ({"interpreted": False}, "a window has kernels on a GPU alone"),
+])  # fmt: skip
+def test_a_window_that_has_no_kernel_stays(change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRETED", change.get("interpreted", True))
+    dtype = change.get("dtype", torch.bfloat16)
+    model = _Attention(WINDOWS["of four"][0], head_dim=change.get("head_dim", 16)).to(dtype)
+    with optimized(model, rules=["mask"]) as report:
+        model(torch.randn(BATCH, SEQUENCE, WIDTH, dtype=dtype))
+    assert not report.changed and {site.declined for site in report.sites} == {why}
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_under_autocast_a_window_is_in_16_bits() -> None:
+    model, x = _Attention(WINDOWS["of four"][0], head_dim=16), torch.randn(BATCH, SEQUENCE, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16), optimized(model, rules=["mask"]) as report, ops.explain() as paths:
+        found = model(x)
+    assert _details(report) == {"window of 4"} and [path.ran for path in paths] == ["triton"]
+    assert torch.allclose(found, model(x), atol=0.05)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_window_keeps_its_dropout() -> None:
+    model = _Attention(WINDOWS["of four"][0], dropout=0.5, head_dim=16).bfloat16()
+    x = torch.randn(BATCH, SEQUENCE, WIDTH).bfloat16()
+    with optimized(model, rules=["mask"]) as report:
+        one, other = model(x), model(x)
+    assert _details(report) == {"window of 4"} and not torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_compiler_is_given_the_registered_op_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "MODES", (*api.MODES, "aot_eager"))
+    model, x = _Attention(WINDOWS["of four"][0], 1, head_dim=16).bfloat16(), torch.randn(BATCH, SEQUENCE, WIDTH)
+    with optimized(model, rules=["mask"]):
+        eager = _grads(model, x.bfloat16())
+    traced, call = [], triton_op._OP.call_registered
+    monkeypatch.setattr(triton_op._OP, "call_registered", lambda inputs: traced.append(1) or call(inputs))
+    with optimized(model, rules=["mask"], compile="aot_eager"):
+        compiled = _grads(model, x.bfloat16())
+    assert traced
+    for one, other in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
 def test_nobody_computes_a_mask_that_nobody_reads() -> None:

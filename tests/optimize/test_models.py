@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -46,11 +47,25 @@ def _check(name: str, compile: str = "none") -> None:
         assert list(model.state_dict()) == keys and type(model) is kind
     assert not report.captured.failures
     _check_step(found, own, true)
-    sites, recorded = count(report.sites), dict(RECORD[name])
-    masks, fewest = sites.pop("mask", 0), recorded.pop("mask", 0)  # which more models make in older transformers
-    assert sites == recorded and masks >= fewest, f"python tests/optimize/zoo.py writes the table anew\n{report}"
+    _check_sites(name, count(report.sites), report)
     again_loss, again = zoo.step(model, loss_of)
     assert torch.equal(again_loss, own[0]) and all(torch.equal(again[each], own[1][each]) for each in own[1])
+
+
+def _release(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version(package).split(".")[:2])
+
+
+def _check_sites(name: str, sites: dict[str, int], report: object = "") -> None:
+    """The sites on record; of masks at least as many, for older transformers make them in more models.
+
+    They also draw at random which layers of Whisper's encoder run, where Dynamo must cut: its sites are not found then.
+    """
+    if name == "Whisper" and _release("transformers") < (5, 23):
+        return
+    recorded = dict(RECORD[name])
+    masks, fewest = sites.pop("mask", 0), recorded.pop("mask", 0)
+    assert sites == recorded and masks >= fewest, f"python tests/optimize/zoo.py writes the table anew\n{report}"
 
 
 def _check_step(step: Step, plain_step: Step, true: Step) -> None:
@@ -93,7 +108,8 @@ def test_a_model_that_its_user_compiles_with_our_backend(name: str, mode: str, m
     monkeypatch.setattr(backend, "Captured", lambda: captured)
     model.compile(backend="tilewright", options={"mode": mode})
     found = zoo.step(model, loss_of)
-    assert count(captured.sites) == RECORD[name] and not captured.failures
+    assert not captured.failures
+    _check_sites(name, count(captured.sites))
     model = build().train()
     _check_step(found, zoo.step(model, loss_of), zoo.oracle(model, loss_of))
 

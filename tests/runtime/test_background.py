@@ -12,7 +12,7 @@ from tilewright.runtime import background
 from tilewright.runtime.background import Job
 
 
-def test_a_job_runs_once_whoever_asks():
+def test_a_job_runs_once_however_many_ask():
     ran = []
     job = Job(lambda: ran.append(threading.current_thread().name) or len(ran)).start()
     found = []

@@ -107,6 +107,7 @@ def test_a_cache_of_another_user_is_refused(source, cache, monkeypatch, caplog, 
 
 def test_without_a_compiler_there_is_one_sentence(source, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ExtensionError, match=r"^No C\+\+ compiler was found: install g\+\+, or set CXX to one\.$"):
         load(source)
     library = Extension("answer", {source: ()})
@@ -185,6 +186,14 @@ def test_ahead_of_time_it_is_in_the_wheel_and_needs_no_compiler(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "['kernel'] torch.Size([24, 8])\n", done.stderr
     assert "compiling" not in done.stderr
+
+
+def test_an_editable_install_says_that_nothing_is_compiled_ahead(tmp_path):
+    pytest.importorskip("hatchling")
+    environment = {**ENVIRONMENT, "TILEWRIGHT_BUILD_EXT": "1"}
+    code = f"import hatchling.build; hatchling.build.build_editable({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("leave out -e, or leave it unset.\n"), done.stderr
 
 
 def test_cuda_is_compiled_for_the_gpus_that_are_here_and_for_those_that_are_named(monkeypatch):

@@ -322,6 +322,7 @@ def test_waiting_for_data_is_said_once(tmp_path, monkeypatch):
     [
         ({"model": {"residual": "bf16"}}, "needs matmuls in bfloat16"),
         ({"model": {"attention": "cudnn"}}, "no such attention"),
+        ({"model": {"attention": "hopper"}}, "attention=hopper: .*; choose model.attention=auto"),
         ({"compile": "reduce-overhead", "global_batch": 8}, "would overwrite the gradients"),
         ({"cuda_graphs": True}, "needs a GPU"),
     ],
@@ -365,7 +366,7 @@ def load(model, values):
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU"))])  # fmt: skip
 def test_an_engine_reads_the_weights_that_are_there(tmp_path, matmuls_on_any_device, graphs, write):
-    """Whoever wrote them, however, and whatever the engine ran before."""
+    """By any writer, in any way, and whatever the engine ran before."""
     device = matmuls_on_any_device
     config = tiny(tmp_path, precision="bf16", cuda_graphs=graphs, model={"gpt_block": "optimized"})
     torch.manual_seed(0)

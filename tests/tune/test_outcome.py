@@ -1,4 +1,4 @@
-"""What went wrong is an outcome and a sentence, whoever raised it."""
+"""What went wrong is an outcome and a sentence, whatever raised it."""
 
 import torch
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -166,7 +167,8 @@ def find_fastest(case: Case) -> str:
     return min(times, key=lambda name: times[name]) if times else ""
 
 
-def _learn(result: dict[str, Any]) -> None:
+def _learn(result: dict[str, Any]) -> dict[table.Key, str]:
+    """Keep the fastest backend of each plain case in the user's cache, and return them."""
     found: dict[table.Key, str] = {}
     for case in result["cases"]:
         if case["packed"] is case["window"] is None and (fastest := find_fastest(case)):
@@ -174,6 +176,7 @@ def _learn(result: dict[str, Any]) -> None:
             key = table.Key(gpu, torch.bfloat16, case["head_dim"], case["causal"], case["sequence"])
             found.setdefault(key, fastest)
     table.learn(found)
+    return found
 
 
 def run(ask: Ask) -> Case:
@@ -192,6 +195,7 @@ def run(ask: Ask) -> Case:
     told = dataclasses.replace(ask, save=save)
     result = run_cases("attention", cases(ask.quick), prepare, _limits, _label, peers=PEERS, ask=told)
     if ask.learn:
-        _learn(result)
-        ask.progress("attention picks its backends by these measurements from now on")
+        learned = {str(key): name for key, name in _learn(result).items()}
+        ask.progress("attention picks its backends by these measurements from now on, which measured.json can take:")
+        ask.progress(json.dumps(learned, indent=2))
     return result

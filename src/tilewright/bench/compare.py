@@ -25,7 +25,16 @@ import torch._inductor.config
 
 from tilewright.bench import workers
 from tilewright.bench.protocol import OURS, Ask, Case, configure, head, sentence
-from tilewright.bench.verdict import NEIGHBOUR, PEERS, add_shares, describe_case, summarise, summary_lines
+from tilewright.bench.verdict import (
+    CLOCKS,
+    NEIGHBOUR,
+    PEERS,
+    add_shares,
+    describe_case,
+    find_behind,
+    summarise,
+    summary_lines,
+)
 from tilewright.errors import UserError
 from tilewright.measure.ceilings import Ceilings, measure_ceilings
 from tilewright.measure.clock import SEATS, Timing, interleaved_event_time, interleaved_wall_time, turns
@@ -41,6 +50,7 @@ _SHORT, _LONG = (0.003, 3), (0.01, 10)  # seconds for each implementation, and r
 _SHORT_WALL, _LONG_WALL = (3, 4), (8, 8)  # rounds, and calls in each
 _LONGEST_HOST = 0.003  # seconds that no host takes to launch a call
 _SAVE_SECONDS = 10.0
+AGAIN = ("", "device", "behind", "all")  # which cases of a result that is resumed are measured again
 
 _timing: list[str] = []  # not empty while this process has the GPU to itself
 
@@ -290,6 +300,7 @@ def compare(
     measured: list[Case] = result["cases"]
     deadline = began + (ask.budget or float("inf"))
     cases = [case for group in groups for case in group]
+    left = {_identity(case): case for case in cases}
 
     with _own_caches() as folder:
         shared = {"table": table, "device": device, "peers": list(peers), "lock": os.path.join(folder, "lock")}
@@ -305,15 +316,22 @@ def compare(
         }  # fmt: skip
         l2_bytes = (result["machine"]["gpu"] or {}).get("l2_bytes", 0)
         ops, saved = _find_table(table), time.monotonic()
+        places = {_identity(each["case"]): place for place, each in enumerate(measured)}  # of those that are replaced
 
         def keep(case: Case, figures: dict[str, Any]) -> None:
             nonlocal saved
             add_shares(case, figures, ops[case["op"]], ceilings, l2_bytes)
-            measured.append({"case": case, "commit": _fact(result, "commit"), **figures})
-            if len(measured) % 50 == 0:
-                ask.progress(f"measured {len(measured)} cases, {time.monotonic() - began:.0f} s")
+            row = {"case": case, "commit": _fact(result, "commit"), **figures}
+            place = places.get(_identity(case))
+            if place is None:
+                measured.append(row)
+            else:
+                measured[place] = row
+            left.pop(_identity(case), None)
+            if (len(cases) - len(left)) % 50 == 0:
+                ask.progress(f"measured {len(cases) - len(left)} cases, {time.monotonic() - began:.0f} s")
             if time.monotonic() > saved + _SAVE_SECONDS:
-                _conclude(result, cases, began)
+                _conclude(result, left, began)
                 ask.save(result)
                 saved = time.monotonic()
 
@@ -324,7 +342,7 @@ def compare(
         workers.run_groups(
             f"{__name__}:time_cases", tasks, ask.jobs, report=keep, fail=lose, limit_seconds=240.0, deadline=deadline
         )
-    _conclude(result, cases, began)
+    _conclude(result, left, began)
     ask.save(result)
     for line in summary_lines(result):
         ask.progress(line)
@@ -335,18 +353,18 @@ def _identity(case: Case) -> str:
     return json.dumps(case, sort_keys=True)
 
 
-def _conclude(result: dict[str, Any], cases: list[Case], began: float) -> None:
+def _conclude(result: dict[str, Any], left: dict[str, Case], began: float) -> None:
     """Write the summary of all that is measured, and what has not been reached."""
-    reached = {_identity(each["case"]) for each in result["cases"]}
-    result["not_reached"] = [describe_case(case) for case in cases if _identity(case) not in reached]
+    result["not_reached"] = [describe_case(case) for case in left.values()]
     result["seconds"] = round(time.monotonic() - began)
     result["summary"] = summarise(result["cases"])
 
 
 def _left_to_do(groups: list[list[Case]], ask: Ask, result: dict[str, Any]) -> list[list[Case]]:
-    """The cases that are asked for, less those of the result that is resumed, which are kept.
+    """The cases that are asked for, less those of the result that is resumed, which are kept but for `ask.again`.
 
-    With `--ops`, cases of other ops are kept whatever commit they were measured at, and each op names its commit.
+    With `--ops`, cases of any commit are kept, and each op names the commits of its own. What is measured again stays
+    until it has been.
     """
     wanted = set(map(_identity, ask.chosen((case for group in groups for case in group), describe_case)))
     if ask.previous is not None:
@@ -356,21 +374,29 @@ def _left_to_do(groups: list[list[Case]], ask: Ask, result: dict[str, Any]) -> l
             *((fact, _fact(result, fact), _fact(ask.previous, fact)) for fact in facts),
         ):
             if here != there:
-                hint = "name the --ops to measure anew, " if name == "commit" else ""
+                hint = "name the --ops to measure, " if name == "commit" else ""
                 raise UserError(
                     f"The result to resume has {name} {there!r}, and this run {here!r}; {hint}leave out --resume, "
                     "or give another --out."
                 )
-        commit, before = _fact(result, "commit"), _fact(ask.previous, "commit")
         asked = {case["op"] for group in groups for case in group}
         for each in ask.previous["cases"]:
-            each.setdefault("commit", before)
-            is_kept = _identity(each["case"]) in wanted and each["commit"] == commit
-            if is_kept or (ask.ops and each["case"]["op"] not in asked):
+            each.setdefault("commit", _fact(ask.previous, "commit"))
+            if _identity(each["case"]) in wanted or (ask.ops and each["case"]["op"] not in asked):
                 result["cases"].append(each)
-    wanted -= {_identity(each["case"]) for each in result["cases"]}
+    wanted -= {_identity(each["case"]) for each in result["cases"]} - _again(result["cases"], ask.again)
     groups = [[case for case in group if _identity(case) in wanted] for group in groups]
     return [group for group in groups if group]
+
+
+def _again(cases: list[dict[str, Any]], which: str) -> set[str]:
+    """Which of the measured cases are measured again: none, all, or those behind, by device time or by either clock."""
+    if which not in AGAIN:
+        raise UserError(f"--again is {which!r}; choose one of {', '.join(filter(None, AGAIN))}.")
+    if which in ("", "all"):
+        return {_identity(each["case"]) for each in cases if which}
+    clocks = ("device",) if which == "device" else tuple(CLOCKS)
+    return {_identity(each["case"]) for clock in clocks for each in find_behind(cases, clock)}
 
 
 def _fact(result: dict[str, Any], name: str) -> Any:

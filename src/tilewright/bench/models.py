@@ -41,20 +41,22 @@ _GEMMA3 = dict(
     num_key_value_heads=1, head_dim=256, sliding_window=512,
 )  # fmt: skip
 _GPT2: dict[str, Any] = dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.0)
-_OURS = (OURS, f"{OURS}, compile")
+COMPILED, OPTIMIZER = f"{OURS}, compile", f"{OURS}, FusedOptimizer"
+_OURS = (OURS, COMPILED)
+_LLAMAS = (EAGER, *PEERS, *_OURS)
 
 # `peak` is about what eager takes, in GiB: how many implementations may compile at the same time follows from it.
 CASES: tuple[dict[str, Any], ...] = (
     {"model": "Llama-3.2-1B", "weights": "bf16", "batch": 8, "sequence": 2048, "peak": 62,
-     "implementations": (EAGER, *PEERS, *_OURS)},
+     "implementations": (*_LLAMAS, OPTIMIZER)},
     {"model": "Llama-3.2-1B", "weights": "fp32", "batch": 8, "sequence": 2048, "peak": 78,
-     "implementations": (EAGER, *PEERS, *_OURS)},
+     "implementations": _LLAMAS},
     {"model": "GPT-2", "weights": "fp32", "batch": 32, "sequence": 1024, "peak": 48,
      "implementations": (EAGER, "compile", *_OURS)},
     {"model": "Qwen3-0.6B", "weights": "bf16", "batch": 8, "sequence": 2048, "peak": 62,
-     "implementations": (EAGER, *PEERS, *_OURS)},
+     "implementations": _LLAMAS},
     {"model": "Gemma3-1B", "weights": "bf16", "batch": 8, "sequence": 2048, "peak": 100,
-     "implementations": (EAGER, *PEERS, *_OURS)},
+     "implementations": _LLAMAS},
     {"model": PLAIN, "weights": "fp32", "batch": 32, "sequence": 2048, "peak": 64,
      "implementations": (EAGER, "compile", *_OURS, "models.GPT")},
 )  # fmt: skip
@@ -137,6 +139,16 @@ def apply_liger(model: nn.Module) -> None:
     _apply_liger_kernel_to_instance(model=model)
 
 
+def _make_optimizer(model: nn.Module, implementation: str) -> torch.optim.Optimizer:
+    """AdamW with torch's numbers and states of the parameters' dtype: torch's fused one, or ours where it is named."""
+    if implementation != OPTIMIZER:
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    from tilewright.optim import FusedOptimizer
+
+    rule: dict[str, Any] = dict(rule="adamw", dtype=None, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)
+    return FusedOptimizer(model.parameters(), lr=1e-4, **rule)
+
+
 class _Training:
     """Training steps of one implementation of a case."""
 
@@ -153,11 +165,11 @@ class _Training:
         if kind == OURS:
             from tilewright.optimize import optimize
 
-            mode = "default" if implementation.endswith("compile") else "none"
+            mode = "default" if implementation == COMPILED else "none"
             self.report = optimize(self.model, compile=mode)
         elif implementation.endswith("compile"):
             self.model.compile()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = _make_optimizer(self.model, implementation)
         vocabulary: int = _VOCABULARY if case["model"] == PLAIN else self.model.config.vocab_size  # type: ignore
         generator = torch.Generator("cuda").manual_seed(1)
         shape = case["batch"], case["sequence"]
@@ -326,7 +338,9 @@ def run(ask: Ask) -> dict[str, Any]:
     result["peers"] = {each: package_version(each) or "missing" for each in ("torch", "transformers", "liger_kernel")}
     result["cases"] = []
     for case in cases:
+        began = time.perf_counter()
         rows = _measure(case, ask.progress)
+        ask.progress(f"{_label(case)}: {time.perf_counter() - began:.0f} s")
         listed = {name: value for name, value in case.items() if name not in ("implementations", "peak")}
         result["cases"].append({**listed, "label": _label(case), "implementations": rows})
         ask.save(result)

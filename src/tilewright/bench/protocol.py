@@ -34,6 +34,7 @@ class Ask:
     ops: str = ""  # their names, with commas; all if empty
     budget: float = 0.0  # seconds after which it stops; 0: none
     previous: dict[str, Any] | None = None  # a result to resume
+    again: str = ""  # which of its cases are measured again: device, behind, all
     learn: bool = False  # let `attention` pick its backends by what is measured
 
     def chosen(self, cases: Iterable[Any], label: Callable[[Any], str]) -> list[Any]:

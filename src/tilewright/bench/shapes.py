@@ -62,6 +62,7 @@ class Op:
     size: float = 1.0  # how many times the bytes and FLOPs of the scale a call may take
     row_counts: int = 10  # of each shape
     always: tuple[Case, ...] = ()  # shapes that every draw begins with
+    drawn_by: Callable[[Case], Cost] | None = None  # where `cost` has changed since a draw was recorded: what it was
 
     def make(self, case: Case, device: str) -> list[Tensor]:
         """Random inputs."""
@@ -253,6 +254,13 @@ def _linear_cost(case: Case) -> Cost:
     return _sum(*(cost.linear(*sizes, element_bytes=_element(case), backward=backward) for backward in (False, True)))
 
 
+def _linear_drawn_by(case: Case) -> Cost:
+    """Each matrix read and written once."""
+    rows, width, out = case["rows"], case["width"], case["out"]
+    once = _element(case) * (rows * width + rows * out + width * out)
+    return Cost(6 * rows * width * out, once, once)
+
+
 def _rope_inputs(case: Case, make: Make) -> list[Tensor]:
     """(q, k), the tables as ours wants them, and as plain PyTorch does: as wide as a head and in its dtype."""
     batch, rows, size = case["batch"], case["rows"], case["head_dim"]
@@ -386,6 +394,7 @@ OPS: dict[str, Op] = {
         _linear_cost,
         ((0,),),
         {"width": 128, "out": 128},
+        drawn_by=_linear_drawn_by,
     ),
     "embedding": Op(
         _draw_embedding,
@@ -412,7 +421,7 @@ def draw_row_counts(rng: random.Random, op: Op, shape: Case, scale: Scale, count
     """Row counts of a shape, all different, the largest first; none where the shape is too large for the scale."""
 
     def cost_of(rows: int) -> Cost:
-        return op.cost({**shape, "rows": rows})
+        return (op.drawn_by or op.cost)({**shape, "rows": rows})
 
     precision = 12.0 if shape["dtype"] == "fp32" else 1.0  # times as long takes a FLOP of float32
 

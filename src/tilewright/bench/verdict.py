@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from tilewright.bench.protocol import OURS, Case
@@ -94,6 +95,13 @@ def is_behind(measured: Measured, clock: str, op_noise: float) -> bool:
     return slower > 1 + max(op_noise, own)
 
 
+def find_behind(cases: list[Measured], clock: str) -> list[Measured]:
+    """The cases in which ours is behind by a clock, each by the noise of its op."""
+    names = dict.fromkeys(each["case"]["op"] for each in cases)
+    of_op = {name: noise([each for each in cases if each["case"]["op"] == name], clock) for name in names}
+    return [each for each in cases if is_behind(each, clock, of_op[each["case"]["op"]])]
+
+
 def summarise(cases: list[Measured]) -> dict[str, Any]:
     """What the cases of each op say: who is behind by each clock, the worst of each, errors, throughput, recompiles."""
     names = dict.fromkeys(each["case"]["op"] for each in cases)
@@ -101,8 +109,9 @@ def summarise(cases: list[Measured]) -> dict[str, Any]:
 
 
 def _summarise_op(cases: list[Measured]) -> dict[str, Any]:
-    commits = dict.fromkeys(each["commit"] for each in cases if each.get("commit"))
-    summary: dict[str, Any] = {"cases": len(cases), "commits": list(commits)}
+    commits = Counter(each["commit"] for each in cases if each.get("commit"))
+    named = [f"{commit} ({count})" if len(commits) > 1 else commit for commit, count in commits.items()]
+    summary: dict[str, Any] = {"cases": len(cases), "commits": named}
     for clock in CLOCKS:
         ratios = [(r, each) for each in cases if (r := ratio(each, clock)) is not None]
         ratios.sort(key=lambda pair: -pair[0])
@@ -138,7 +147,8 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     lines = []
     for name, summary in result["summary"].items():
         failed = sum(each["of"] == OURS for each in summary["errors"])
-        lines.append(f"{name}: {summary['cases']} cases, {failed} failed")
+        mixed = f", measured at {', '.join(summary['commits'])}" if len(summary["commits"]) > 1 else ""
+        lines.append(f"{name}: {summary['cases']} cases, {failed} failed{mixed}")
         for clock in CLOCKS:
             part = summary[clock]
             if part["cases"]:

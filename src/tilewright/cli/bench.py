@@ -30,6 +30,11 @@ def bench(
         0.0, help="Seconds after which shapes stops and names what it has not reached; 0: none."
     ),
     resume: bool = typer.Option(False, help="Let shapes go on with the cases that are not in --out yet."),
+    again: str = typer.Option(
+        "",
+        help="Beside --resume, measure cases of --out again: device, those behind by device time; behind, those behind "
+        "by device or wall time; all.",
+    ),
     learn: bool = typer.Option(False, help="Let ops.attention pick its backends by what attention measures here."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     out: Path = typer.Option(None, help="Also write the JSON to this file, after every case."),
@@ -45,13 +50,17 @@ def bench(
         tilewright bench train --only 125m
 
         tilewright bench shapes --seed 1 --ops rope,swiglu --budget 420 --out shapes.json
+
+        tilewright bench shapes --seed 1 --ops rope --resume --again device --out shapes.json
     """
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(NAMES)}."
         raise UserError(f"There is no benchmark {name!r}; {hint}")
-    if name != "shapes" and (resume or (seed, cases, ops, budget) != (0, 200, "", 0.0)):
-        raise UserError("--seed, --cases, --ops, --budget and --resume are of `tilewright bench shapes` alone.")
+    if name != "shapes" and (resume or (seed, cases, ops, budget, again) != (0, 200, "", 0.0, "")):
+        raise UserError("--seed, --cases, --ops, --budget, --resume, --again are of `tilewright bench shapes` alone.")
+    if again and not resume:
+        raise UserError("--again measures cases of --out once more; give --resume, and --out, too.")
     if learn and name != "attention":
         raise UserError("--learn is of `tilewright bench attention` alone.")
     module = importlib.import_module(f"tilewright.bench.{name}")
@@ -69,7 +78,8 @@ def bench(
 
     redirect_defaults()
     with own_compile_cache(), Stages() as stages:
-        result = module.run(Ask(stages.line, save, quick, only, jobs, seed, cases, ops, budget, previous, learn))
+        ask = Ask(stages.line, save, quick, only, jobs, seed, cases, ops, budget, previous, again, learn)
+        result = module.run(ask)
     if as_json:
         print(json.dumps(result))
 

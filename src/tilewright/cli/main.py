@@ -78,7 +78,7 @@ def main() -> None:
             raise
         with open(os.devnull, "wb") as nothing:  # what is still to be written goes nowhere
             os.dup2(nothing.fileno(), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):  # whoever read it is gone, as with `| head`
+        if isinstance(error, BrokenPipeError):  # the reader is gone, as with `| head`
             sys.exit(1)
         what = error.filename or "the output"
         _fail(f"Cannot write {what}: {error.strerror}; make room or write elsewhere. What was finished is kept.")

@@ -84,7 +84,7 @@ def _print(record: dict[str, Any]) -> None:
 
 
 def _stop(why: str) -> None:
-    """Stop as by Ctrl-C, with a checkpoint: whoever read the output is gone, as with `| head`, or its disk is full."""
+    """Stop as by Ctrl-C, with a checkpoint: the reader of the output is gone, as with `| head`, or its disk is full."""
     with contextlib.suppress(OSError):
         if why != os.strerror(errno.EPIPE):
             print(f"The output cannot be written ({why}): stopping, with a checkpoint.", file=sys.stderr)

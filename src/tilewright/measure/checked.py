@@ -1,7 +1,7 @@
 """Reads dataclasses from JSON that anybody may have written.
 
 Every value has the type its field declares, and every number is finite and of a size that can be computed with. What
-does not fit is a `UserError` that names the field. Text may hold anything: whoever shows it makes it safe.
+does not fit is a `UserError` that names the field. Text may hold anything: the code that shows it makes it safe.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A cache folder of our own for what torch.compile and Triton compile.
 
 Inductor takes the folder `torchinductor_USER` under the temporary directory as it finds it, and loads pickles, shared
-libraries and headers from there: whoever makes that folder first decides what code runs. So a run that may compile gets
+libraries and headers from there: the first to make that folder decides what code runs. So a run that may compile gets
 the folder `compiled` of Tilewright's cache (`measure.folder`), which is the user's alone. It has a part for each
 combination of versions and GPUs:
 

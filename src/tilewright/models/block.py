@@ -58,6 +58,7 @@ ATTENTION = {
     "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
 }  # fmt: skip
+OWN_ATTENTION = ("hopper", "triton")  # backends of `ops.attention`
 
 
 class Attention(nn.Module):
@@ -67,7 +68,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.key_heads, self.head_dim = config.heads, config.key_heads, config.head_dim
         self.backend = ATTENTION.get(config.attention)
-        self.fused = config.gpt_block == "optimized" and self.backend is None
+        self.own = config.attention if config.attention in OWN_ATTENTION else "auto"
+        self.fused = self.own != "auto" or (config.gpt_block == "optimized" and self.backend is None)
         linear = LINEARS[config.gpt_block == "optimized"]
         self.qkv = linear(config.width, (self.heads + 2 * self.key_heads) * self.head_dim, config.bias)
         self.out = linear(config.width, config.width, config.bias)
@@ -90,8 +92,11 @@ class Attention(nn.Module):
         q, k, v = qkv
         if rope is not None:
             q, k = rope(q, k)
+        if self.fused:
+            y: Tensor = attention(q, k, v, backend=self.own)
+            return y.flatten(2)
         with contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend):
-            return (attention if self.fused else by_pytorch)(q, k, v).flatten(2)
+            return by_pytorch(q, k, v).flatten(2)
 
 
 def add_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -242,7 +242,7 @@ def states(graph: torch.fx.Graph, start: State, device: str) -> dict[Node, State
 
 
 def current_state(device: str) -> State:
-    """The state of whoever calls."""
+    """The state of the caller."""
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return State(torch.is_grad_enabled(), autocast)
 

@@ -1,6 +1,7 @@
-"""A local Hugging Face folder as a model to tune: config.json, with safetensors or without.
+"""Hugging Face: our attention by name, and a local folder as a model to tune.
 
-Nothing of the folder is run: its code is never trusted, pickles are never read, and the network is never asked.
+Of a folder, config.json with safetensors or without, nothing is run: its code is never trusted, pickles are never read,
+and the network is never asked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,31 @@ from tilewright.plan.hf_folder import check_folder
 
 _SEQUENCE = 2048  # tokens, unless told otherwise or the model takes fewer
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def register_attention(name: str = "tilewright") -> str:
+    """Let transformers know `ops.attention` by a name, for `attn_implementation` of any model.
+
+    Windows, soft-caps and shared key heads are computed by our kernels, and padded batches without what is padded.
+
+    Args:
+        name: what models call it; the words sdpa, flash and flex mean something else to transformers.
+
+    Returns:
+        The name.
+
+    >>> _ = register_attention()  # doctest: +SKIP
+    >>> model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="tilewright")  # doctest: +SKIP
+    """
+    if not name.isidentifier() or name == "eager" or any(word in name for word in ("sdpa", "flash", "flex", "paged")):
+        raise UserError(f"{name!r} is no name for an attention; give a word without sdpa, flash, flex or paged in it.")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from tilewright.optimize import attention_interface
+
+    AttentionInterface.register(name, attention_interface.attend)
+    AttentionMaskInterface.register(name, attention_interface.make_mask)
+    return name
 
 
 def build(

@@ -6,6 +6,7 @@ value in every call: it is computed here once, on the CPU, and looked at.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,27 +100,61 @@ def _storage(node: Node) -> int | None:
     return None if tensor is None else tensor.untyped_storage()._cdata
 
 
-def kind_of(mask: Tensor) -> str:
-    """What a mask lets see: "none" where everything, "causal" as `is_causal` of PyTorch's, else "".
+@dataclass(frozen=True)
+class Kind:
+    """What a mask lets a query see: as many keys before its own and behind it; None is all of them."""
 
-    >>> kind_of(torch.ones(3, 3).tril().bool()), kind_of(torch.ones(2, 3).bool()), kind_of(torch.eye(3).bool())
-    ('causal', 'none', '')
-    >>> kind_of(torch.full((2, 2), float("-inf")).triu(1))
-    'causal'
+    before: int | None = None
+    behind: int | None = None
+
+    @property
+    def is_window(self) -> bool:
+        return self.before is not None or self.behind not in (None, 0)
+
+    def draw(self, rows: int, columns: int) -> Tensor:
+        """The mask itself, of booleans."""
+        seen = torch.ones(rows, columns, dtype=torch.bool)
+        seen = seen if self.behind is None else seen.tril(self.behind)
+        return seen if self.before is None else seen.triu(-self.before)
+
+    def __str__(self) -> str:
+        """
+        >>> [str(kind) for kind in (Kind(), Kind(None, 0), Kind(511, 0), Kind(64, 64), Kind(0, None))]
+        ['nothing hidden', 'causal', 'window of 512', 'window of 64 + 1 + 64', 'window of 0 + 1 + all']
+        """
+        if not self.is_window:
+            return "nothing hidden" if self.behind is None else "causal"
+        if self.behind == 0 and self.before is not None:
+            return f"window of {self.before + 1}"
+        before, behind = ("all" if side is None else side for side in (self.before, self.behind))
+        return f"window of {before} + 1 + {behind}"
+
+
+def kind_of(mask: Tensor) -> Kind | None:
+    """The kind of a mask; None for any other.
+
+    >>> kind_of(torch.ones(3, 3).tril().bool()), kind_of(torch.ones(2, 3).bool()), kind_of(torch.zeros(3, 3).bool())
+    (Kind(before=None, behind=0), Kind(before=None, behind=None), None)
+    >>> kind_of(torch.full((2, 2), float("-inf")).triu(1)), kind_of(torch.eye(3).bool())
+    (Kind(before=None, behind=0), Kind(before=0, behind=0))
     """
     if mask.dtype == torch.bool:
         seen = mask
     elif mask.is_floating_point():
         hidden = mask <= torch.finfo(mask.dtype).min
         if not torch.equal(mask.masked_fill(hidden, 0.0), torch.zeros_like(mask)):
-            return ""
+            return None
         seen = ~hidden
     else:
-        return ""
+        return None
     while seen.dim() > 2:  # a batch or a head of which the others are copies
         if not torch.equal(seen, seen[:1].expand_as(seen)):
-            return ""
+            return None
         seen = seen[0]
-    if bool(seen.all()):
-        return "none"
-    return "causal" if torch.equal(seen, torch.ones_like(seen).tril()) else ""
+    rows, columns = seen.shape
+    if not rows or not columns:
+        return None
+    behind, before = int(seen[0].sum()) - 1, int(seen[:, 0].sum()) - 1  # of a band, by its first row and column
+    kind = Kind(None if before >= rows - 1 else before, None if behind >= columns - 1 else behind)
+    is_one = before >= 0 and behind >= 0 and torch.equal(seen, kind.draw(rows, columns))
+    return kind if is_one else None

@@ -126,7 +126,7 @@ def _compare(site: torch.fx.GraphModule, candidate: Candidate, choice: Choice) -
 
 
 class _alone:
-    """Runs under gradients, without autocast, default device and modes of whoever is compiling."""
+    """Runs under gradients, without autocast, default device and modes of the compiler that calls."""
 
     def __enter__(self) -> None:
         self.contexts: list[Any] = [

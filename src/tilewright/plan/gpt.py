@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass
+from typing import Any
 
 from tilewright.errors import UserError
 from tilewright.plan.lever import Lever
@@ -13,7 +14,7 @@ GPT_BLOCKS = ("standard", "optimized")
 CHOICES = {
     "gpt_block": GPT_BLOCKS,
     "recompute": ("none", "selective", "full", "budget"),
-    "attention": ("auto", "flash", "cudnn", "efficient", "math"),
+    "attention": ("auto", "hopper", "triton", "flash", "cudnn", "efficient", "math"),
     "mlp": ("auto", "standard", "fused", "recompute"),
     "residual": ("auto", "bf16"),
     "loss": ("plain", "fused", "linear_fused"),
@@ -21,14 +22,23 @@ CHOICES = {
     "activation": ("gelu_tanh", "gelu", "swiglu", "geglu_tanh", "geglu"),
     "position": ("learned", "rope"),
 }
+
+
+def _attentions(run: Any) -> tuple[str, ...]:
+    """Who may compute a model's attention; not PyTorch's plain one, which keeps every score: it is for looking into."""
+    width = run.model.head_dim
+    hopper = ("hopper",) if width in (64, 128) else ()
+    triton = ("triton",) if width % 8 == 0 and 16 <= width <= 256 else ()
+    return ("auto", "flash", "cudnn", "efficient", *hopper, *triton)
+
+
 # What changes how a model runs, and not, beyond rounding, what it computes.
 LEVERS = {
     "gpt_block": Lever(),
     "recompute": Lever(values=("none", "selective", "full")),
     "recompute_budget": Lever(values=()),  # a number for who knows which
     "loss": Lever(),
-    # PyTorch's plain one keeps every score: for looking into, not for training.
-    "attention": Lever(values=("auto", "flash", "cudnn", "efficient"), devices={"cudnn": "cuda", "efficient": "cuda"}),
+    "attention": Lever(values=_attentions, devices=dict.fromkeys(("cudnn", "efficient", "hopper", "triton"), "cuda")),
     "mlp": Lever(values=("auto", "recompute")),  # the other two are what a block of one kind or the other has anyway
     "residual": Lever(numerics={"bf16": "rounding"}),
 }
@@ -59,7 +69,7 @@ class GPTConfig:
     # its inputs alone; "budget": of as few blocks as keep no more than `recompute_budget` GiB.
     recompute: str = "none"
     recompute_budget: float = 0.0
-    attention: str = "auto"  # who computes it; "auto" leaves that to PyTorch, or to a kernel of gpt_block
+    attention: str = "auto"  # who computes it; "auto" leaves that to PyTorch, or to what gpt_block has
     residual: str = "auto"  # dtype of the stream between blocks: under autocast float32, as PyTorch leaves it
     mlp: str = "auto"  # as `gpt_block` has it; "recompute": fused, and its activation is computed again in backward
     loss: str = "plain"  # "fused": one pass over the logits; "linear_fused": never all logits at once

@@ -32,7 +32,10 @@ LOSSES = ("plain", "fused", "linear_fused")
 
 CONTEXT_BYTES = 620 * 2**20  # of CUDA and its libraries, as `bench memory` measured on an H200
 WORKSPACE_BYTES = 72 * 2**20  # of cuBLAS and the like, in every step measured there
-LOGITS_AT_ONCE = 512 * 10**6  # bytes of them that `linear_fused` has, unless an eighth of all is less
+_MOST_LOGITS = 384 * 10**6  # bytes of them that a chunk of `linear_cross_entropy` has
+_ALL_LOGITS = 256 * 10**6  # that it computes at once, however many the tokens
+_BOTH_CHUNKS = 512 * 10**6  # that it computes at once where they would be two chunks of the least tokens
+_LEAST_TOKENS = 1024  # that it has logits of: the matmuls of fewer do not fill a GPU
 _LOOSE = 0.02  # of what is allocated, lost between blocks
 # Bytes a logit of the plain loss at the peak of its forward and of its backward. Measured for bf16, derived else.
 _PLAIN_LOSS = {
@@ -130,7 +133,7 @@ class Anatomy:
 
 
 def split_problem(decoder: Decoder, training: Training) -> str:
-    """Why the model cannot be split like this; "" where it can. Whoever advises or takes a split asks here."""
+    """Why the model cannot be split like this; "" where it can. What advises or takes a split asks here."""
     t, p, pieces, steps = training.tensor, training.pipeline, training.interleave, training.accumulation
     problem = decoder.tensor_problem(t)
     if problem:
@@ -247,6 +250,21 @@ def optimizer_bytes(decoder: Decoder, training: Training) -> float:
     }[training.optimizer]  # fmt: skip
 
 
+def logits_at_once(held: float, tokens: int) -> float:
+    """Return how many of the `held` bytes of all logits `linear_cross_entropy` has at once, where no memory is named.
+
+    All of them where that is little, or no more than twice what it would be else: one chunk needs no sum over chunks,
+    and one in float16 no second matmul for its logits.
+
+    >>> [round(logits_at_once(tokens * 50304 * 2, tokens) / 1e6) for tokens in (512, 2048, 8192, 65536)]
+    [52, 206, 103, 384]
+    """
+    least = held * min(1.0, _LEAST_TOKENS / max(1, tokens))
+    if held <= max(_ALL_LOGITS, min(_BOTH_CHUNKS, 2 * least)):
+        return held
+    return max(least, min(_MOST_LOGITS, held / 8))
+
+
 def _loss_parts(decoder: Decoder, training: Training, tokens: int) -> tuple[float, float]:
     """Bytes of the logits and the loss at the peak of its forward and of its backward."""
     logits = tokens * decoder.vocabulary / training.tensor if decoder.head else 0.0
@@ -257,7 +275,7 @@ def _loss_parts(decoder: Decoder, training: Training, tokens: int) -> tuple[floa
     held = training.compute_bytes * logits
     if training.loss == "linear_fused":  # a part of the logits, and the head's gradient, which forward has computed
         gradient = training.stored_bytes * decoder.head_weights / training.tensor
-        return min(held / 8, LOGITS_AT_ONCE) + gradient, gradient
+        return logits_at_once(held, tokens) + gradient, gradient
     # Traced, the fused loss returns a gradient of its own, and forward has both; backward then scales it in place.
     traced = training.loss == "fused" and training.compiled and training.device == "cuda"
     return (2 * held if traced else held), held

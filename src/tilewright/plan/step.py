@@ -22,7 +22,7 @@ from tilewright.plan import cost
 from tilewright.plan.cost import Cost
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import matmuls
-from tilewright.plan.memory import LOGITS_AT_ONCE, Training, matmul_weights, norm_bytes, optimizer_bytes
+from tilewright.plan.memory import Training, logits_at_once, matmul_weights, norm_bytes, optimizer_bytes
 
 CATEGORIES = ("matmul", "attention", "fused", "pointwise", "optimizer", "copy")  # as `measure.profile` tells them
 
@@ -36,6 +36,7 @@ SHARES = {
     "attention 128": 0.62, "attention 128 backward": 0.455, "attention 64": 0.44, "attention 64 backward": 0.39,
     "flash": 0.58,  # of cuDNN's share: FlashAttention-2 side by side with it, 286 and 219 TFLOPS at 128
     "efficient": 0.33,  # of cuDNN's share; train_350m.json, as the next
+    "triton": 0.6,  # of cuDNN's share: not measured, as FlexAttention, which is Triton, has it
     "attention fp32": 0.68,  # of the rate of float32, whose tensors it takes with or without TF32
     "fused": 0.97, "fused loss": 0.74,  # dropout_add_norm.json, activation.json; cross_entropy.json
     "compiled": 0.8, "compiled loss": 0.54,  # the same: of the bytes that one fused kernel would move
@@ -228,7 +229,7 @@ def _matmuls(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
         yield Work("matmul", one, matmul.count * (4 if again else 3), SHARES["matmul"], True)
     if training.loss == "linear_fused":  # the weight's gradient is added up, a part of the tokens after the other
         logits = training.compute_bytes * tokens * decoder.vocabulary
-        added = math.ceil(logits / min(logits / 8, LOGITS_AT_ONCE)) - 1
+        added = math.ceil(logits / logits_at_once(logits, tokens)) - 1
         yield Work("matmul", cost.elementwise(decoder.vocabulary * decoder.width, 2 * stored, 0), added, 1.0)
 
 

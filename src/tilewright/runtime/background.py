@@ -50,7 +50,7 @@ class Job(Generic[T]):
             self._done.set_result(self._function())
         except Exception as error:
             self._done.set_exception(error)
-        except BaseException:  # Ctrl-C is no result: whoever asks next runs it again
+        except BaseException:  # Ctrl-C is no result: the next to ask runs it again
             waited_for = self._done
             self._prepare()
             waited_for.set_exception(RuntimeError("the thread that ran it was interrupted"))

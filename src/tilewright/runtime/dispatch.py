@@ -157,8 +157,8 @@ def is_needed(x: torch.Tensor) -> bool:
 
 
 def claim_storage(result: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | None:
-    """A result without a graph of its own. Where it has taken the memory of `x`, autograd is told: whoever saved `x`
-    for a backward gets an error then, and not the wrong numbers."""
+    """A result without a graph of its own. Where it has taken the memory of `x`, autograd is told: a
+    backward that saved `x` gets an error then, and not the wrong numbers."""
     if result is None:
         return None
     if result is x and not x.is_inference():

@@ -79,7 +79,7 @@ def explain() -> Iterator[Paths]:
 
 
 def note(op: str, ran: str, why: str = "") -> None:
-    """Tell whoever listens which path a call of an op took."""
+    """Tell the log and `explain()` which path a call of an op took."""
     if torch.compiler.is_compiling() or not _listeners:
         return
     path = Path(op, ran, why)

@@ -161,7 +161,7 @@ class Checkpoints:
                 f"Cannot write checkpoints to {self.folder}: {short(error)}; choose another out."
             ) from error
         try:
-            # Ends with this very process, whoever it has forked: a worker that outlives it does not hold the folder.
+            # Ends with this very process and not with its forks: a worker that outlives it does not hold the folder.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):

@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from tilewright.errors import UserError
 from tilewright.measure.compile_cache import redirect_defaults
 from tilewright.models import GPT
+from tilewright.models.block import OWN_ATTENTION
+from tilewright.ops.attention import hopper_forward
+from tilewright.ops.attention.backends import why_not_model
 from tilewright.plan.gpt import GPTConfig
+from tilewright.runtime import dispatch
 from tilewright.train import optimizers
 from tilewright.train.schema import RECORDING, Train
 from tilewright.train.world import World
@@ -57,11 +61,24 @@ def check_levers(config: Train, device: torch.device, accumulation: int) -> None
         raise UserError(f"compile={config.compile} records CUDA graphs by itself; leave cuda_graphs out.")
     if config.model.residual == "bf16" and precision_of(config, device) in ("fp32", "tf32"):
         raise UserError("model.residual=bf16 needs matmuls in bfloat16; choose precision=bf16, or leave it out.")
+    _check_attention(config, device)
     if accumulation > 1 and records:
         raise UserError(
             f"compile={config.compile} would overwrite the gradients that {accumulation} micro batches add up; choose "
             "another mode, or cuda_graphs=true, or one micro batch a step."
         )
+
+
+def _check_attention(config: Train, device: torch.device) -> None:
+    """Refuse kernels of ours that do not take the model's attention on this kind of device."""
+    model = config.model
+    if model.attention not in OWN_ATTENTION:
+        return
+    dtype = torch.float32 if precision_of(config, device) in ("fp32", "tf32") else torch.bfloat16
+    why = "" if device.type == "cuda" or dispatch.INTERPRETED else "it needs a GPU"
+    why = why or why_not_model(model.attention, model.head_dim, dtype)
+    if why:
+        raise UserError(f"model.attention={model.attention}: {why}; choose model.attention=auto.")
 
 
 class Engine:
@@ -81,6 +98,8 @@ class Engine:
     ) -> None:
         self.config, self.device, self.world = config, device, world
         self.precision = precision_of(config, device)
+        if config.model.attention == "hopper" and not hopper_forward.is_there(device):
+            raise UserError("model.attention=hopper is for a Hopper, and needs NVRTC 13; choose model.attention=auto.")
         _set_global_modes(config, self.precision)
         torch.manual_seed(config.seed)
         self.model = _gpt(config, device, policies) if model is None else model

@@ -31,7 +31,10 @@ _MODEL: dict[str, tuple[str, int | None]] = {
         None,
     ),
     "recompute_budget": ("For budget: the most memory in GiB that blocks may keep for backward.", 0),
-    "attention": ("Who computes it; auto leaves that to PyTorch, and what gpt_block has a kernel for to that.", None),
+    "attention": (
+        "Who computes it; hopper, triton: kernels of ours; auto: PyTorch, under optimized the quickest.",
+        None,
+    ),
     "residual": ("Dtype of the stream between blocks; auto: float32, or bfloat16 beside bfloat16 weights.", None),
     "mlp": ("auto: as gpt_block has it. recompute: fused, and the activation computed again in backward.", None),
     "loss": ("fused: one pass over the logits; linear_fused: never all logits at once.", None),

@@ -65,7 +65,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Shown:
-    """How a run tells whoever watches: what it begins with, every step's metrics, what is worth a line, its end."""
+    """How a run reports: what it begins with, every step's metrics, what is worth a line, its end."""
 
     begin: Callable[[dict[str, Any]], None] = lambda facts: None
     step: Callable[[Metrics, int], None] = lambda metrics, steps: None

@@ -39,7 +39,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        with contextlib.suppress(ValueError):  # not in the main thread: whoever started it decides
+        with contextlib.suppress(ValueError):  # not in the main thread: the caller decides
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._note)
         return self

@@ -1,4 +1,4 @@
-"""What a study is to do, and how it tells whoever watches."""
+"""What a study is to do, and how it reports its progress."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Shown:
-    """How a study tells whoever watches."""
+    """How a study reports its progress."""
 
     begin: Callable[[dict[str, Any]], None] = lambda facts: None
     trial: Callable[[str, Point, Prediction | None], None] = lambda what, point, prediction: None

@@ -1,8 +1,8 @@
 """A study from beginning to end: search, see what each lever gave, prove the winner, answer.
 
-    search     reference, then what the plan predicts to be best, what was asked for, and what `Search` finds most
-               promising; the reference again now and then
-    confirm    the best run once more, between two of the reference, and whatever may still be faster than it
+    search     baseline, then what the plan predicts to be best, what was asked for, and what `Search` finds most
+               promising; the baseline again now and then
+    confirm    the best run once more, between two of the baseline, and whatever may still be faster than it
     refine     the best run with each of its levers put back; one that gave nothing is put back for good. Of a user's
                own model, what each rule gives, and the best run with those alone that give something
     prove      the best run beside the standard float32 model; what turns out wrong is struck, and the next is proved
@@ -11,9 +11,9 @@ The search ends when `search.reserve` needs what is left. With what the others l
 left to try, from the best or from any other run. Then one step of the best is observed, kernel by kernel. Nothing may
 take more than the budget and a tenth.
 
-Every trial is a process of its own, and every finished one is in the ledger at once: whoever is killed loses the trial
-at hand and nothing else. Several workers may run the same study through one storage; each compares its trials with its
-own runs of the reference, so that a slower machine, or one that drifts, does no harm to the comparison.
+Every trial is a process of its own, and every finished one is in the ledger at once: a worker that is killed loses the
+trial at hand and nothing else. Several workers may run the same study through one storage; each compares its trials
+with its own runs of the baseline, so that a slower machine, or one that drifts, does no harm to the comparison.
 """
 
 from __future__ import annotations

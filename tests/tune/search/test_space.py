@@ -68,7 +68,7 @@ def test_a_new_choice_of_a_lever_appears_without_a_change_of_the_search(monkeypa
 def test_a_new_attention_of_one_device_appears_there_alone(monkeypatch, declared):
     monkeypatch.setitem(gpt.CHOICES, "attention", (*gpt.CHOICES["attention"], "tiles"))
     old = gpt.LEVERS["attention"]
-    new = dataclasses.replace(old, values=(*old.values, "tiles"), devices={**old.devices, "tiles": "cuda"})
+    new = dataclasses.replace(old, values=("auto", "flash", "tiles"), devices={**old.devices, "tiles": "cuda"})
     monkeypatch.setitem(gpt.LEVERS, "attention", new)
     assert "tiles" in open_space(read(None, []), device="cuda").levers["model.attention"]
     assert "tiles" not in open_space(read(None, []), device="cpu").levers["model.attention"]
@@ -231,7 +231,10 @@ def test_devices_have_levers_of_their_own():
     assert "cuda_graphs" in gpu and "cuda_graphs" not in cpu
     assert cpu["compile"] == ("none", "default") and "max-autotune" in gpu["compile"]
     assert "tf32" in gpu["precision"] and "tf32" not in cpu["precision"]
-    assert "cudnn" in gpu["model.attention"] and "cudnn" not in cpu["model.attention"]
+    assert gpu["model.attention"] == ("auto", "flash", "cudnn", "efficient", "triton")
+    assert cpu["model.attention"] == ("auto", "flash")
+    wide = open_space(read(None, ["model.preset=125m"]), device="cuda")
+    assert "hopper" in wide.levers["model.attention"], "heads of 64"
 
 
 @given(st.integers(1, 4096))
@@ -305,6 +308,7 @@ def test_a_label_says_what_was_moved():
         ({"compile": "max-autotune"}, None),
         ({"cuda_graphs": True, "micro_batch": 8}, None),
         ({"model.residual": "bf16", "precision": "bf16_kahan"}, None),
+        ({"model.attention": "hopper"}, "it takes a head_dim of 64 to 128"),
     ],
 )
 def test_levers_that_do_not_go_together_are_refused_with_the_trainers_own_words(moved, words):

@@ -1,4 +1,4 @@
-"""Trials are queued, taken and ended once each, whoever is killed, and whatever is found in the storage."""
+"""Trials are queued, taken and ended once each, whichever worker is killed, and whatever is found in the storage."""
 
 import contextlib
 import errno

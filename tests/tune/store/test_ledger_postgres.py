@@ -75,7 +75,7 @@ def each_once(ledger, count):
 
 def test_two_workers_take_at_most_six_tenths_of_the_time_of_one(book, worker):
     ledger, queued, ratios = book(), 0, []
-    while not ratios or (min(ratios) > 0.6 and len(ratios) < 3):  # whoever else uses these cores may be in the way
+    while not ratios or (min(ratios) > 0.6 and len(ratios) < 3):  # others on these cores may be in the way
         seconds = {}
         for workers in (1, 2):
             ledger.propose([(point(n), "search") for n in range(queued, queued + 12)])

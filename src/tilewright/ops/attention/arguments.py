@@ -68,6 +68,8 @@ def read(
             raise ValueError(f"{NAME}: cu_seqlens_k, max_seqlen_q and max_seqlen_k need cu_seqlens_q.")
         longest_q, longest_k, sequences = q.shape[1], k.shape[1], q.shape[0]
     left, right = _read_window(window, causal)
+    if left >= 0 and left >= longest_k - 1:
+        left = -1  # the last query sees the first key, and so do all before it
     if longest_q == 1 and not packed:
         right = -1  # the one query is the last: no key is behind it
     scale = _check_number("scale", q.shape[3] ** -0.5 if scale is None else scale, 0.0, inclusive=False)
@@ -107,6 +109,15 @@ def _check_tensors(q: Any, k: Any, v: Any, ndim: int) -> None:
 
 def _is_autocast(x: Tensor) -> bool:
     return x.dtype != torch.float64 and x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+
+
+def cast(inputs: Inputs) -> Inputs:
+    """The call in the dtype that autocast computes in, as PyTorch's own attention has it."""
+    q, k, v = inputs[:3]
+    if not _is_autocast(q):
+        return inputs
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return inputs._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
 
 
 def _check_packed(

@@ -38,6 +38,10 @@ _HOPPERS = frozenset({"full", "causal", "window", "lengths", "aligned", "scale",
 _EVERYTHING = frozenset(FEATURES)
 
 
+_OF_COMPILERS = ("FakeTensor", "FunctionalTensor")  # tensors that stand for others while a graph is captured
+FEWEST_KEYS = 1024  # from which on hopper was measured
+
+
 class Capability(NamedTuple):
     """What a backend takes."""
 
@@ -128,29 +132,37 @@ BACKENDS = {
     "efficient": _pytorchs(SDPBackend.EFFICIENT_ATTENTION, frozenset({"bias"}), _SINGLES),
     "math": Backend(compute, Capability(_EVERYTHING, only_kernels=False)),
 }
-_BEHIND_CUDNN = Backend(
-    hopper.run_behind_cudnn, Capability(frozenset({"causal"}), (torch.bfloat16,), range(64, 65)),
-    hopper.why_not_behind_cudnn,
-)  # fmt: skip
 _BY_PYTORCH = Backend(_run_pytorch, Capability(_PYTORCHS | {"gqa", "values"}, only_kernels=False))
 
 
 def why_not(backend: Backend, inputs: Inputs) -> str:
     """Say why a backend cannot take a call; nothing where it can."""
-    q, (features, dtypes, head_dims, only_kernels) = inputs.q, backend.capability
+    q, features, only_kernels = inputs.q, backend.capability.features, backend.capability.only_kernels
     if only_kernels and not dispatch.runs_kernel(q):
         return dispatch.why_no_kernel(q)
     for feature in list_features(inputs):
         if feature not in features:
             return f"it has no {_word(feature)}"
-    kind = q.device.type
-    dtype = torch.get_autocast_dtype(kind) if q.dtype != torch.float64 and torch.is_autocast_enabled(kind) else q.dtype
-    if dtype not in dtypes:
+    return _why_not_kind(backend.capability, q.shape[3], q.dtype) or backend.why_not(inputs)
+
+
+def _why_not_kind(capability: Capability, head_dim: int, dtype: torch.dtype) -> str:
+    head_dims = capability.head_dims
+    if dtype not in capability.dtypes:
         return f"it does not take {dtype}"
-    if q.shape[3] not in head_dims:
+    if head_dim not in head_dims:
         step = f" in steps of {head_dims.step}" if len(head_dims) > 1 else ""
-        return f"it takes a head_dim of {head_dims[0]} to {head_dims[-1]}{step}, and this one is {q.shape[3]}"
-    return backend.why_not(inputs)
+        return f"it takes a head_dim of {head_dims[0]} to {head_dims[-1]}{step}, and this one is {head_dim}"
+    return ""
+
+
+def why_not_model(name: str, head_dim: int, dtype: torch.dtype) -> str:
+    """Say why a backend takes no model with such heads, on any device; nothing where some device has it.
+
+    >>> why_not_model("hopper", 96, torch.bfloat16), why_not_model("triton", 96, torch.bfloat16)
+    ('it takes a head_dim of 64 to 128 in steps of 64, and this one is 96', '')
+    """
+    return _why_not_kind(BACKENDS[name].capability, head_dim, dtype)
 
 
 def choose(inputs: Inputs, name: str) -> tuple[Backend, str, str]:
@@ -171,35 +183,86 @@ def _pick(inputs: Inputs) -> tuple[Backend, str, str]:
         return BACKENDS["math"], paths.REFERENCE, "there is nothing to compute"
     lacking = why_not(_BY_PYTORCH, inputs)
     if lacking:
-        lacking = lacking.replace("it has", "PyTorch has")
-        why = why_not(BACKENDS["triton"], inputs)
-        if why:
-            return BACKENDS["math"], paths.REFERENCE, f"{lacking}, and triton cannot take it: {why}"
-        return BACKENDS["triton"], "triton", lacking
-    fastest = _find_fastest(inputs)
-    if fastest:
-        return BACKENDS[fastest], fastest, "it is the fastest measured on this GPU"
+        return _pick_ours(inputs, lacking.replace("it has", "PyTorch has"))
     if not dispatch.runs_kernel(q):
         return _BY_PYTORCH, paths.REFERENCE, dispatch.why_no_kernel(q)
-    why = why_not(_BEHIND_CUDNN, inputs).replace("it has", "the hopper backend has")
-    return (_BY_PYTORCH, paths.PYTORCH, why) if why else (_BEHIND_CUDNN, paths.KERNEL, "")
+    why = _why_pytorch(inputs)
+    if why:
+        return _BY_PYTORCH, paths.PYTORCH, why
+    measured = _find_fastest(inputs)
+    if measured:
+        return BACKENDS[measured], measured, "it is the fastest measured on this GPU"
+    why = _why_not_unasked("hopper", inputs)
+    if not why and k.shape[1] < FEWEST_KEYS:
+        why = f"with fewer than {FEWEST_KEYS:,} keys PyTorch's own kernels are as quick"
+    if why:
+        return _BY_PYTORCH, paths.PYTORCH, why.replace("it has", "the hopper backend has")
+    return BACKENDS["hopper"], "hopper", "it was the fastest on an H200, and this length was not measured here"
+
+
+def _pick_ours(inputs: Inputs, lacking: str) -> tuple[Backend, str, str]:
+    """The backend of a call that PyTorch has no kernel for."""
+    if not _sees_other_ops(inputs) and not why_not(BACKENDS["hopper"], inputs):
+        return BACKENDS["hopper"], "hopper", lacking
+    why = why_not(BACKENDS["triton"], inputs)
+    if why:
+        return BACKENDS["math"], paths.REFERENCE, f"{lacking}, and triton cannot take it: {why}"
+    return BACKENDS["triton"], "triton", lacking
+
+
+def _why_pytorch(inputs: Inputs) -> str:
+    """Say why PyTorch's own choice stays, whatever was measured; nothing where ours may take its place."""
+    if _sees_other_ops(inputs):
+        return "a dispatch mode or a tensor subclass sees PyTorch's own ops"
+    if hopper.is_host_bound(inputs):
+        return f"up to {hopper.HOST_BOUND:,} scores PyTorch's own ops take less of the host's time"
+    return "" if _all_kernels_are_enabled() else "PyTorch was told which of its kernels to take"
+
+
+def _all_kernels_are_enabled() -> bool:
+    kernels = torch.backends.cuda
+    return all((
+        kernels.flash_sdp_enabled(), kernels.cudnn_sdp_enabled(), kernels.mem_efficient_sdp_enabled(),
+        kernels.math_sdp_enabled(),
+    ))  # fmt: skip
+
+
+_all_kernels_are_enabled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # when it captures
+
+
+def _sees_other_ops(inputs: Inputs) -> bool:
+    """Whether somebody other than a compiler looks at the ops that run: a dispatch mode, a tensor subclass."""
+    foreign = [x for x in inputs[:3] if type(x) not in dispatch.PLAIN]
+    if foreign or torch.compiler.is_compiling():
+        return any(type(x).__name__ not in _OF_COMPILERS for x in foreign)
+    return dispatch.has_mode()
+
+
+def _why_not_unasked(name: str, inputs: Inputs) -> str:
+    """Say why `auto` leaves a backend out whose name nobody gave; nothing where it takes it."""
+    is_fixed, is_traced = torch.are_deterministic_algorithms_enabled(), dispatch.is_traced(*inputs[:3])
+    if name not in ("hopper", "triton") and (is_fixed or is_traced):
+        return "PyTorch picks among its own kernels"
+    why = why_not(BACKENDS[name], inputs)
+    if why or name != "hopper":
+        return why
+    if is_fixed and not hopper.has_own_backward(inputs):
+        return "under deterministic algorithms its backward was not measured to be faster"
+    if not is_fixed and not is_traced and not hopper.is_cudnns(inputs):
+        return "PyTorch itself would not take cuDNN's kernels, which those of hopper replace"
+    return ""
 
 
 def _is_on_gpu(q: Tensor) -> bool:
-    return q.is_cuda
+    return q.is_cuda and torch.cuda.is_available()
 
 
 def _find_fastest(inputs: Inputs) -> str:
-    """The backend that measurements name, if it can take the call and nobody has forbidden PyTorch any of its own."""
+    """The backend that measurements name, if it can take the call."""
     q = inputs.q
-    if (
-        not _is_on_gpu(q)
-        or dispatch.is_traced(*inputs[:3])
-        or not set(list_features(inputs)) <= {"causal", "full", "gqa"}
-    ):
+    if torch.compiler.is_dynamo_compiling() or not _is_on_gpu(q):
+        return ""
+    if not set(list_features(inputs)) <= {"causal", "full", "gqa", "scale"}:
         return ""
     found = table.find(table.Key(table.gpu_name(q.device), q.dtype, q.shape[3], inputs.right == 0, q.shape[1]))
-    is_free = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
-    if found not in BACKENDS or not is_free or why_not(BACKENDS[found], inputs):
-        return ""
-    return found
+    return found if found in BACKENDS and not _why_not_unasked(found, inputs) else ""

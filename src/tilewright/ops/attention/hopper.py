@@ -3,7 +3,7 @@
 Backward is our own in CUDA C++ (`hopper_backward.py`: causal, heads of 64), cuDNN's, which adds in no fixed order and
 has no window, or our Triton kernels'. All of them take what forward saves: out, and a logarithm for each query.
 
-`auto` takes less: our own backward, behind cuDNN's forward (`run_behind_cudnn`).
+`auto` takes it where `backends.py` says so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Call(NamedTuple):
     causal: bool
     left: int
     scale: float
-    by_cudnn: bool = False  # forward
 
     @property
     def window(self) -> int | None:
@@ -55,15 +54,7 @@ class Gradient(NamedTuple):
 
 def _forward(call: Call) -> tuple[Tensor, Tensor]:
     """(out, log-sum-exp)."""
-    if call.by_cudnn:
-        return _forward_by_cudnn(call)
     return hopper_forward.forward(call.q, call.k, call.v, call.causal, call.window, call.scale)
-
-
-def _forward_by_cudnn(call: Call) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.transpose(1, 2) for x in call[:3])
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, call.causal, False)
-    return out.transpose(1, 2), lse.view(lse.shape[:3])
 
 
 def _fake_forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -93,9 +84,16 @@ def _may_take_cudnns() -> bool:
 
 
 def _backward_by_cudnn(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
-    """All tensors are packed: PyTorch looks a graph of cuDNN's up by the strides of q, k and v alone."""
-    given = (gradient.q, gradient.k, gradient.v, gradient.out, gradient.dout)
-    q, k, v, out, dout = (x.resolve_neg().contiguous().transpose(1, 2) for x in given)
+    """PyTorch looks a graph of cuDNN's up by the strides of q, k and v alone.
+
+    Its own forward orders the dimensions of `out` as those of q. Ours is packed: q must have the order of that.
+    """
+    q = hopper_forward.readable(gradient.q)
+    if not q.stride(0) >= q.stride(1) >= q.stride(2):
+        q = q.contiguous()
+    k, v = map(hopper_forward.readable, (gradient.k, gradient.v))
+    out, dout = (x.resolve_neg().contiguous() for x in (gradient.out, gradient.dout))
+    q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
     draws = torch.empty(0, dtype=torch.int64, device=q.device)  # of a dropout that there is not
     found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, gradient.lse.unsqueeze(-1), draws, draws, None, None, None, q.shape[2], k.shape[2], 0.0,
@@ -118,7 +116,7 @@ def _backward_packed(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
 
 def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*call[:3], *output)
-    ctx.options = call[3:6]
+    ctx.options = call[3:]
     ctx.set_materialize_grads(False)
 
 
@@ -145,10 +143,6 @@ def why_not(inputs: Inputs) -> str:
     q, kind = inputs.q, inputs.q.device.type
     if kind not in _DEVICES or not dispatch.runs_kernel(q):
         return dispatch.why_no_kernel(q)
-    if torch.compiler.is_dynamo_compiling():
-        return "a compiler sees PyTorch's own ops"
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
-        return "autocast has another dtype than the queries"
     if inputs.right > 0:
         return "the kernel has no window behind a query"
     call = _call(inputs)
@@ -158,7 +152,18 @@ def why_not(inputs: Inputs) -> str:
 def is_host_bound(inputs: Inputs) -> bool:
     """Whether an eager call is so small that the host may take longer than the device."""
     q, k = inputs[:2]
-    return q.numel() // q.shape[3] * k.shape[1] <= HOST_BOUND
+    if q.numel() // q.shape[3] * k.shape[1] > HOST_BOUND or dispatch.kernels_are_forced():
+        return False
+    return not (dispatch.is_traced(*inputs[:3]) or (q.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def has_own_backward(inputs: Inputs) -> bool:
+    """Whether backward, if there is one, is our own in CUDA C++."""
+    return not _has_backward(inputs) or not hopper_backward.why_no_shape(*_call(inputs))
+
+
+def _has_backward(inputs: Inputs) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
 
 
 def is_cudnns(inputs: Inputs) -> bool:
@@ -174,29 +179,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
     if dispatch.is_traced(*call[:3]):
         out, lse = _OP.call_registered(call)
         return out, lse
-    has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in call[:3])
-    if has_backward and not hopper_backward.why_no_shape(*call[:6]):
+    if _has_backward(inputs) and not hopper_backward.why_no_shape(*call):
         hopper_backward.foresee(call.q.device, *call.q.shape[2:])
     out, lse = _eager(*call)
     return out, lse
-
-
-def why_not_behind_cudnn(inputs: Inputs) -> str:
-    """Say why `run_behind_cudnn` cannot take the call; nothing where it can."""
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs[:3]):
-        return "there is no backward, and forward is PyTorch's"
-    if dispatch.is_traced(*inputs[:3]):
-        return "a compiler, a dispatch mode or a tensor subclass sees PyTorch's own ops"
-    why = why_not(inputs) or hopper_backward.why_no_shape(*_call(inputs)[:6])
-    if not why and not all(map(hopper_backward.lies_in_rows, inputs[:3])):
-        why = "a token's heads do not lie side by side in memory"
-    if not why and is_host_bound(inputs):
-        why = f"up to {HOST_BOUND:,} scores PyTorch's own ops take less of the host's time"
-    return why or ("" if is_cudnns(inputs) else "PyTorch itself would not take cuDNN's forward")
-
-
-def run_behind_cudnn(inputs: Inputs) -> tuple[Tensor, None]:
-    """(out, None), by cuDNN's forward and our own backward."""
-    call = _call(inputs)._replace(by_cudnn=True)
-    hopper_backward.foresee(call.q.device, *call.q.shape[2:])
-    return _eager(*call)[0], None

@@ -100,6 +100,19 @@ def _kernel(device: torch.device, config: Config) -> nvrtc.Kernel | None:
     return None if loaded is None else loaded[NAME]
 
 
+def is_there(
+    device: torch.device, head_dim: int = HEADS[-1], causal: bool = True, dtype: torch.dtype = torch.bfloat16
+) -> bool:
+    """Whether the kernel can run on a device: a Hopper, with NVRTC 13. It is compiled to find out."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    with torch.utils._python_dispatch._disable_current_modes():  # of a compiler, which has memory without addresses
+        return _kernel(device, launch_config(head_dim, causal, dtype)) is not None
+
+
+is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's mark; that imports Dynamo
+
+
 def why_not(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None = None,
     scale: float | None = None,
@@ -113,7 +126,8 @@ def why_not(
     parts = q, k, v
     if not all(t.ndim == 4 and t.dtype in DTYPES and t.shape[3] in HEADS for t in parts):
         return "the kernel takes bfloat16 and float16, and heads of 64 or 128"
-    if len({(t.device, t.dtype, t.shape[0], t.shape[3]) for t in parts}) > 1 or k.shape != v.shape:
+    alike = all(t.device == q.device and t.dtype == q.dtype and t.shape[0] == q.shape[0] for t in (k, v))
+    if not alike or k.shape != v.shape or k.shape[3] != q.shape[3]:
         return "queries, keys and values differ in device, dtype, batch or head_dim, or keys and values in shape"
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         return "the query heads are no multiple of the key heads"
@@ -121,7 +135,7 @@ def why_not(
         return "a window needs a causal mask and at least one key"
     if scale is not None and not 0.0 < scale < float("inf"):
         return "the scale is no positive number"
-    if q.device.type != "cuda" or _kernel(q.device, launch_config(q.shape[3], causal, q.dtype)) is None:
+    if not is_there(q.device, int(q.shape[3]), causal, q.dtype):
         return "the kernel is for a Hopper, and needs NVRTC 13"
     return ""
 
@@ -133,7 +147,8 @@ def _lies_well(t: torch.Tensor) -> bool:
     return t.stride(3) == 1 and apart and t.data_ptr() % 16 == 0 and not t.is_neg()
 
 
-def _readable(t: torch.Tensor) -> torch.Tensor:
+def readable(t: torch.Tensor) -> torch.Tensor:
+    """The tensor as TMA can read it: itself, or a copy."""
     return t if _lies_well(t) else t.resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
@@ -157,7 +172,7 @@ def forward(
     config = launch_config(head_dim, causal, q.dtype)
     kernel = _kernel(q.device, config)
     assert kernel is not None
-    q, k, v = map(_readable, (q, k, v))
+    q, k, v = map(readable, (q, k, v))
     context = _context(queries, k.shape[1], causal, window)
     flops = cost(batch, queries, heads, k.shape[2], head_dim, context=context).flops
     with work.launching(NAME, (q, k, v, out, lse), float(flops)):

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from tilewright.ops.attention import backends
-from tilewright.ops.attention.arguments import NAME, Window, read
+from tilewright.ops.attention.arguments import NAME, Window, cast, read
 from tilewright.ops.attention.reference import reference, unpack
 from tilewright.plan.cost import attention as cost
-from tilewright.runtime import paths
+from tilewright.runtime import dispatch, paths
 
 __all__ = ["attention", "cost", "reference"]
 
@@ -93,6 +93,8 @@ def attention(
         q, k, v, causal, window, scale, softcap, alibi, bias, p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         return_lse,
     )  # fmt: skip
+    if dispatch.runs_kernel(q):
+        inputs = cast(inputs)
     chosen, ran, why = backends.choose(inputs, backend)
     paths.note(NAME, ran, why)
     return unpack(inputs, chosen.run(inputs))

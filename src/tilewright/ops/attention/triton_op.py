@@ -251,12 +251,7 @@ _eager = _OP.differentiate(_save, _differentiate, _BACKWARD, _foresee)
 
 def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """(out, log-sum-exp)."""
-    q, k, v = inputs[:3]
-    kind = q.device.type
-    if q.dtype != torch.float64 and torch.is_autocast_enabled(kind):  # as PyTorch's own attention does
-        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     traced = dispatch.is_traced(*inputs[:7])
-    seed = draw_seed(q, as_tensor=traced) if inputs.p else None
-    inputs = inputs._replace(q=q, k=k, v=v, seed=seed)
+    inputs = inputs._replace(seed=draw_seed(inputs.q, as_tensor=traced) if inputs.p else None)
     out, lse = _OP.call_registered(inputs) if traced else _eager(*inputs)
     return out, lse

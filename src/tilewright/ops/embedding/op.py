@@ -8,8 +8,8 @@ PyTorch takes three ops and four passes over the result for the first line, and 
 Here tokens are sorted in backward, and the rows of one token lie side by side: each is read once and added up in
 float32, in an order that is the same on every run.
 
-A table that is the output layer's weight too gets two gradients. `tied_embedding` hands the table on to whoever
-multiplies by it, and adds its own sums to the rows of the gradient that comes back: no second gradient is made, which
+A table that is the output layer's weight too gets two gradients. `tied_embedding` hands the table on to the matmul
+that reads it, and adds its own sums to the rows of the gradient that comes back: no second gradient is made, which
 would be zeros but for the rows that have tokens, to be added to the first.
 
 Saved for backward: the tokens.
@@ -93,16 +93,15 @@ def _differentiate(ctx: Any, _: Any, dout: Any, dtied: Any) -> Sequence[Tensor |
     of_weight, of_position = ctx.tables
     _, needs_weight, needs_position, _ = ctx.needs_input_grad
     dweight = dposition = None
+    (classes, width), dtype = of_weight
+    (rows,) = dispatch.packed((dout.reshape(-1, width),))
+    length = of_position[0][0] if needs_position else None
+    batch = len(tokens) // max(1, dout.shape[-2])
     if needs_weight:
-        (classes, width), dtype = of_weight
-        (rows,) = dispatch.packed((dout.reshape(-1, width),))
-        dweight = kernels.scatter(tokens, rows, classes, dtype, dispatch.packed((dtied,))[0])
-    if needs_position:
-        (length, width), dtype = of_position
-        sequence = dout.shape[-2]
-        batch = len(tokens) // max(1, sequence)
-        summed = dout.reshape(batch, sequence, width).sum(0, dtype=dispatch.compute_dtype(dout)).to(dtype)
-        dposition = summed if sequence == length else torch.cat((summed, summed.new_zeros(length - sequence, width)))
+        together = length if batch == 1 else None
+        dweight, dposition = kernels.scatter(tokens, rows, classes, dtype, dispatch.packed((dtied,))[0], together)
+    if length is not None and dposition is None:
+        dposition = kernels.add_batch(rows, batch, length, dtype)
     return None, dweight, dposition
 
 

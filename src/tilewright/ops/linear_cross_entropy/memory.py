@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewright.plan.memory import logits_at_once
 from tilewright.runtime import dispatch
 
 A_TOKEN = 64  # bytes, beside its logits: loss, a count, and what a second pass makes of its statistics
@@ -16,6 +17,13 @@ _TILE = 256  # rows of a tile of the large matmuls
 LARGEST = 2**31 - 1  # elements of a matrix of which a few columns are multiplied: cuBLAS counts these in 32 bits
 
 Tensor = torch.Tensor
+
+
+def default_memory(rows: int, classes: int, itemsize: int) -> int:
+    """Return the bytes that a call takes which names none: room for all logits, in whole tiles, or for some of them."""
+    whole = rows * classes * itemsize
+    some = int(logits_at_once(whole, rows))
+    return some if some < whole else 2 * max(_TILE, rows + _TILE) * (-(-classes // 64) * 64 * itemsize + A_TOKEN)
 
 
 def _room(memory: int, each: int, most: int) -> int:
@@ -61,12 +69,13 @@ class ChunkPlan(NamedTuple):
 
 
 def plan_chunks(
-    tokens: Tensor, classes: int, memory: int, exact: bool, smooth: bool, needs_x: bool, dweight: Tensor | None
-) -> ChunkPlan:
+    tokens: Tensor, classes: int, memory: int, exact: bool, smooth: bool, needs_x: bool, dweight: Tensor | None,
+    logits: Tensor | None = None,
+) -> ChunkPlan:  # fmt: skip
     """Plan what `memory` has room for.
 
     Whatever is not logits lies in the rows of x's gradient that the last chunk will write, if it fits, and takes no
-    memory then. `exact`: no sum is in 16 bits.
+    memory then. `exact`: no sum is in 16 bits. `logits`: a buffer that has all of them, from an earlier plan.
     """
     from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
     from tilewright.ops.linear_cross_entropy import kernels as linear_cross_entropy_kernels
@@ -111,6 +120,8 @@ def plan_chunks(
         most = LARGEST if classes % 8 else dweight.numel()
         chunk = max(chunk, _room(min(most, dweight.numel()) // pitch, 1, rows))
         home = dweight.view(-1)[: chunk * pitch] if chunk * pitch <= dweight.numel() else None
+    if logits is not None:
+        return ChunkPlan(len(logits), False, None, None, scratch, dx, logits)
     buffer = tokens.new_empty(chunk, pitch) if home is None else home.view(chunk, pitch)
     if pitch > classes:
         buffer[:, classes:].zero_()  # a CPU's bfloat16 matmul multiplies what lies between the rows by zero

@@ -7,7 +7,8 @@ Tokens go in chunks of as many as `memory` has room for. Ignored tokens are comp
 the host would have to ask the device, and wait. A chunk's logits are a matmul by the vendor's library, their
 gradient takes their place (`cross_entropy`, in place), and the gradients of x, weight and bias are matmuls with that,
 all in forward. Saved for backward: these gradients, nothing else. Where a gradient has to wait for what comes from
-above (float16, whose range needs the loss scale; reduction="none"), all of it is computed in backward. What is needed
+above (float16, whose range needs the loss scale; reduction="none"), all of it is computed in backward, from the logits
+where one chunk has all of them and an eager call has kept it. What is needed
 beside the logits lies in the rows of x's gradient that the last chunk writes, if it fits there until then.
 
 The weight's gradient is a sum over chunks, and between chunks it is kept
@@ -37,7 +38,7 @@ from tilewright.ops.cross_entropy.op import AHEAD, check_loss, cross_entropy
 from tilewright.ops.cross_entropy.reference import reference as loss_of_logits
 from tilewright.ops.linear.op import is_worth_padding, matmul_dtype
 from tilewright.ops.linear.padding import pad
-from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, plan_chunks, without
+from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, default_memory, plan_chunks, without
 from tilewright.plan.cost import linear_cross_entropy as cost
 from tilewright.runtime import cublaslt, dispatch, hopper, paths, register
 
@@ -45,8 +46,6 @@ __all__ = ["cost", "linear_cross_entropy", "reference"]
 
 _NAME = "linear_cross_entropy"
 HOST_BOUND = 32 * 2**20  # logits up to which an eager call leaves the matmuls to PyTorch
-_MOST = 512 * 10**6  # bytes of logits at a time, unless told otherwise
-_LEAST = 1024  # tokens at a time, unless told otherwise: the matmuls of fewer do not fill a GPU
 _MANY = 128  # tokens: for fewer it takes longer to copy the weight than to multiply by it as it is
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
 _VECTOR = 8  # classes: 16 bytes of them. A matmul over, or into, another number of them is up to 8 times as slow
@@ -112,7 +111,7 @@ class Inputs(NamedTuple):
     """The arguments of a loss.
 
     `needs_x` and so on: which gradients are computed in this call. With an `upstream` the loss was known before, and is
-    not computed again.
+    not computed again; with `logits`, a buffer that forward has left them in, neither are these.
     """
 
     x: Tensor
@@ -132,25 +131,33 @@ class Inputs(NamedTuple):
     needs_weight: bool
     needs_bias: bool
     upstream: Tensor | None
+    logits: Tensor | None = None
+    keeps: bool = False  # the logits for backward, where one chunk has all of them
 
 
 Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_OUTPUTS = 5
 
 
 def _launch(inputs: Inputs) -> Outputs:
     """Loss, log-sum-exp of each row, and the gradients of x, weight and bias, those that are wanted."""
+    return _launch_eager(inputs)[:_OUTPUTS]  # type: ignore[return-value]
+
+
+def _launch_eager(inputs: Inputs) -> tuple[Tensor | None, ...]:
+    """The same, and the buffer with the logits that are kept."""
     from tilewright.ops.linear_cross_entropy import kernels
 
     (
         x, weight, bias, targets, class_weight, *numbers, reduction, memory, exact, wants_lse, needs_x, needs_weight,
-        needs_bias, upstream,
+        needs_bias, upstream, logits, keeps,
     ) = inputs  # fmt: skip
     options, shape = Options._make(numbers), targets.shape
     (classes, width), dtype, compute = weight.shape, x.dtype, dispatch.compute_dtype(x)
     (tokens,) = dispatch.packed((x.reshape(-1, width),))
     targets, rows = targets.reshape(-1), targets.numel()
     wanted = needs_x or needs_weight or needs_bias
-    memory = memory or max(_LEAST * classes * dtype.itemsize, min(_MOST, rows * classes * dtype.itemsize // 8))
+    memory = memory or default_memory(rows, classes, dtype.itemsize)
     if classes % _VECTOR:
         memory = min(memory, LARGEST * dtype.itemsize)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -160,7 +167,7 @@ def _launch(inputs: Inputs) -> Outputs:
     if upstream is not None and upstream.ndim:
         upstream = upstream.reshape(-1)
     chunk, again, total, scales, scratch, dx, buffer = plan_chunks(
-        tokens, classes, memory, exact, options.smoothing > 0.0, needs_x, dweight
+        tokens, classes, memory, exact, options.smoothing > 0.0, needs_x, dweight, logits
     )
     denominator, arrived = begin(
         targets, class_weight, classes, options.ignore_index, reduction == "mean", compute, scratch.new
@@ -173,7 +180,8 @@ def _launch(inputs: Inputs) -> Outputs:
         part = slice(number * chunk, min((number + 1) * chunk, rows))
         some, some_targets = tokens[part], targets[part]
         z = buffer[: len(some), :classes]
-        _logits(some, w, b, z)
+        if logits is None:
+            _logits(some, w, b, z)
         scratch.next = mark
         found = launch(
             z, some_targets, class_weight, denominator, options, arrived=arrived[part],
@@ -208,8 +216,9 @@ def _launch(inputs: Inputs) -> Outputs:
         dbias = dbias.to(bias.dtype)
     lse = None if lse is None else lse.view(shape)
     if upstream is not None:
-        return None, lse, dx, dweight, dbias
-    return loss.view(shape) if reduction == "none" else loss, lse, dx, dweight, dbias
+        return None, lse, dx, dweight, dbias, None
+    kept = buffer if keeps and chunk >= rows else None
+    return loss.view(shape) if reduction == "none" else loss, lse, dx, dweight, dbias, kept
 
 
 def _of_rows(parts: Tensor) -> Tensor:
@@ -259,9 +268,9 @@ def _fake(inputs: Inputs) -> Outputs:
 
 def _save(ctx: Any, inputs: Inputs, output: Any) -> None:
     """What a compiler may see saved, and what is saved where the gradients wait for backward."""
-    x, weight, bias, targets, class_weight, *ctx.options, _, needs_x, needs_weight, needs_bias, _ = inputs
+    x, weight, bias, targets, class_weight, *ctx.options, _, needs_x, needs_weight, needs_bias, _, _, _ = inputs
     ctx.ahead = needs_x or needs_weight or needs_bias
-    ctx.save_for_backward(*(output[2:] if ctx.ahead else (x, weight, bias, targets, class_weight)))
+    ctx.save_for_backward(*(output[2:_OUTPUTS] if ctx.ahead else (x, weight, bias, targets, class_weight)))
     ctx.set_materialize_grads(False)
 
 
@@ -274,20 +283,22 @@ def _differentiate(ctx: Any, run: Any, upstream: Any, *_: Any) -> Sequence[Any]:
         gradients = [(gradient * upstream).to(gradient.dtype) for gradient in ctx.saved_tensors]
     else:
         x, weight, bias, targets, class_weight = ctx.saved_tensors
-        again = (*ctx.options, False, *needs, upstream)  # no lse
+        logits, ctx.logits = getattr(ctx, "logits", None), None  # which their gradient overwrites
+        again = (*ctx.options, False, *needs, upstream, logits)  # no lse
         _, _, *gradients = run(Inputs(x, weight, bias, targets, class_weight, *again))
     return [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]
 
 
 def _save_eager(ctx: Any, inputs: Inputs, output: Any) -> None:
     """Gradients that are there already are nobody else's: backward overwrites them."""
-    _, lse, *gradients = output
+    _, lse, *gradients, kept = output
     ctx.ahead = inputs.needs_x or inputs.needs_weight or inputs.needs_bias
     if ctx.ahead:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
     else:
         _save(ctx, inputs, output)
+        ctx.logits = kept
     if lse is not None:
         ctx.mark_non_differentiable(lse)
 
@@ -297,7 +308,7 @@ def _differentiate_eager(ctx: Any, run: Any, upstream: Any, *_: Any) -> Sequence
 
 
 def _foresee(ctx: Any, inputs: Inputs, output: Any) -> None:
-    loss, _, *gradients = output
+    loss, _, *gradients, _ = output
     for gradient in gradients:
         if gradient is not None:
             scale(gradient, loss)
@@ -305,7 +316,7 @@ def _foresee(ctx: Any, inputs: Inputs, output: Any) -> None:
 
 _OP = register.Op(_NAME, _launch, _fake)
 _OP.register_gradient(_save, _differentiate)
-_eager = register.make_eager(_launch, _save_eager, _differentiate_eager, _OP, _foresee, outputs=2)
+_eager = register.make_eager(_launch_eager, _save_eager, _differentiate_eager, _OP, _foresee, outputs=2)
 
 
 class _Mean(torch.autograd.Function):
@@ -359,8 +370,9 @@ def linear_cross_entropy(
         bias: ``(V,)``.
         class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
             ``tilewright.ops.cross_entropy``. Ignored tokens take as long as others: leave out those you can.
-        memory: bytes to take beside the gradients, for the logits of 16 tokens or 16 classes at least. Left out: an
-            eighth of all logits and 512 MB at most, but those of 1,024 tokens at least. What else is needed, up to 64
+        memory: bytes to take beside the gradients, for the logits of 16 tokens or 16 classes at least. Left out: all
+            logits where they take no more than 256 MB, or are of 2,048 tokens and take no more than 512 MB; else an
+            eighth of them and 384 MB at most, but those of 1,024 tokens at least. What else is needed, up to 64
             bytes a token, lies in the memory of x's gradient where that has room and one pass is enough, and is part of
             these bytes where not, but for what is more than half of them. More is faster, up to a point. Of a 16-bit
             weight, twice 4 bytes an element of it make room for the sum of its gradient in float32. (Under autocast the
@@ -374,7 +386,7 @@ def linear_cross_entropy(
         The loss in float32 (float64 for float64), or ``(loss, lse)``.
 
     Backward works once for each forward. Float16 and ``reduction="none"`` compute their gradients there, where what
-    comes from above is known.
+    comes from above is known; an eager call keeps the logits for it, where `memory` has room for all.
 
     >>> import torch
     >>> x, weight, targets = torch.randn(6, 8), torch.randn(50, 8), torch.tensor([1, 2, -100, 3, 4, 5])
@@ -406,10 +418,12 @@ def linear_cross_entropy(
     if x.shape[-1] % _VECTOR and targets.numel() >= _MANY and is_worth_padding(x, weight):
         x, weight = pad(x, -1), pad(weight, 1)
     ahead = torch.is_grad_enabled() and reduction != "none" and x.dtype in AHEAD
+    later = torch.is_grad_enabled() and not ahead and any(t is not None and t.requires_grad for t in (x, weight, bias))
     inputs = Inputs(
         x, weight, bias, targets, class_weight, *options, reduction, memory or 0, sum_dtype is not None, return_lse,
         needs_x=ahead and x.requires_grad, needs_weight=ahead and weight.requires_grad,
         needs_bias=ahead and bias is not None and bias.requires_grad, upstream=None,
+        keeps=later,
     )  # fmt: skip
     if path == paths.REGISTERED:
         loss, lse, *_ = _OP.call_registered(inputs)

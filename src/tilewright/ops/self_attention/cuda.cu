@@ -90,14 +90,17 @@ __global__ void __launch_bounds__(kThreads) tilewright_self_attention_forward(
   float* own = weights + warp * kLongest;
   for (int i = warp; i < length; i += kWarps) {
     float score[kKeys], most = kNever, total = 0.0f;
+    bool sees_one = false;
 #pragma unroll
     for (int c = 0; c < kKeys; ++c) {
       const int j = lane + 32 * c;
-      score[c] = sees(sizes, key_mask, i, j) ? sizes.scale * dot<D>(q + i * (D + 1), k + j * (D + 1)) : kNever;
+      const bool is_seen = sees(sizes, key_mask, i, j);
+      score[c] = is_seen ? sizes.scale * dot<D>(q + i * (D + 1), k + j * (D + 1)) : kNever;
       most = fmaxf(most, score[c]);
+      sees_one |= is_seen;
     }
     most = warp_max(most);
-    const bool is_blind = most == kNever;  // sees no key: its context is 0
+    const bool is_blind = !__any_sync(kAll, sees_one);  // its context is 0; of scores that are all NaN it is NaN
 #pragma unroll
     for (int c = 0; c < kKeys; ++c) {
       score[c] = is_blind ? 0.0f : expf(score[c] - most);

@@ -1,20 +1,46 @@
-"""SwiGLU and GEGLU: the activation of one matmul's result times another's, in one pass; split or packed."""
+"""SwiGLU and GEGLU: the activation of one matmul's result times another's, in one pass; split or packed.
+
+The memory of a step is fullest where the loss begins, when all that backward needs is there. So the last one before a
+fused loss keeps nothing for the matmul behind it: backward computes it again, which takes less than a thousandth of a
+step, and the logits of a chunk lie in the memory that this leaves.
+"""
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from tilewright.ops import geglu, swiglu
+from tilewright.nn.recompute import forgetting, is_memory_of
+from tilewright.ops import geglu, linear, swiglu
 from tilewright.optimize import graph as g
 from tilewright.optimize.rule import Candidate, Choice, Declined, Rule, View
 from tilewright.optimize.rules.gelu import KINDS, activations
+from tilewright.optimize.rules.linear_cross_entropy import loss_of_head
+from tilewright.runtime import dispatch
+
+LARGE = 32 << 20  # bytes from which on the last one is worth computing again
 
 
 def _find(view: View) -> Iterator[Candidate | Declined]:
+    found = list(_nominate(view))
+    if view.has_gradients and any(g.calls(node, loss_of_head) for node in view.graph.nodes):
+        candidates = (each for each in reversed(found) if isinstance(each, Candidate))
+        last = next(candidates, None)
+        if last is not None and (whole := _with_projection(last)) is not None:
+            yield whole
+            if not whole.anchor.users:  # it is replaced; else the site alone may be
+                found.remove(last)
+    yield from found
+
+
+def _nominate(view: View) -> Iterator[Candidate | Declined]:
     for x, result in activations(view):
         product = next(iter(result.users))
         if len(result.users) != 1 or not g.calls(product, *g.MULS) or len(product.args) != 2:
@@ -31,6 +57,33 @@ def _find(view: View) -> Iterator[Candidate | Declined]:
         inputs = (packed,) if packed is not None else (x, up)
         choices = tuple(Choice(glu, inputs, {"kind": kind}, f"{kind}{words}") for kind in KINDS)
         yield Candidate(product, (product,), choices)
+
+
+def _with_projection(found: Candidate) -> Candidate | None:
+    """A site together with the matmul that alone reads it; None where there is none, or little to save."""
+    result, (user, *others) = g.tensor_of(found.anchor), [*found.anchor.users, None]
+    if result is None or user is None or others != [None] or not g.calls(user, F.linear, torch._C._nn.linear):
+        return None
+    if not all(isinstance(size, int) for size in result.shape) or result.nbytes < LARGE:
+        return None
+    given: dict[str, Any] = {**dict(zip(("input", "weight", "bias"), user.args, strict=False)), **user.kwargs}
+    if given["input"] is not found.anchor:
+        return None
+
+    def extend(choice: Choice) -> Choice:
+        inputs = (*choice.inputs, None)[:2]
+        detail = f"{choice.detail}, computed again for the matmul behind it"
+        return Choice(project, (*inputs, given["weight"], given.get("bias")), choice.options, detail)
+
+    inner, is_packed, has_bias = int(result.shape[-1]), len(found.choices[0].inputs) == 1, given.get("bias") is not None
+
+    def sample(generator: torch.Generator) -> list[Tensor | None]:
+        inputs = [(2, 3, 2 * inner), None] if is_packed else [(2, 3, inner), (2, 3, inner)]
+        shapes = [*inputs, (5, inner), (5,) if has_bias else None]
+        drawn = (None if each is None else torch.randn(each, generator=generator) for each in shapes)
+        return [None if each is None else each.double() for each in drawn]
+
+    return Candidate(user, (user,), tuple(map(extend, found.choices)), sample=sample, is_guess=True)
 
 
 def _packed(gate: Node, up: Node) -> Node | None:
@@ -55,6 +108,15 @@ def glu(gate: Tensor, up: Tensor | None = None, *, kind: str) -> Tensor:
     if kind == "silu":
         return swiglu(gate, up)
     return geglu(gate, up, approximate=KINDS[kind])
+
+
+def project(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, *, kind: str) -> Tensor:
+    """A linear layer of `glu`, whose result backward computes again instead of keeping it."""
+    activated = glu(gate, up, kind=kind)
+    if not torch.is_grad_enabled() or dispatch.is_traced(gate, up, weight, bias):
+        return linear(activated, weight, bias)
+    with forgetting(is_memory_of(activated), functools.partial(glu, gate, up, kind=kind)):
+        return linear(activated, weight, bias)
 
 
 RULE = Rule("glu", "SwiGLU and GEGLU in one pass", _find)

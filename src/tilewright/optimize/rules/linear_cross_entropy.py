@@ -167,7 +167,7 @@ def _wanted(head: _Head, loss: Loss) -> tuple[list[Node], str]:
 
 
 def _returned(node: Node) -> Node | None:
-    """What is returned of logits that are cast for whoever called: mixed precision returns float32."""
+    """What is returned of logits that are cast for the caller: mixed precision returns float32."""
     while g.is_cast(node) and len(node.users) == 1:
         (user,) = node.users
         if user.op == "output":

@@ -1,7 +1,8 @@
-"""Attention masks that are causal in every call, as `is_causal`: PyTorch then computes half, and reads no mask.
+"""Attention masks that are causal in every call, as `is_causal`, and windows by our own kernels.
 
-Models make their mask of positions, and a captured graph makes it even where the model itself, run op by op, would
-leave it out. Keys and values that are repeated for groups of queries are taken as they are before (`enable_gqa`).
+Half of the scores are computed then, or those of the window, and no mask is read. Models make their mask of positions,
+and a captured graph makes it even where the model itself, run op by op, would leave it out. Keys and values that are
+repeated for groups of queries are taken as they are before.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from tilewright.ops.attention.op import attention
 from tilewright.optimize import graph as g
 from tilewright.optimize import masks
+from tilewright.optimize.masks import Kind
 from tilewright.optimize.rule import Candidate, Choice, Declined, Rule, View
+from tilewright.runtime import dispatch
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+HEAD_DIMS = range(16, 257, 8)  # of our own kernels
+_HALVES = (torch.bfloat16, torch.float16)
 _SMALL = 7  # stands for the length of a sequence in the probe
 _REPEATS: tuple[Any, ...] = (*g.VIEWS, operator.getitem, torch.repeat_interleave, "repeat_interleave", "repeat")
 
@@ -30,7 +36,7 @@ def given_to(node: Node) -> dict[str, Any]:
 
 
 def _find(view: View) -> Iterator[Candidate | Declined]:
-    known = dict[Node, Tensor | str]()
+    known = dict[Node, Kind | str]()
     for node in list(view.graph.nodes):
         if not g.calls(node, F.scaled_dot_product_attention) or not node.users:
             continue
@@ -39,28 +45,23 @@ def _find(view: View) -> Iterator[Candidate | Declined]:
         if not isinstance(mask, Node):
             continue
         if mask not in known:
-            known[mask] = _small(masks.evaluate(mask))
-        yield _candidate(node, given, mask, known[mask])
+            known[mask] = _kind(mask)
+        yield _candidate(node, given, mask, known[mask], view.state[node].autocast)
 
 
-def _small(mask: Tensor | str) -> Tensor | str:
-    """What stands for a mask in the probe; or, in a sentence, why nothing does."""
-    if isinstance(mask, str):
-        return mask
-    kind = masks.kind_of(mask)
-    if not kind:
-        return "its mask is neither causal nor open"
-    rows, columns = (min(size, _SMALL) for size in mask.shape[-2:])
-    seen = torch.ones(rows, columns, dtype=torch.bool)
-    seen = seen.tril() if kind == "causal" else seen
-    if mask.dtype == torch.bool:
-        return seen
-    return torch.zeros(rows, columns, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+def _kind(mask: Node) -> Kind | str:
+    """The kind of a mask; or, in a sentence, why it has none."""
+    value = masks.evaluate(mask)
+    if isinstance(value, str):
+        return value
+    return masks.kind_of(value) or "its mask is neither causal nor a window, and hides something"
 
 
-def _candidate(node: Node, given: dict[str, Any], mask: Node, small: Tensor | str) -> Candidate | Declined:
-    if isinstance(small, str):
-        return Declined(node, small)
+def _candidate(
+    node: Node, given: dict[str, Any], mask: Node, kind: Kind | str, autocast: torch.dtype | None
+) -> Candidate | Declined:
+    if isinstance(kind, str):
+        return Declined(node, kind)
     q, k, v = (given[name] for name in NAMES[:3])
     shapes = [g.shape_of(each) for each in (q, k, v)]
     if any(shape is None or len(shape) != 4 or not all(isinstance(size, int) for size in shape) for shape in shapes):
@@ -72,29 +73,77 @@ def _candidate(node: Node, given: dict[str, Any], mask: Node, small: Tensor | st
     literals = {size: _SMALL for size in (rows, columns) if size > _SMALL}
     if literals.keys() & others:
         return Declined(node, f"a sequence of {rows} is as long as another of its sizes")
-    options: dict[str, Any] = {"is_causal": True} if small.numel() and not _is_open(small) else {}
+    if kind.is_window and (why := _why_no_window(g.tensor_of(q), g.tensor_of(k), g.tensor_of(v), autocast)):
+        return Declined(node, why)
+    choices = tuple(_choices(given, kind))
+    heads = {g.tensor_of(each).shape[1] for choice in choices for each in choice.inputs}  # type: ignore[union-attr]
+    exact = frozenset((*others, *heads, rows, columns)) - literals.keys()
+    return Candidate(node, (node,), choices, literals=literals, exact=exact, known={mask: _stand_in(mask, kind)})
+
+
+def _why_no_window(q: Any, k: Any, v: Any, autocast: torch.dtype | None) -> str:
+    """Say why our kernels do not take the window of these; nothing where they do."""
+    if not dispatch.runs_kernel(q):
+        return "a window has kernels on a GPU alone"
+    if q.shape[2] != k.shape[2]:
+        return "it has a window, and another number of keys than of queries"
+    if (autocast or q.dtype) not in _HALVES:
+        return "a window has kernels in 16 bits"
+    if q.shape[3] not in HEAD_DIMS or q.shape[3] != v.shape[3]:
+        return f"a window has kernels for heads of {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in steps of {HEAD_DIMS.step}"
+    return ""
+
+
+def _small(kind: Kind) -> Kind:
+    """What stands for a kind in the probe, where at most `_SMALL` queries and keys are."""
+    before, behind = (
+        None if side is None else min(side, most)
+        for side, most in ((kind.before, _SMALL // 2), (kind.behind, _SMALL // 3))
+    )
+    return Kind(before, behind)
+
+
+def _stand_in(mask: Node, kind: Kind) -> Tensor:
+    """The mask of the probe."""
+    tensor = g.tensor_of(mask)
+    assert tensor is not None
+    seen = _small(kind).draw(*(min(int(size), _SMALL) for size in tensor.shape[-2:]))
+    return seen if tensor.dtype == torch.bool else torch.zeros(seen.shape).double().masked_fill(~seen, -torch.inf)
+
+
+def _choices(given: dict[str, Any], kind: Kind) -> Iterator[Choice]:
+    """The calls that a site could be: with keys and values as they are before they are repeated, and as they are."""
+    q, k, v = (given[name] for name in NAMES[:3])
+    before = [before_repeat(each) for each in (k, v)]
+    if None not in before and not given.get("enable_gqa") and (kind.is_window or _groups_heads(q)):
+        heads, fewer = (g.tensor_of(each).shape[1] for each in (q, before[0]))  # type: ignore[union-attr]
+        yield _choice((q, *before), {**given, "enable_gqa": True}, kind, f"{kind}, {heads // fewer} queries a key")
+    yield _choice((q, k, v), given, kind, str(kind))
+
+
+def _choice(inputs: tuple[Node | None, ...], given: dict[str, Any], kind: Kind, detail: str) -> Choice:
+    if kind.is_window:
+        small = _small(kind)
+        options: dict[str, Any] = {"before": kind.before, "behind": kind.behind, "scale": given.get("scale")}
+        probed: dict[str, Any] = {"before": small.before, "behind": small.behind}
+        if given.get("dropout_p"):
+            options["dropout_p"], probed["dropout_p"] = given["dropout_p"], 0.0
+        return Choice(attend, inputs, options, detail, probed)
+    options = {"is_causal": True} if kind.behind == 0 else {}
     for name in ("dropout_p", "scale", "enable_gqa"):
         if given.get(name) not in (None, False, 0.0):
             options[name] = given[name]
-    choices = []
-    detail = "causal" if "is_causal" in options else "nothing hidden"
-    before = [_before_repeat(each) for each in (k, v)]
-    if before[0] is not None and before[1] is not None and not options.get("enable_gqa") and _groups_heads(q):
-        groups = shapes[0][1] // g.tensor_of(before[0]).shape[1]  # type: ignore[index, union-attr]
-        grouped = {**options, "enable_gqa": True}
-        choices.append(_choice((q, *before), grouped, f"{detail}, {groups} queries a key"))
-    choices.append(_choice((q, k, v), options, detail))
-    exact = frozenset((*others, rows, columns)) - literals.keys()
-    return Candidate(node, (node,), tuple(choices), literals=literals, exact=exact, known={mask: small})
-
-
-def _is_open(mask: Tensor) -> bool:
-    return bool((mask if mask.dtype == torch.bool else mask == 0.0).all())
-
-
-def _choice(inputs: tuple[Node | None, ...], options: dict[str, Any], detail: str) -> Choice:
     probed = {"dropout_p": 0.0} if options.get("dropout_p") else {}
     return Choice(F.scaled_dot_product_attention, inputs, options, detail, probed)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, before: int | None, behind: int | None, scale: float | None, dropout_p: float = 0.0
+) -> Tensor:
+    """Attention of tensors that are heads first, where a query sees so many keys before its own and behind it."""
+    parts = (x.transpose(1, 2) for x in (q, k, v))
+    out: Tensor = attention(*parts, causal=False, window=(before, behind), scale=scale, p=dropout_p)
+    return out.transpose(1, 2)
 
 
 def _groups_heads(q: Node) -> bool:
@@ -106,7 +155,7 @@ def _groups_heads(q: Node) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
 
-def _before_repeat(node: Node) -> Node | None:
+def before_repeat(node: Node) -> Node | None:
     """What keys or values were before each head of theirs was repeated for several of the queries'."""
     shape = g.shape_of(node)
     while g.calls(node, *_REPEATS):
@@ -121,4 +170,4 @@ def _before_repeat(node: Node) -> Node | None:
     return None
 
 
-RULE = Rule("mask", "a causal mask as `is_causal`, and repeated key heads as they are", _find)
+RULE = Rule("mask", "a causal mask as `is_causal`, a window by our kernels, repeated key heads as they are", _find)

@@ -144,7 +144,7 @@ def _candidate(view: View, first: _Rotated, second: _Rotated | None) -> Iterator
 
 
 def _is_of(node: Node, dtype: torch.dtype, view: View) -> bool:
-    """Whether a node has a dtype, or whoever reads it casts it to that, as attention does under autocast."""
+    """Whether a node has a dtype, or its readers cast it to that, as attention does under autocast."""
     tensor = g.tensor_of(node)
     if tensor is None or tensor.dtype == dtype:
         return tensor is not None

@@ -29,7 +29,7 @@ class BestProver:
         reserve: the time there is.
         prove: proves one run.
         heed: raises where somebody has asked to stop.
-        say: tells whoever watches.
+        say: prints a line.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BestProver:
                 return
 
     def note(self, best: Record, proof: Proof) -> None:
-        """Keep a proof for whoever reads the study; another worker may have had more time."""
+        """Keep a proof for the readers of the study; another worker may have had more time."""
         name, ledger = note_of("proof", best), self._known.ledger
         if proof.verdict != "not proven" or ledger.noted(name) is None:
             ledger.note(name, dataclasses.asdict(proof))

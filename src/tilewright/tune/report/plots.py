@@ -1,7 +1,7 @@
 """The pictures of a report, as plotly's JSON; where there is nothing to draw, the sentence that says why.
 
 A picture has no legend of its own: a list or a table under it, which wraps on a phone and prints, has the colours.
-Plotly takes some tags for its own, so whoever writes a page escapes every text of a picture but a `Rich` one, and
+Plotly takes some tags for its own, so the writer of a page escapes every text of a picture but a `Rich` one, and
 `rich` escapes what it puts into one.
 """
 

@@ -33,7 +33,7 @@ _LARGEST = 64 * 10**6  # bytes of an answer; the largest on record has 0.7 MB
 
 
 def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
-    """The answer of a study, as it was given or, where more has been measured since, as it is now."""
+    """The answer of a study as it was or, where more has been measured since, as it is now."""
     given = folder / "answer.json"
     if storage is None and given.is_file() and not (folder / "study.db").is_file():  # it was in a database elsewhere
         return read_answer(given)

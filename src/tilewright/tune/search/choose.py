@@ -1,6 +1,6 @@
 """Which of the runs that were measured is the best: the fastest, less the levers that give it nothing.
 
-Pure functions of the records, so that whoever reads a study later comes to the same answer as who ran it.
+Pure functions of the records, so that a later reader of a study comes to the same answer as its worker.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ lease that has run out, or whose process is seen to be gone, makes the trial los
 
 What must not happen twice has a slot: the key of its point, with a number where it is run once more to be sure; or for
 a reference, which is run again and again, a name of its own. Nothing is locked to keep slots unique. Two workers may
-queue the same point at once, and a worker that was taken for dead may still finish: so whoever takes a trial withdraws
-if its slot has an earlier one, and of the records of a slot the first counts.
+queue the same point at once, and a worker that was taken for dead may still finish: so the one that takes a trial
+withdraws if its slot has an earlier one, and of the records of a slot the first counts.
 
 A record is first written to a journal, a file of this machine, then told to the storage. What the storage does not
 have, because it was away or the process died in between, is merged when the study is opened again.
@@ -298,7 +298,7 @@ class Ledger:
             if len(lost) <= AGAIN:
                 self._queue(slot, first.point, first.purpose)
             else:
-                error = f"whoever ran it was gone before its end, {len(lost)} times."
+                error = f"its worker was gone before its end, {len(lost)} times."
                 record = Record(first.point, first.purpose, "lost", error=error, began=time.time(), ended=time.time())
                 self._add_record(uuid.uuid4().hex, slot, record)
 

@@ -30,7 +30,7 @@ OUTCOMES = {
     "crashed": "its process died",
     "hung": "said nothing for too long",
     "timed out": "was not done in time",
-    "lost": "whoever ran it is gone",
+    "lost": "its worker is gone",
     "duplicate": "somebody else runs the same",
 }
 # Where the seconds of a child go, in order; of a proof the next to last are those of its runs.
@@ -219,7 +219,7 @@ def key(point: Mapping[str, Any]) -> str:
 
 
 def note_of(what: str, run: Record) -> str:
-    """The name of a note of a run: each has its own, whoever else proves another."""
+    """The name of a note of a run: each has its own, also while another is proved."""
     return f"{what} {hashlib.sha256(key(run.point).encode()).hexdigest()[:16]}"
 
 

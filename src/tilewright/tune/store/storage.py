@@ -32,7 +32,7 @@ from tilewright.train.signals import uninterrupted
 Result = TypeVar("Result")
 _TROUBLE = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)
 _GARBLED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-_HEAD = 3.0  # seconds in which whoever made a study has written its head
+_HEAD = 3.0  # seconds in which the maker of a study has written its head
 _BUSY = 60.0  # seconds that SQLite waits for its turn
 _RACE = ("already exists", "duplicate", "UNIQUE", "locked", "deadlock", "concurrently")  # words of being second
 _MAKING_TABLES = 0x74696C65  # the advisory lock of PostgreSQL that is held meanwhile
@@ -101,7 +101,7 @@ class Storage:
         deadline = time.monotonic() + _HEAD
         while (found := self.notes().get("head")) is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        if found is None and not self.trials():  # whoever made it died at once
+        if found is None and not self.trials():  # its maker died at once
             self.note("head", dict(head))
             return
         if not isinstance(found, dict):

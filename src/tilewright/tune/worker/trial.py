@@ -11,7 +11,7 @@ object a line to standard output:
     {"event": "proof", "value": {...}}                                          where there is more to come
     {"event": "result", "outcome": "done", "error": null, "value": {...}}       the last one
 
-It ends when its standard input does: whoever started it is gone then.
+It ends when its standard input does: its parent is gone then.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _end() -> NoReturn:
 
 
 def begin_phase(say: Say, name: str) -> None:
-    """Tell whoever counts the seconds of a trial that they are for something else now."""
+    """Tell the parent, which counts the seconds of a trial, that they are for something else now."""
     say({"event": "phase", "name": name})
 
 
@@ -202,7 +202,7 @@ def _is_compiled() -> bool:
 
 
 def _train(job: Job, say: Say, **told: Callable[..., None]) -> None:
-    """The run of a job, which whoever is `told` of its steps ends."""
+    """The run of a job; the one who is `told` of its steps ends it."""
     say({"event": "alive", "what": "starting"})
     from tilewright.train.load_config import from_dict
     from tilewright.train.loop import Shown, train

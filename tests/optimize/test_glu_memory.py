@@ -1,0 +1,103 @@
+"""The last gated MLP before a fused loss keeps no activation for its projection, and learns the same."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tilewright.optimize import optimized
+from tilewright.optimize.rules import glu
+
+WIDTH, INNER, CLASSES = 16, 48, 40
+
+
+class _MLP(nn.Module):
+    def __init__(self, packed, bias):
+        super().__init__()
+        self.packed = packed
+        self.gate = nn.Linear(WIDTH, 2 * INNER if packed else INNER, bias=bias)
+        self.up = nn.Linear(WIDTH, INNER, bias=bias)
+        self.down = nn.Linear(INNER, WIDTH, bias=bias)
+
+    def forward(self, x):
+        gate, up = self.gate(x).chunk(2, -1) if self.packed else (self.gate(x), self.up(x))
+        return x + self.down(F.silu(gate) * up)
+
+
+class _Model(nn.Module):
+    def __init__(self, packed=False, bias=False):
+        super().__init__()
+        self.layers = nn.ModuleList(_MLP(packed, bias) for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+@pytest.fixture
+def activations(monkeypatch):
+    """The memory of each activation that was computed."""
+    found, real = [], glu.glu
+
+    def spied(*given, **options):
+        result = real(*given, **options)
+        found.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    monkeypatch.setattr(glu, "glu", spied)
+    return found
+
+
+def _step(model, batch):
+    loss = model(*batch)["loss"]
+    loss.backward()
+    return [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None)]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["split", "packed"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("large", [False, True])
+def test_the_last_one_is_computed_again(packed, bias, large, activations, monkeypatch):
+    monkeypatch.setattr(glu, "LARGE", 0 if large else 2**60)
+    torch.manual_seed(0)
+    model = _Model(packed, bias)
+    plain = copy.deepcopy(model)
+    batch = torch.randn(2, 5, WIDTH), torch.randint(0, CLASSES, (2, 5))
+    with optimized(model, rules=["glu", "linear_cross_entropy"]) as report:
+        model(*batch)
+        activations.clear()  # those of the probe
+        loss = model(*batch)["loss"]
+        assert [each.expired() for each in activations] == [False, False, large]
+        loss.backward()
+        assert len(activations) == 3 + large
+        model.zero_grad()
+        found = _step(model, batch)
+    details = [site.detail for site in report.changed if site.rule == "glu"]
+    assert len(details) == 3 and ["computed again" in each for each in details].count(True) == large
+    for one, other in zip(found, _step(plain, batch), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("change", ["no loss", "no gradient", "read twice"])
+def test_where_nothing_is_gained_it_is_a_site_like_the_others(change, monkeypatch):
+    monkeypatch.setattr(glu, "LARGE", 0)
+    model = _Model()
+    batch = torch.randn(2, 5, WIDTH), torch.randint(0, CLASSES, (2, 5))
+    rules = ["glu"] if change == "no loss" else ["glu", "linear_cross_entropy"]
+    if change == "read twice":
+        last = model.layers[2]
+
+        def forward(x):
+            activated = F.silu(last.gate(x)) * last.up(x)
+            return x + last.down(activated) + activated.sum()
+
+        last.forward = forward
+    with torch.set_grad_enabled(change != "no gradient"), optimized(model, rules=rules) as report:
+        model(*batch)
+    details = [site.detail for site in report.changed if site.rule == "glu"]
+    assert len(details) == 3 and not any("computed again" in each for each in details)
