@@ -214,6 +214,24 @@ def attention(result: dict[str, Any]) -> str:
     return _op(result, "bf16: batch x sequence, heads x head_dim", known, name)
 
 
+def decode_attention(result: dict[str, Any]) -> str:
+    """Every batch and context."""
+
+    def name(case: dict[str, Any]) -> str:
+        heads = f"{case['heads']}/{case['kv_heads']} x {case['head_dim']}"
+        return f"{case['batch']} x {case['context']}, {heads}"
+
+    return _op(result, "bf16: batch x context, heads x head_dim", ("sdpa", "compile"), name)
+
+
+def few_rows_linear(result: dict[str, Any]) -> str:
+    """Every size and number of rows."""
+    return _op(
+        result, "bf16: rows, features in, out", ("eager", "compile"),
+        lambda case: f"{case['rows']}, {case['width']}, {case['out']}",
+    )  # fmt: skip
+
+
 def gelu_mlp(result: dict[str, Any]) -> str:
     """Every size."""
     return _op(
@@ -485,9 +503,11 @@ TABLES: dict[str, Callable[..., str]] = {
         attention,
         block,
         cross_entropy,
+        decode_attention,
         dropout_add_norm,
         dropout_add_norm_small,
         embedding,
+        few_rows_linear,
         gelu_mlp,
         linear,
         linear_cross_entropy,

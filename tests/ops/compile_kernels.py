@@ -21,8 +21,11 @@ from tilewright.ops.activation import kernels as activation_kernels
 from tilewright.ops.attention import kernels as attention_kernels
 from tilewright.ops.attention import launch as attention_launch
 from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
+from tilewright.ops.decode_attention import kernels as decode_attention_kernels
 from tilewright.ops.dropout_add_norm import launch as launches
 from tilewright.ops.embedding import kernels as embedding_kernels
+from tilewright.ops.few_rows_linear import kernels as few_rows_linear_kernels
+from tilewright.ops.few_rows_linear.op import MOST_ROWS
 from tilewright.ops.quantized_linear import launch as quantized_launches
 from tilewright.ops.rope import kernels as rope_kernels
 from tilewright.optim import update as optimizer_update
@@ -190,6 +193,37 @@ def quantized_linear(weight: torch.dtype, dtype: torch.dtype, rows: int, group: 
     yield "dequantize", resources(launch, [pointers[weight], pointers[scale], *middle, POINTER[dtype], *sizes])
 
 
+def decode_attention(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int):
+    """Split and joined, and the whole in one part."""
+    for batch in (1, 1000):
+        plan = decode_attention_kernels.plan(
+            H200, dtype, (True,) * 3, batch, tokens, heads, kv_heads, head_dim, 4096, 16 // dtype.itemsize
+        )
+        kept = [None, "*fp32", "*fp32"] if plan.join else [POINTER[dtype], None, None]
+        types = [*[POINTER[dtype]] * 3, "*i32", *kept, "fp64", *["i64"] * 11]
+        yield ("forward" if plan.join else "whole"), resources(plan.split, types)
+        if plan.join:
+            yield "join", resources(plan.join, ["*fp32", "*fp32", POINTER[dtype], "i64"])
+
+
+def append_to_cache(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int):
+    """With tables and without."""
+    for name, table in (("forward", torch.float32), ("plain", None)):
+        kinds = (dtype, torch.int32, table)
+        _, launch = decode_attention_kernels.append_launch(H200, kinds, (True,) * 5, heads, kv_heads, head_dim)
+        x, cos = POINTER[dtype], POINTER[table]
+        types = [*[x] * 6, "*i32", cos, cos, *["i64"] * 18]
+        yield name, resources(launch, types)
+
+
+def few_rows_linear(dtype: torch.dtype, width: int):
+    """One row, and the most."""
+    for rows in (1, MOST_ROWS):
+        launch = few_rows_linear_kernels.launch(H200, (dtype, dtype), True, rows, width)
+        name = "forward" if rows == 1 else "rows"
+        yield name, resources(launch, [*[POINTER[dtype]] * 4, "i64"])
+
+
 def optimizer(rule: str):
     """As the training loop has it, and without what may take a step back."""
     single = torch.float32
@@ -219,8 +253,8 @@ if __name__ == "__main__":
         ops = {
             f.__name__: f
             for f in (
-                activation, attention, attention_triton, cross_entropy, dropout_add_norm, embedding, lltm, optimizer,
-                quantized_linear, rope,
+                activation, append_to_cache, attention, attention_triton, cross_entropy, decode_attention,
+                dropout_add_norm, embedding, few_rows_linear, lltm, optimizer, quantized_linear, rope,
             )
         }  # fmt: skip
         for name, usage in ops[op](*arguments):

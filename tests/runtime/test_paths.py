@@ -26,6 +26,11 @@ def turn(x):
     return ops.rope(x.view(1, 4, 2, 4), None, *ops.rope_tables(4, 4, device=DEVICE))
 
 
+def decode(x):
+    cache = torch.zeros(2, 1, 6, 8, device=DEVICE)
+    return ops.decode_attention(x, cache, cache, torch.tensor([3, 6], dtype=torch.int32, device=DEVICE))
+
+
 TARGETS = torch.tensor([1, 2, 3, 4], device=DEVICE)
 CODES, SCALE = torch.ones(16, 8, device=DEVICE), torch.ones(2, 16, device=DEVICE)
 CALLS = {
@@ -42,6 +47,8 @@ CALLS = {
     "fp8_linear": lambda x: ops.fp8_linear(x.half(), CODES.to(torch.float8_e4m3fn), SCALE[0]),
     "int4_linear": lambda x: ops.int4_linear(x.half().repeat(1, 8), CODES.to(torch.uint8).repeat(1, 4), SCALE),
     "gelu_mlp": lambda x: ops.gelu_mlp(x, randn(16, 8), None, randn(8, 16)),
+    "few_rows_linear": lambda x: ops.few_rows_linear(x.detach()[:2], randn(16, 8).detach()),
+    "decode_attention": lambda x: decode(x.detach().view(2, 1, 2, 8)),
     "attention": lambda x: attention(*[x.view(1, 4, 2, 4)] * 3),
 }
 

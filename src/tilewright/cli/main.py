@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilewright
-from tilewright.cli import bench, config, data, doctor, export, import_, plan, report, train, tune
+from tilewright.cli import bench, config, data, doctor, export, generate, import_, plan, report, train, tune
 from tilewright.cli import plan_speed as plan_speed  # adds its commands to `plan`
 from tilewright.cli.output import make_printable
 from tilewright.errors import UserError
@@ -35,6 +35,7 @@ app.command("train")(train.train)
 app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
+app.command("generate")(generate.generate)
 app.command("export")(export.export)
 app.command("import")(import_.import_)
 app.command("bench")(bench.bench)

@@ -147,6 +147,15 @@ def make_printable() -> None:
             stream.reconfigure(errors="tilewright")
 
 
+def printable(text: str) -> str:
+    """Text that may be anybody's, without what a terminal obeys.
+
+    >>> printable("caf\u00e9 \x1b[2Jx")
+    'café x'
+    """
+    return _OBEYED.sub("", text)
+
+
 class _Printable:
     """A stream that lets text and colours through, and nothing else that a terminal obeys."""
 

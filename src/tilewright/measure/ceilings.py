@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,6 +16,19 @@ class Ceilings:
 
     copy_bytes_per_second: float
     bf16_flops: float
+
+
+def measure_copy() -> float | None:
+    """Bytes a second of a copy, read plus written, on the current CUDA device; None where there is no memory for it."""
+    for size in (2**31, 2**29):
+        try:
+            source = torch.randn(size // 4, device="cuda")
+            target = torch.empty_like(source)
+        except torch.OutOfMemoryError:
+            continue
+        times, _ = interleaved_event_time({"copy": partial(target.copy_, source)}, seconds=0.1)
+        return 2 * source.nbytes / times["copy"].median
+    return None
 
 
 def measure_ceilings() -> Ceilings:

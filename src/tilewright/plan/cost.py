@@ -161,6 +161,28 @@ def attention(
     )
 
 
+def decode_attention(
+    batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, context: int, *, element_bytes: int = 2
+) -> Cost:  # fmt: skip
+    """Attention of the newest `tokens` of each sequence over a cache of `context` keys.
+
+    >>> decode_attention(1, 1, 32, 8, 128, 4096).bytes
+    16793600
+    """
+    queries = batch * tokens * heads * head_dim
+    keys = batch * kv_heads * context * head_dim
+    return Cost(4 * queries * context, element_bytes * (queries + 2 * keys), element_bytes * queries)
+
+
+def few_rows_linear(rows: int, width: int, out: int, *, element_bytes: int = 2) -> Cost:
+    """A linear layer of a few rows without its gradients.
+
+    >>> few_rows_linear(1, 2048, 2048).bytes
+    8396800
+    """
+    return Cost(2 * rows * width * out, element_bytes * (width * out + rows * width), element_bytes * rows * out)
+
+
 def mean_context(queries: int, keys: int, left: int = -1, right: int = -1) -> float:
     """How many keys a query sees in the mean, from `left` before it to `right` behind it; -1 is no limit.
 

@@ -1,0 +1,128 @@
+"""`tilewright generate`: text from a model, and how fast it came."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tilewright.cli.output import printable
+from tilewright.errors import UserError
+
+if TYPE_CHECKING:
+    from tilewright.generate import Generator, Metrics
+
+_DTYPES = ("bf16", "fp16", "fp32")
+
+
+def generate(
+    folder: Path = typer.Argument(help="A Hugging Face folder, or a run's folder or checkpoint of `tilewright train`."),
+    prompt: str = typer.Argument(help="The text to go on from."),
+    max_tokens: int = typer.Option(128, help="The most tokens that follow."),
+    temperature: float = typer.Option(0.0, help="0 takes the likeliest token; above 0 draws."),
+    top_k: int = typer.Option(0, help="Draw from the k likeliest tokens; 0: from all."),
+    top_p: float = typer.Option(1.0, help="Draw from the fewest tokens that have this much of the probability."),
+    min_p: float = typer.Option(0.0, help="Draw from tokens of at least this share of the likeliest's probability."),
+    seed: int = typer.Option(0, help="The same seed draws the same text."),
+    stop: list[str] = typer.Option([], help="End at this text, which is left out; may be given more than once."),
+    speculate: int = typer.Option(0, help="Tokens that the text so far may propose at a time; 0: none."),
+    context: int = typer.Option(None, help="Tokens the cache has room for. [default: as many as are needed]"),
+    dtype: str = typer.Option("", help=f"{', '.join(_DTYPES)}. [default: as it was saved]"),
+    device: str = typer.Option("", help="cuda or cpu. [default: cuda where there is one]"),
+    as_json: bool = typer.Option(False, "--json", help="Print text, tokens and metrics as JSON at the end."),
+) -> None:
+    """Print the text that follows a prompt as it comes, then how fast it came.
+
+    Runs Llama, Qwen2, Qwen3 and GPT-2 folders of Hugging Face, and runs of `tilewright train`. Reads JSON and
+    safetensors: no pickle, no code of the folder's, no network.
+
+    Examples:
+
+        tilewright generate path/to/llama "Once upon a time"
+
+        tilewright generate runs/default "def main(" --temperature 0.8 --top-p 0.95 --seed 1 --stop "def "
+    """
+    generator = _open(folder, dtype, device)
+    if generator.tokenizer is None:
+        raise UserError(f"{folder} has no tokenizer.json, which makes text of tokens; put it beside the model.")
+    tokens = generator.tokenizer.encode(prompt)
+    if not tokens:
+        raise UserError("The prompt is empty, and the model begins with no token of its own; give some text.")
+    longest = generator.model.longest
+    if context is None and len(tokens) + max_tokens > longest:
+        raise UserError(
+            f"A prompt of {len(tokens):,} tokens and --max-tokens {max_tokens:,} are more than the model's "
+            f"{longest:,} positions; give fewer."
+        )
+    generator.set_context(max(2, len(tokens) + max_tokens) if context is None else context)
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "seed": seed, "stop": stop, "speculate": speculate,
+    }  # fmt: skip
+    if as_json:
+        (found,) = generator.generate([tokens], **options)
+        facts = {"text": found.text, "tokens": found.tokens, "reason": found.reason}
+        print(json.dumps({**facts, "prompt_tokens": len(tokens), **_facts(generator)}))
+        return
+    for piece in generator.stream(tokens, **options):
+        sys.stdout.write(printable(piece))
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    typer.echo(_sentence(_facts(generator)), err=True)
+
+
+def _open(folder: Path, dtype: str, device: str) -> Generator:
+    """The generator of a Hugging Face folder, or of a run."""
+    import torch
+
+    from tilewright.generate import Generator, Tokenizer, from_gpt
+
+    if dtype and dtype not in _DTYPES:
+        raise UserError(f"--dtype is {dtype!r}; choose {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}.")
+    if device not in ("", "cpu", "cuda"):
+        raise UserError(f"--device is {device!r}; choose cuda or cpu.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is cuda and PyTorch sees no GPU; `tilewright doctor` says why.")
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    place, kind = device or ("cuda" if torch.cuda.is_available() else "cpu"), kinds.get(dtype)
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return Generator.from_folder(folder, device=place, dtype=kind)
+    from tilewright.train.export import load_model, tokenizer_of
+
+    model = from_gpt(load_model(folder), device=place, dtype=kind)
+    content, why = tokenizer_of(folder)
+    if content is None:
+        raise UserError(why)
+    return Generator(model, Tokenizer(content, model.config.shape.vocabulary))
+
+
+def _facts(generator: Generator) -> dict[str, Any]:
+    """What was measured, and the share of the memory's speed where there is a GPU to measure it on."""
+    found: Metrics | None = generator.metrics
+    assert found is not None
+    ceiling = None
+    if generator.model.device.type == "cuda":
+        from tilewright.measure.ceilings import measure_copy
+
+        ceiling = measure_copy()
+    speed = found.bytes_per_second
+    return {
+        "new_tokens": found.new_tokens, "first_token_seconds": found.first_seconds,
+        "tokens_per_second": found.tokens_per_second, "bytes_per_second": speed,
+        "memory_ceiling_bytes_per_second": ceiling,
+        "memory_share": speed / ceiling if speed is not None and ceiling else None,
+    }  # fmt: skip
+
+
+def _sentence(facts: dict[str, Any]) -> str:
+    first = f"First token after {facts['first_token_seconds'] * 1e3:,.0f} ms"
+    if facts["tokens_per_second"] is None:
+        return f"{first}; no other followed."
+    speed = f"{first}, then {facts['tokens_per_second']:,.1f} tokens/s: {facts['bytes_per_second'] / 1e9:,.1f} GB/s"
+    if facts["memory_share"] is None:
+        return f"{speed} read. There is no measured ceiling of a CPU's memory."
+    return f"{speed} read, {facts['memory_share']:.0%} of {facts['memory_ceiling_bytes_per_second'] / 1e9:,.0f} GB/s."

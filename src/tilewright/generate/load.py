@@ -1,0 +1,215 @@
+"""A decoder out of a Hugging Face folder or a GPT of ours.
+
+Before the first byte of a tensor is read, the names and shapes of all of them are those that config.json calls for,
+neither more nor fewer. Then one tensor after the other goes to the device: the host never holds the model twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import UserError
+from tilewright.generate.config import MOST_POSITIONS, DecoderConfig, of_gpt, of_huggingface
+from tilewright.generate.decoder import Decoder
+from tilewright.measure.machine import host_memory_bytes
+from tilewright.models import GPT
+from tilewright.models.folder import Saved, open_tensors
+from tilewright.plan.huggingface import read_json, shorten
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Tables that older versions of transformers saved, and every version makes by itself.
+_TABLES = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+_ADVICE = "give the folder as it was saved"
+
+Parts = dict[str, list[str]]  # of ours: the tensors of theirs that lie behind each other in it
+
+
+def _llama_names(config: DecoderConfig) -> Parts:
+    shape = config.shape
+    found = {"token.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
+    for layer in range(shape.layers):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        found[f"{ours}.norm1.weight"] = [f"{theirs}.input_layernorm.weight"]
+        found[f"{ours}.norm2.weight"] = [f"{theirs}.post_attention_layernorm.weight"]
+        matmuls = {
+            "attention.qkv": ([f"self_attn.{name}_proj" for name in "qkv"], shape.qkv_bias),
+            "attention.out": (["self_attn.o_proj"], shape.out_bias),
+            "mlp.up": (["mlp.gate_proj", "mlp.up_proj"], shape.mlp_bias),
+            "mlp.down": (["mlp.down_proj"], shape.mlp_bias),
+        }
+        for name, (parts, bias) in matmuls.items():
+            for kind in ("weight", "bias") if bias else ("weight",):
+                found[f"{ours}.{name}.{kind}"] = [f"{theirs}.{part}.{kind}" for part in parts]
+        if shape.qk_norm:
+            for each in "qk":
+                found[f"{ours}.attention.{each}_norm.weight"] = [f"{theirs}.self_attn.{each}_norm.weight"]
+    return found
+
+
+def _gpt2_names(config: DecoderConfig) -> Parts:
+    found = {"token.weight": ["transformer.wte.weight"], "position.weight": ["transformer.wpe.weight"]}
+    names = {
+        "norm1": "ln_1", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "norm2": "ln_2",
+        "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+    }  # fmt: skip
+    for kind in ("weight", "bias"):
+        found[f"norm.{kind}"] = [f"transformer.ln_f.{kind}"]
+        for layer in range(config.shape.layers):
+            for ours, theirs in names.items():
+                found[f"blocks.{layer}.{ours}.{kind}"] = [f"transformer.h.{layer}.{theirs}.{kind}"]
+    return found
+
+
+def load_huggingface(
+    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Decoder:  # fmt: skip
+    """The decoder of a folder with config.json and safetensors, in `dtype` or the one it was saved in."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give one with config.json and model.safetensors.")
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder} has no config.json; give a folder that transformers has saved.")
+    raw = read_json(folder / "config.json")
+    config, is_gpt2 = of_huggingface(raw), raw["model_type"] == "gpt2"
+    with contextlib.ExitStack() as opened:
+        saved = _named(open_tensors(folder, opened), "transformer." if is_gpt2 else "model.")
+        model = _on_meta(config, len(saved))
+        names = (_gpt2_names if is_gpt2 else _llama_names)(config)
+        if not config.shape.tied:
+            names["head.weight"] = ["lm_head.weight"]
+        _compare(folder, model, names, saved, is_gpt2)
+        kept = _one_dtype(folder, saved)
+
+        def load(name: str) -> Tensor:
+            parts = [saved[part].load() for part in names[name]]
+            if is_gpt2 and _is_matmul(name):  # the first GPT-2's matmuls took (in, out)
+                parts = [part.t() for part in parts]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        _refuse_other_head(config, names, saved)
+        return _fill(model, load, device, dtype or kept)
+
+
+def from_gpt(model: GPT, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
+    """The decoder that computes what a GPT of ours does; it shares no memory with it.
+
+    >>> from tilewright.plan.gpt import GPTConfig
+    >>> decoder = from_gpt(GPT(GPTConfig(width=16, layers=1, heads=2, vocabulary=32, sequence=8)))
+    >>> decoder.longest, decoder.blocks[0].attention.qkv.weight.shape
+    (8, torch.Size([48, 16]))
+    """
+    state, config = model.state_dict(), of_gpt(model.config)
+    gated = config.shape.gated
+
+    def load(name: str) -> Tensor:
+        if gated and ".mlp.up." in name:
+            return torch.cat([state[name.replace(".up.", f".{part}_proj.")] for part in ("gate", "up")])
+        return state[name.replace(".mlp.down.", ".mlp.down_proj.") if gated else name].clone()
+
+    return _fill(_on_meta(config, len(state)), load, device, dtype or model.token.weight.dtype)
+
+
+def _is_matmul(name: str) -> bool:
+    return name.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight"))
+
+
+def _named(found: Mapping[str, Saved], prefix: str) -> dict[str, Saved]:
+    """The tensors by their full names, but tables that a model makes by itself."""
+    if not any(name.startswith(prefix) for name in found):  # saved without its head
+        found = {name if name == "lm_head.weight" else prefix + name: saved for name, saved in found.items()}
+    return {name: saved for name, saved in found.items() if not _TABLES.fullmatch(name)}
+
+
+def _on_meta(config: DecoderConfig, tensors: int) -> Decoder:
+    """The decoder without weights; refuse one that so many tensors cannot fill, for a block takes memory even so."""
+    shape = config.shape
+    if shape.layers > tensors:
+        raise UserError(f"config.json calls for {shape.layers} layers and there are {tensors} tensors; {_ADVICE}.")
+    if max(shape.longest, shape.sequence) * shape.head_dim > MOST_POSITIONS:
+        raise UserError(f"config.json calls for {shape.longest} positions, which is no model's; {_ADVICE}.")
+    try:
+        with torch.device("meta"):
+            return Decoder(config).requires_grad_(False).eval()
+    except (RuntimeError, TypeError) as error:  # a size overflows
+        raise UserError(f"config.json calls for tensors that cannot be; {_ADVICE}.") from error
+
+
+def _compare(folder: Path, model: Decoder, names: Parts, saved: Mapping[str, Saved], is_gpt2: bool) -> None:
+    """Refuse a folder whose tensors are not the model's."""
+    expected = [part for parts in names.values() for part in parts]
+    missing = [part for part in expected if part not in saved]
+    if missing:
+        raise UserError(f"{folder} lacks {_listed(missing)}, which config.json calls for; {_ADVICE}.")
+    more = sorted(saved.keys() - set(expected) - {"lm_head.weight"})
+    if more:
+        raise UserError(f"{folder} has {_listed(more)}, for which config.json has no place; {_ADVICE}.")
+    state = dict(model.named_parameters(remove_duplicate=False))
+    for name, parts in names.items():
+        for part, wanted in zip(parts, _shapes(model.config, name, state[name], len(parts)), strict=True):
+            wanted = wanted[::-1] if is_gpt2 and _is_matmul(name) else wanted
+            if saved[part].shape != wanted:
+                raise UserError(
+                    f"{saved[part].path}: {shorten(part)} has shape {shorten(saved[part].shape)} and config.json calls "
+                    f"for {wanted}; {_ADVICE}."
+                )
+
+
+def _shapes(config: DecoderConfig, name: str, whole: Tensor, parts: int) -> Iterator[tuple[int, ...]]:
+    """Of each part of one of our tensors."""
+    shape = config.shape
+    rows = {1: [len(whole)], 2: [shape.ffn] * 2, 3: [shape.head_dim * n for n in (shape.heads, *[shape.kv_heads] * 2)]}
+    for size in rows[parts]:
+        yield (size, *whole.shape[1:])
+
+
+def _one_dtype(folder: Path, saved: Mapping[str, Saved]) -> torch.dtype:
+    """The one dtype of all tensors; refuse others, and more than the host has memory for."""
+    for each in saved.values():
+        if each.dtype not in _DTYPES:
+            raise UserError(
+                f"{each.path}: {shorten(each.name)} is {each.dtype}; save the model in one of {', '.join(_DTYPES)}."
+            )
+    kinds = sorted({each.dtype for each in saved.values()})
+    if len(kinds) != 1:
+        raise UserError(f"{folder} has tensors of {' and '.join(kinds) or 'no dtype'}; save the model in one dtype.")
+    size = sum(torch.Size(each.shape).numel() for each in saved.values()) * _DTYPES[kinds[0]].itemsize
+    if size > host_memory_bytes():
+        raise UserError(
+            f"The weights of {folder} take {size / 1e9:,.1f} GB and this machine has {host_memory_bytes() / 1e9:,.1f} "
+            "GB of memory; give a smaller model."
+        )
+    return _DTYPES[kinds[0]]
+
+
+def _refuse_other_head(config: DecoderConfig, names: Parts, saved: Mapping[str, Saved]) -> None:
+    head = saved.get("lm_head.weight")
+    if config.shape.tied and head is not None and not torch.equal(head.load(), saved[names["token.weight"][0]].load()):
+        raise UserError(
+            f"{head.path} has an lm_head.weight of its own, and by config.json it is the embedding's; set "
+            "tie_word_embeddings to false, or give the folder as it was saved."
+        )
+
+
+def _fill(model: Decoder, load: Callable[[str], Tensor], device: torch.device | str, dtype: torch.dtype) -> Decoder:
+    """Give a decoder its weights, one after the other."""
+    try:
+        for name in model.state_dict():
+            if name == "head.weight" and model.config.shape.tied:
+                continue
+            owner, _, last = name.rpartition(".")
+            tensor = load(name).to(device=device, dtype=dtype, copy=True).contiguous()
+            setattr(model.get_submodule(owner), last, torch.nn.Parameter(tensor, requires_grad=False))
+    except torch.OutOfMemoryError:
+        raise UserError("The weights do not fit the memory of the GPU; give a smaller model.") from None
+    if model.config.shape.tied:
+        model.head.weight = model.token.weight
+    return model
+
+
+def _listed(names: list[str]) -> str:
+    return shorten(names[0]) + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")

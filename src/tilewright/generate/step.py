@@ -1,0 +1,101 @@
+"""A prompt into the cache, then one token after the other: `prefill`, and `decode_one_token` as a CUDA graph.
+
+A step has the tokens of all rows in one tensor, which it reads and writes: nothing of it depends on the host, and a
+graph captured once is replayed for every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewright.generate.cache import KVCache
+from tilewright.generate.decoder import Decoder
+from tilewright.generate.sampling import Sampling, sample
+from tilewright.runtime import dispatch
+
+
+@torch.no_grad()
+def prefill(
+    model: Decoder, cache: KVCache, prompts: Sequence[Sequence[int]], sampling: Sampling,
+    generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
+    """Put a prompt into each row of the cache and return the token (batch,) that follows it."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
+    longest = max(len(prompt) for prompt in prompts)
+    padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+    cache.begin(lengths)
+    logits = model(torch.tensor(padded, device=model.device), cache, last=lengths - 1)
+    cache.end_prompt()
+    return sample(logits[:, -1], sampling, generator)
+
+
+@torch.no_grad()
+def decode_one_token(
+    model: Decoder, cache: KVCache, tokens: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+) -> Tensor:
+    """Put a token (batch,) into each row of the cache and return the one that follows it."""
+    logits = model(tokens[:, None], cache)
+    cache.advance(1)
+    return sample(logits[:, -1], sampling, generator)
+
+
+class Decoding:
+    """Decoding steps of one batch size and one way of sampling: on a GPU one CUDA graph, replayed for every token.
+
+    >>> from tilewright.generate.config import of_gpt
+    >>> from tilewright.plan.gpt import LLAMA, GPTConfig
+    >>> config = of_gpt(GPTConfig(width=32, layers=1, heads=2, vocabulary=64, sequence=16, **LLAMA))
+    >>> model = Decoder(config).requires_grad_(False)
+    >>> decoding = Decoding(model, KVCache(config.shape, batch=1, context=16), Sampling())
+    >>> first = decoding.start([[1, 2, 3]]).clone()
+    >>> decoding.step().shape
+    torch.Size([1])
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, sampling: Sampling, *, graph: bool | None = None) -> None:
+        self.model, self.cache, self.sampling = model, cache, sampling
+        self.tokens = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
+        self.generator = None if sampling.is_greedy else torch.Generator(model.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if model.device.type == "cuda" if graph is None else graph:
+            self._capture()
+
+    def _decode(self) -> None:
+        self.tokens.copy_(decode_one_token(self.model, self.cache, self.tokens, self.sampling, self.generator))
+
+    def _capture(self) -> None:
+        """Capture a step, after one on the side that compiles and loads what it launches."""
+        with torch.cuda.device(self.model.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side), dispatch.forcing_kernels():
+                for _ in range(2):
+                    self.cache.before.zero_()
+                    self._decode()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+            self.cache.before.zero_()
+            self._graph = torch.cuda.CUDAGraph()
+            if self.generator is not None:
+                self._graph.register_generator_state(self.generator)
+            with torch.cuda.graph(self._graph):
+                self._decode()
+            self._tables = self.model.tables  # which the graph reads: others may make longer ones
+
+    def start(self, prompts: Sequence[Sequence[int]], seed: int = 0) -> Tensor:
+        """Begin with these prompts; returns their first tokens, in a tensor that every step writes anew."""
+        if self.generator is not None:
+            self.generator.manual_seed(seed)
+        self.tokens.copy_(prefill(self.model, self.cache, prompts, self.sampling, self.generator))
+        return self.tokens
+
+    def step(self) -> Tensor:
+        """The next token of every row, in the same tensor."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._decode()
+        return self.tokens

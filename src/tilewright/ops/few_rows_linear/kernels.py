@@ -1,0 +1,54 @@
+"""The kernel of `few_rows_linear`, by how it moves the data.
+
+A program has one feature, a row of the weight: there are far more programs than multiprocessors, and loads of 16 bytes
+follow each other through all of it. It goes through BLOCK columns at a time, multiplies them with those of every row
+of x, which are in L1 or L2, and keeps as many float32 sums a row as threads have columns; only at the end do threads
+exchange them. Nobody else sums a feature: the same bits on every run.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.runtime import dispatch
+
+_THREAD = 16  # columns that a thread loads at a time
+
+
+@triton.jit(do_not_specialize=["features"])
+def tilewright_few_rows_linear_matmul(
+    x, weight, bias, out, features: tl.int64,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One feature of all rows."""
+    feature = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, PADDED)[:, None], tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([PADDED, BLOCK], tl.float32)
+    weight += feature * WIDTH
+    for start in tl.range(0, WIDTH, BLOCK):
+        at = start + column
+        if WIDTH % BLOCK == 0 and ROWS == PADDED:
+            weights = tl.load(weight + at, eviction_policy="evict_first")
+            values = tl.load(x + row * WIDTH + at)
+        else:
+            weights = tl.load(weight + at, at < WIDTH, 0.0, eviction_policy="evict_first")
+            values = tl.load(x + row * WIDTH + at, (row < ROWS) & (at < WIDTH), 0.0)
+        total += weights.to(tl.float32) * values.to(tl.float32)
+    y = tl.sum(total, 1)
+    if bias is not None:
+        y += tl.load(bias + feature).to(tl.float32)
+    row = tl.arange(0, PADDED)
+    tl.store(out + row * features + feature, y.to(out.dtype.element_ty), row < ROWS)
+
+
+@functools.cache
+def launch(
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], aligned: bool, rows: int, width: int
+) -> dispatch.Launch:
+    """The kernel for dtypes and sizes; `aligned` says whether the weight begins at a multiple of 16 bytes."""
+    padded = triton.next_power_of_2(rows)
+    block = min(2048 // max(1, padded // 4), max(32, triton.next_power_of_2(width)))
+    warps = max(1, min(4, block // _THREAD // 32))
+    return dispatch.Launch(tilewright_few_rows_linear_matmul, device, (rows, width, padded, block), warps)

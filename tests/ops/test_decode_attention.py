@@ -1,0 +1,170 @@
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.contract import (
+    DEVICE,
+    DTYPES,
+    assert_deterministic,
+    assert_near_truth,
+    assert_no_worse,
+    on_gpu,
+    randn,
+)
+from tilewright.ops.decode_attention.op import cost, decode_attention, reference
+
+OP = sys.modules["tilewright.ops.decode_attention.op"]
+
+
+def problem(batch, tokens, heads, kv_heads, head_dim, capacity, dtype=torch.float32, lengths=None):
+    torch.manual_seed(batch * 1000 + tokens * 100 + heads * 10 + head_dim)
+    if lengths is None:
+        lengths = [tokens + int(torch.randint(max(1, capacity - tokens), ())) for _ in range(batch)]
+    q = randn(batch, tokens, heads, head_dim, dtype=dtype, grad=False)
+    k, v = (randn(batch, kv_heads, capacity, head_dim, dtype=dtype, grad=False) for _ in range(2))
+    return q, k, v, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+
+
+def truth(q, k, v, lengths, **options):
+    return reference(q.double(), k.double(), v.double(), lengths, **options)
+
+
+def by_torch(q, k, v, lengths):
+    """scaled_dot_product_attention with the mask, in the dtype of q."""
+    tokens = q.shape[1]
+    places = torch.arange(tokens, device=q.device) - tokens + lengths[:, None]
+    mask = (torch.arange(k.shape[2], device=q.device) <= places[..., None])[:, None]
+    out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 4, 4), (1, 8, 2), (3, 6, 2)], ids=str)
+def test_matches_float64_and_is_no_worse_than_torch(dtype, tokens, heads, kv_heads):
+    inputs = problem(2, tokens, heads, kv_heads, 32, 150, dtype, lengths=[150, 71])
+    actual, expected = decode_attention(*inputs), truth(*inputs)
+    assert actual.dtype == dtype and actual.is_contiguous()
+    assert_near_truth([actual], [expected], reduced=150)
+    if DEVICE == "cuda" or dtype != torch.bfloat16:  # Triton's interpreter cuts bfloat16 off
+        assert_no_worse([actual], [by_torch(*inputs)], [expected])
+
+
+def test_the_reference_is_the_formula():
+    q, k, v, lengths = problem(2, 2, 4, 2, 8, 9, torch.float64, lengths=[9, 4])
+    out = reference(q, k, v, lengths, scale=0.3)
+    for batch in range(2):
+        for token in range(2):
+            for head in range(4):
+                there = int(lengths[batch]) - 2 + 1 + token
+                keys, values = k[batch, head // 2, :there], v[batch, head // 2, :there]
+                expected = (0.3 * keys @ q[batch, token, head]).softmax(0) @ values
+                torch.testing.assert_close(out[batch, token, head], expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "kv_heads", "head_dim", "capacity"),
+    [
+        (1, 1, 1, 1, 16, 1), (1, 1, 3, 1, 80, 17), (2, 5, 5, 5, 1, 33), (1, 1, 32, 1, 256, 40), (3, 2, 4, 2, 96, 16),
+        (1, 8, 64, 4, 20, 64), (0, 1, 2, 2, 16, 8), (2, 0, 2, 2, 16, 8), (1, 1, 7, 7, 24, 200),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_any_size(batch, tokens, heads, kv_heads, head_dim, capacity):
+    inputs = problem(batch, tokens, heads, kv_heads, head_dim, capacity)
+    assert_near_truth([decode_attention(*inputs)], [truth(*inputs)], reduced=capacity * head_dim)
+
+
+@given(
+    batch=st.integers(1, 2), tokens=st.integers(1, 4), group=st.integers(1, 3), kv_heads=st.integers(1, 3),
+    head_dim=st.integers(1, 40), capacity=st.integers(4, 90), data=st.data(),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_any_combination(batch, tokens, group, kv_heads, head_dim, capacity, data):
+    lengths = [data.draw(st.integers(tokens, capacity)) for _ in range(batch)]
+    inputs = problem(batch, tokens, group * kv_heads, kv_heads, head_dim, capacity, lengths=lengths)
+    assert_near_truth([decode_attention(*inputs)], [truth(*inputs)], reduced=capacity * head_dim)
+
+
+def test_what_lies_behind_the_length_is_not_read():
+    q, k, v, lengths = problem(2, 2, 4, 2, 16, 60, lengths=[60, 21])
+    k[1, :, 21:], v[1, :, 21:] = float("nan"), float("nan")
+    actual = decode_attention(q, k, v, lengths)
+    assert actual.isfinite().all()
+    assert_near_truth([actual], [truth(q, k, v, lengths)], reduced=60 * 16)
+
+
+def test_a_query_without_keys_is_zero_and_a_length_beyond_the_cache_is_the_cache():
+    q, k, v, lengths = problem(3, 2, 2, 2, 16, 40, lengths=[0, 1, 4000])
+    out = decode_attention(q, k, v, lengths)
+    assert not out[0].any() and not out[1, 0].any()
+    torch.testing.assert_close(out[1, 1], v[1, :, 0])
+    whole = torch.full_like(lengths, 40)
+    torch.testing.assert_close(out[2], truth(q, k, v, whole)[2].float(), atol=1e-5, rtol=1e-5)
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v, lengths = problem(1, 1, 2, 1, 16, 50)
+    inputs = q * 100, k * 100, v, lengths
+    assert_near_truth([decode_attention(*inputs)], [truth(*inputs)], reduced=50 * 16 * 1000)
+
+
+def test_layouts():
+    q, k, v, lengths = problem(2, 1, 4, 2, 16, 37)
+    expected = decode_attention(q, k, v, lengths)
+    packed = torch.cat((q, q), -1)[..., :16]
+    by_token = k.transpose(1, 2).contiguous().transpose(1, 2)
+    misaligned = torch.empty(v.numel() + 1, device=DEVICE)[1:].view(v.shape).copy_(v)
+    columns = torch.empty(*k.shape[:-1], 32, device=DEVICE)[..., ::2].copy_(k)
+    for inputs in ((packed, k, v), (q, by_token, v), (q, k, misaligned), (q, columns, v)):
+        torch.testing.assert_close(decode_attention(*inputs, lengths), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_the_same_bits_on_every_run():
+    inputs = problem(2, 2, 4, 2, 32, 120, torch.float16)
+    assert_deterministic(lambda: [decode_attention(*inputs)])
+
+
+def test_one_graph_and_a_registered_op():
+    inputs = problem(2, 1, 4, 2, 16, 40)
+    torch.library.opcheck(OP._registered, (*inputs, 0.25))
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *tensors: decode_attention(*tensors) * 2, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*inputs), decode_attention(*inputs) * 2)
+
+
+@on_gpu
+def test_a_captured_graph_follows_the_length():
+    q, k, v, lengths = problem(2, 1, 8, 2, 64, 500, torch.bfloat16, lengths=[3, 9])
+    decode_attention(q, k, v, lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(q, k, v, lengths)
+    for grown in ([3, 9], [400, 1], [500, 499]):
+        lengths.copy_(torch.tensor(grown))
+        graph.replay()
+        assert torch.equal(out, decode_attention(q, k, v, lengths))
+
+
+def test_mistakes_are_one_sentence():
+    q, k, v, lengths = problem(1, 1, 4, 2, 16, 8)
+    for inputs, kind, sentence in (
+        ((q[0], k, v, lengths), ValueError, "q has shape"),
+        ((q, k.half(), v, lengths), TypeError, "k is torch.float16"),
+        ((q, k, v[:, :, :4], lengths), ValueError, "make them equal"),
+        ((q[..., :8], k, v, lengths), ValueError, "make batch and head_dim equal"),
+        ((q[:, :, :3], k, v, lengths), ValueError, "do not divide"), ((q, k, v, lengths.long()), TypeError, "int32"),
+        ((q, k, v, lengths[:0]), ValueError, "lengths have shape"), ((q, k, v, 3), TypeError, "lengths are int"),
+        ((q.expand(1, 99, 4, 16), k, v, lengths), ValueError, "fewer tokens at a time"),
+        ((q.clone().requires_grad_(), k, v, lengths), ValueError, "torch.no_grad"),
+        ((torch.zeros(1, 1, 2, 257), *[torch.zeros(1, 2, 8, 257)] * 2, lengths.cpu()), ValueError, "from 1 to 256"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=sentence) as error:
+            decode_attention(*inputs)
+        assert str(error.value).startswith("decode_attention: ") and "\n" not in str(error.value)
+
+
+def test_cost_counts_the_cache():
+    assert cost(2, 1, 8, 2, 64, 100).bytes == 2 * (2 * 2 * 2 * 100 * 64) + 2 * 2 * (2 * 8 * 64)
