@@ -119,7 +119,7 @@ def activation(dtype: torch.dtype, width: int, kind: str, form: str, bias: torch
 
 def attention(head_dim: int):
     """What goes before the kernel of backward, and behind it."""
-    prepare, finish = attention_kernels._launches(H200, head_dim)
+    prepare, finish = attention_kernels._launches(H200, torch.bfloat16, head_dim)
     sums, scalars = ["*fp32", "*fp32", "*fp32", "*i32"], ["i32", "i64", "i64"]
     yield "forward", resources(prepare, ["*bf16", "*bf16", *sums, *scalars, *["i64"] * 6, "fp32"])
     yield "finish", resources(finish, ["*fp32", "*i32", "*bf16", *scalars, "fp32"])

@@ -6,6 +6,8 @@ strict about how tensors lie; `test_attention_hopper_backward.py` runs the kerne
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -249,10 +251,11 @@ def test_a_captured_graph_replays_forward_and_backward(launched):
 @on_hopper
 def test_an_observer_sees_what_backward_has_to_do():
     inputs, upstream = leaves((2, 512, 3, 64)), upstream_of((2, 512, 3, 64))
-    run(attention, inputs, upstream)
+    function = functools.partial(attention, backend="hopper")
+    run(function, inputs, upstream)
     observation = Observation(compiled=False)
     observation.begin()
-    run(attention, inputs, upstream)
+    run(function, inputs, upstream)
     torch.cuda.synchronize()
     seen = {work.op: work for work in observation.end()}
     kernel = seen["tilewright_attention_backward"]

@@ -127,6 +127,7 @@ class _Reads(nn.Module):
 
     def forward(self, x):
         q, k, v = self.q(x), self.k(x), self.v(x)
+        k.mul_(2.0)  # as rotary embeddings are put in place
         return {"loss": (x + self.out(q.tanh() + torch.cat([k, v], -1).sin())).square().mean()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tilewright.runtime import dispatch
 
 transformers = pytest.importorskip("transformers")
 
+RELEASE = tuple(int(part) for part in version("transformers").split(".")[:2])
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "attn_implementation": "sdpa",
@@ -107,11 +109,17 @@ def test_what_is_generated_is_the_same(name: str, cache: str) -> None:
     told |= {"disable_compile": True}
     truth = model.generate(tokens, **told)
     model.set_attn_implementation("tilewright")
+    if (name, cache) == ("Mistral", "static") and RELEASE < (5, 23):
+        with pytest.raises(UserError, match=r"from transformers 5\.23 on; update it"):
+            model.generate(tokens, **told)
+        return
     assert torch.equal(model.generate(tokens, **told), truth)
 
 
 def test_the_kernels_are_told_of_windows_and_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Triton's interpreter where there is no GPU, in float32."""
+    """By Triton's interpreter, in float32."""
+    if torch.cuda.is_available():
+        pytest.skip("these tensors are on the CPU, and beside a GPU nothing interprets kernels")
     monkeypatch.setattr(dispatch, "INTERPRETED", True)
     model, tokens = _build("Gemma2").float(), torch.randint(3, 64, (2, LENGTH))
     seen = torch.tensor([[1] * LENGTH, [0] * 7 + [1] * 4])

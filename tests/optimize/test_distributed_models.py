@@ -143,5 +143,7 @@ def _parallel(rank):
     _compare(*found)
     assert not report.captured.failures
     reasons = {site.declined for site in report.declined}
-    assert "its logits come from to_local, not from a linear layer" in reasons, reasons
+    assert any(why.endswith("to_local, not from a linear layer") for why in reasons), (
+        reasons
+    )  # torch 2.11: prim_to_local
     assert "its weights are DTensors" in reasons, reasons

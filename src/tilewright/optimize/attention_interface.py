@@ -31,6 +31,13 @@ class Mask:
         """The matrix: `generate` asks for it where it makes masks ahead, for a cache of fixed size."""
         return _matrix(self.given)
 
+    @property
+    def ndim(self) -> int:
+        """Asked for by transformers before 5.23, which would make a mask of this one and lose its padding."""
+        raise UserError(
+            "Attention by tilewright generates with a cache of fixed size from transformers 5.23 on; update it."
+        )
+
 
 def _matrix(given: Mapping[str, Any]) -> Tensor:
     from transformers.masking_utils import sdpa_mask

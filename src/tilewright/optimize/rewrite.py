@@ -213,7 +213,7 @@ def _obstacle(found: Candidate, choice: Choice, state: dict[Node, g.State]) -> s
     parts = [*site.nodes, *(node for each in found.deferred for node in _nodes((each,), inputs))]
     if any(not _runs_alike(node, first_output, state) for node in parts):
         return "a part of it runs under another autocast or grad mode"
-    if any(_is_written(each) for each in found.outputs[1:]):
+    if not found.is_writable and any(_is_written(each) for each in found.outputs[1:]):
         return "its sum is written to in place later"
     span = [node for node in order if order[site.nodes[0]] <= order[node] <= max(order[o] for o in found.outputs)]
     if any(g.writes_in_place(node) for node in span):

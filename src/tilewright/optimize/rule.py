@@ -45,6 +45,7 @@ class Candidate:
     known: Mapping[Node, torch.Tensor] = field(default_factory=dict)
     # The probe's inputs where random tensors of the inputs' shapes will not do.
     sample: Callable[[torch.Generator], list[torch.Tensor | None]] | None = None
+    is_writable: bool = False  # its call reads none of its outputs in backward, so anybody may write to them
     is_guess: bool = False  # nothing names it as a site: where no choice proves right, nobody needs to hear of it
 
 

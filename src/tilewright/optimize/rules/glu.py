@@ -1,8 +1,8 @@
 """SwiGLU and GEGLU: the activation of one matmul's result times another's, in one pass; split or packed.
 
-The memory of a step is fullest where the loss begins, when all that backward needs is there. So the last one before a
-fused loss keeps nothing for the matmul behind it: backward computes it again, which takes less than a thousandth of a
-step, and the logits of a chunk lie in the memory that this leaves.
+Behind a fused loss the memory of a step is fullest in the backward of the last one, where all that was saved is still
+there, and the gradients of gate and up beside it. So the first two keep nothing for the matmul behind them: backward
+computes them again, in less than two thousandths of a step, and those gradients have the room that this leaves.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from tilewright.optimize.rules.gelu import KINDS, activations
 from tilewright.optimize.rules.linear_cross_entropy import loss_of_head
 from tilewright.runtime import dispatch
 
-LARGE = 32 << 20  # bytes from which on the last one is worth computing again
+AGAIN = 2  # of them are computed again
+LARGE = 32 << 20  # bytes from which on that is worth it
 
 
 def _find(view: View) -> Iterator[Candidate | Declined]:
     found = list(_nominate(view))
     if view.has_gradients and any(g.calls(node, loss_of_head) for node in view.graph.nodes):
-        candidates = (each for each in reversed(found) if isinstance(each, Candidate))
-        last = next(candidates, None)
-        if last is not None and (whole := _with_projection(last)) is not None:
-            yield whole
-            if not whole.anchor.users:  # it is replaced; else the site alone may be
-                found.remove(last)
+        candidates = [each for each in found if isinstance(each, Candidate)]
+        for each in candidates[:-1][:AGAIN]:
+            if (whole := _with_projection(each)) is not None:
+                yield whole
+                if not whole.anchor.users:  # it is replaced; else the site alone may be
+                    found.remove(each)
     yield from found
 
 

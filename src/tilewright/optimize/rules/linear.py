@@ -77,7 +77,7 @@ def _nominate(layers: list[_Layer], is_guess: bool = False) -> Candidate:
         drawn = (None if each is None else torch.randn(each, generator=generator) for each in shapes)
         return [None if each is None else each.double() for each in drawn]
 
-    return Candidate(outputs[0], outputs, (choice,), sample=sample, is_guess=is_guess)
+    return Candidate(outputs[0], outputs, (choice,), sample=sample, is_writable=True, is_guess=is_guess)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
