@@ -178,9 +178,10 @@ def models(result: dict[str, Any]) -> str:
         times = {name: cell["median"] for name, cell in cells.items() if "median" in cell}
         peer = min(time for name, time in times.items() if name in MODEL_PEERS)
         ours = min(time for name, time in times.items() if name.startswith("tilewright"))
-        rows.append([case["label"], *(_step(cells.get(name)) for name in names), f"{peer / ours:.2f}x"])
+        commit = case.get("commit", result["machine"]["commit"])
+        rows.append([case["label"], *(_step(cells.get(name)) for name in names), f"{peer / ours:.2f}x", commit])
     text = machine(result)[:-1] + f"; transformers {result['peers']['transformers']}, liger-kernel {liger}.\n\n"
-    return text + markdown(["model, weights, batch", *names, "over the best peer"], rows)
+    return text + markdown(["model, weights, batch", *names, "over the best peer", "commit"], rows)
 
 
 def _step(cell: dict[str, Any] | None) -> str:
