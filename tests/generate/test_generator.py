@@ -48,6 +48,19 @@ def test_pieces_of_a_stream_join_to_the_text_and_come_before_the_end(generator):
         assert "".join(pieces) == whole.text and len(pieces) > 1 and all(pieces)
 
 
+def test_a_second_generation_ends_the_first_one_with_an_error(generator):
+    prompt = list(PROMPTS[0].encode())
+    alone = next(iter(zip(*generator.steps([prompt], max_tokens=6), strict=True)))
+    first, second = (generator.steps([list(each.encode())], max_tokens=6) for each in PROMPTS[:2])
+    next(first)
+    next(second)
+    with pytest.raises(UserError, match="cache holds one at a time; end this one "):
+        next(first)
+    assert len(list(second)) == 5
+    assert next(iter(zip(*generator.steps(torch.tensor([prompt]).tolist(), max_tokens=6), strict=True))) == alone
+    assert generator.generate(torch.tensor(prompt), max_tokens=4) == generator.generate(PROMPTS[0], max_tokens=4)
+
+
 def test_a_stop_string_ends_the_text_before_it(generator):
     whole = generator.generate(PROMPTS[0], max_tokens=60, temperature=1.0, seed=1)[0].text
     stop = whole[10:14]  # of four tokens or more

@@ -80,3 +80,10 @@ def test_the_likeliest_by_parts_is_the_argmax_and_the_first_of_equals(size):
     assert torch.equal(best, (scores == scores.max(-1, keepdim=True).values).int().argmax(-1))
     scores[:, size // 2] = float("nan")
     assert (likeliest(scores) == size // 2).all()
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 5e-324, 1e-30])
+def test_the_smallest_numbers_that_are_taken_leave_the_likeliest(temperature):
+    logits = torch.tensor([1.0, 5.0, 20.0, 3.0])
+    assert probabilities(logits, Sampling(temperature=temperature)).tolist() == [0, 0, 1, 0]
+    assert probabilities(logits, Sampling(temperature=1.0, top_p=5e-324)).tolist() == [0, 0, 1, 0]

@@ -151,6 +151,29 @@ def test_the_rule_groups_what_reads_one_input(gradients_on, monkeypatch):
             torch.testing.assert_close(one.grad, other.grad, rtol=2e-2, atol=1e-5)
 
 
+class _Teaches(_Reads):
+    def forward(self, x):
+        q = self.q(x)
+        with torch.inference_mode():
+            k = self.k(x)
+        return {"loss": (q.sum(-1) * k.clone().sum(-1)).mean() + self.v(x).sin().mean()}
+
+
+def test_a_layer_in_inference_mode_is_in_no_group(monkeypatch):
+    monkeypatch.setattr(rule, "_LEAST", 0.0)
+    model = _Teaches().to(BF16)
+    plain, x = copy.deepcopy(model), torch.randn(4, 5, 24, dtype=BF16)
+    with optimized(model, rules=["linear"]) as report:
+        model(x)["loss"].backward()
+    plain(x)["loss"].backward()
+    assert model.k.weight.grad is None and plain.k.weight.grad is None
+    assert not any(", 3 of one input" in site.detail for site in report.changed)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=2e-2, atol=1e-4)
+
+
 @on_gpu
 def test_on_a_gpu_it_is_no_further_from_float64_than_autograd_and_bit_equal():
     torch.manual_seed(0)

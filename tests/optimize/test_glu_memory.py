@@ -102,3 +102,19 @@ def test_where_nothing_is_gained_it_is_a_site_like_the_others(change, monkeypatc
         model(*batch)
     details = [site.detail for site in report.changed if site.rule == "glu"]
     assert len(details) == 3 and not any("computed again" in each for each in details)
+
+
+@pytest.mark.parametrize("written", ["gate", "weight"])
+def test_what_is_written_to_before_backward_is_an_error(written):
+    gate, up, weight = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(4, 8, requires_grad=True)
+    (out := glu.project(gate, up, weight, None, kind="silu")).sum().backward(retain_graph=True)
+    first = weight.grad.clone()
+    out.sum().backward(retain_graph=True)
+    torch.testing.assert_close(weight.grad, 2 * first)
+    if written == "weight":  # saved for the gradient of an input
+        gate.requires_grad_()
+        out = glu.project(gate, up, weight, None, kind="silu")
+    with torch.no_grad():
+        (gate if written == "gate" else weight).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -145,3 +145,36 @@ def test_a_weight_that_was_tied_again_is_named():
     model[0].weight = torch.nn.Parameter(torch.randn(128, 64))
     with pytest.raises(TypeError, match="as after tie_weights"):
         model(torch.randn(2, 64))
+
+
+def test_a_state_dict_of_another_format_is_refused_and_changes_nothing():
+    torch.manual_seed(0)
+    plain, x = mlp(), torch.randn(4, 64)
+    states = [plain.state_dict()]
+    for kind in (Fp8(), Int8()):
+        model = mlp()
+        quantize_(model, kind)
+        states.append(model.state_dict())
+    before = model(x)
+    for state in states[:2]:
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match="of another format, or not quantized"):
+                model.load_state_dict(state, strict=strict)
+    model.load_state_dict(states[2])
+    assert torch.equal(model(x), before)
+
+
+def test_layers_whose_parents_read_their_weights_stay():
+    model = torch.nn.TransformerEncoderLayer(64, 2, 128, batch_first=True).eval()
+    report = quantize_(torch.nn.Sequential(model), Int8())
+    assert not report.bytes_after < report.bytes_before
+    assert all("reads its weight instead of calling it" in layer.left_out for layer in report.left_out)
+    with torch.no_grad():
+        assert model(torch.randn(2, 5, 64)).isfinite().all()
+
+
+def test_an_error_that_is_no_number_leaves_a_layer_out():
+    x = torch.randn(4, 64)
+    x[0, 0] = torch.inf
+    report = quantize_(mlp(), Int4(group=64), inputs=x, most_error=1e-6)
+    assert len(report.left_out) == 2

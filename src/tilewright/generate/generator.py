@@ -102,6 +102,7 @@ class Generator:
         self.model = from_gpt(model, device=model.token.weight.device) if isinstance(model, GPT) else model
         self.tokenizer, self.stop_tokens = tokenizer, frozenset(stop_tokens)
         self.metrics: Metrics | None = None  # of the last call
+        self._run = 0  # how many generations have begun
         self._caches: dict[int, KVCache] = {}
         self._decodings: dict[tuple[int, Sampling], Decoding] = {}
         self._drafts: dict[tuple[Sampling, int], Speculating] = {}
@@ -178,7 +179,8 @@ class Generator:
         self._check(prompts, max_tokens)
         if speculate and len(prompts) > 1:
             raise UserError(f"speculate works on one prompt at a time and there are {len(prompts)}; leave it out.")
-        decoding = self._decoding(len(prompts), sampling)
+        self._run += 1  # another one may begin before this has ended, and takes the cache
+        mine, decoding = self._run, self._decoding(len(prompts), sampling)
         proposing = self._speculating(decoding, speculate) if speculate else None
         weights, begin = weight_bytes(self.model), time.perf_counter()
         first = last = begin
@@ -193,6 +195,11 @@ class Generator:
             times = first - begin, last - first
             self.metrics = _measured(self.model, weights, prompts, count, forwards, times)
             yield tokens
+            if self._run != mine:
+                raise UserError(
+                    "Another generation has begun on this Generator, whose cache holds one at a time; end this one "
+                    "before, or make a Generator for each."
+                )
 
     def _pieces(
         self, rows: list[_Row], prompts: list[list[int]], max_tokens: int, stop_tokens: Sequence[int],
@@ -234,9 +241,9 @@ class Generator:
         if not prompts or not all(len(prompt) for prompt in prompts):
             raise UserError("A prompt has no tokens; give at least one.")
         for prompt in prompts:
-            bad = next((token for token in prompt if not 0 <= token < vocabulary), None)
+            bad = next((token for token in prompt if type(token) is not int or not 0 <= token < vocabulary), None)
             if bad is not None:
-                raise UserError(f"A prompt has the token {bad}, and the vocabulary is 0 to {vocabulary - 1}.")
+                raise UserError(f"A prompt has the token {bad!r}, and the vocabulary is 0 to {vocabulary - 1}.")
             if len(prompt) + max_tokens > self.context:
                 raise UserError(
                     f"A prompt of {len(prompt):,} tokens and max_tokens {max_tokens:,} are more than the cache's "
@@ -270,6 +277,8 @@ class Generator:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
+    if hasattr(prompts, "tolist"):  # an array
+        prompts = prompts.tolist()
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -61,7 +61,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     logits = logits.float()
     if sampling.is_greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits / sampling.temperature
+    # Less the greatest, so that no temperature makes one infinite; one that float32 has not is its smallest number.
+    smallest = torch.finfo(torch.float32).tiny
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, smallest)
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
@@ -69,7 +71,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         ordered, places = logits.sort(dim=-1, descending=True, stable=True)
         shares = ordered.softmax(-1)
         before = shares.cumsum(-1) - shares  # of likelier tokens
-        kept = torch.empty_like(before, dtype=torch.bool).scatter_(-1, places, before < sampling.top_p)
+        kept = torch.empty_like(before, dtype=torch.bool).scatter_(
+            -1, places, (before == 0) | (before < sampling.top_p)
+        )
         logits = logits.masked_fill(~kept, -math.inf)
     if sampling.min_p > 0.0:
         least = logits.max(-1, keepdim=True).values + math.log(sampling.min_p)

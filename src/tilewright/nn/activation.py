@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright.nn.hooks import is_own
 from tilewright.nn.linear import Linear
-from tilewright.nn.recompute import forgetting, is_memory_of
+from tilewright.nn.recompute import forgetting, if_unchanged, is_memory_of
 from tilewright.ops.activation.op import bias_gelu, geglu, swiglu
 from tilewright.ops.gelu_mlp.op import fused_gelu_mlp, gelu_mlp
 from tilewright.ops.linear.op import linear
@@ -36,7 +36,7 @@ def _project(
         rest = functools.partial(_project, down, activate, again=False)
         return checkpoint(rest, inner, use_reentrant=False)
     activated = activate(*inner)
-    with forgetting(is_memory_of(activated), lambda: activate(*inner)):
+    with forgetting(is_memory_of(activated), if_unchanged(lambda: activate(*inner), *inner)):
         return down(activated)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,23 @@ class QuantizedLinear(torch.nn.Module):
             if moved is not None and moved.dtype != dtype:
                 self._buffers[name] = before[name].to(moved.device)
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Refuse packed tensors of another format, which a copy would turn into other numbers."""
+        for name, buffer in self._buffers.items():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, Tensor) and buffer is not None and given.dtype != buffer.dtype:
+                error_msgs.append(
+                    f"{prefix}{name} is {given.dtype} and this layer's {buffer.dtype}: it is of another format, or not "
+                    "quantized. Quantize the model in that format first."
+                )
+                return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def extra_repr(self) -> str:
         words = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}

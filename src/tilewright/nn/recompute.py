@@ -27,6 +27,33 @@ class _Layout(NamedTuple):
     dtype: torch.dtype
 
 
+class _Kept(NamedTuple):
+    """A tensor that stays, and its version: PyTorch itself checks none under hooks."""
+
+    tensor: Tensor
+    version: int
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"A tensor of shape {tuple(tensor.shape)} that backward needs has been modified by an inplace operation: "
+            f"it is at version {tensor._version}, expected version {version}; write to a copy, or after backward."
+        )
+
+
+def if_unchanged(again: Callable[[], Tensor], *inputs: Tensor | None) -> Callable[[], Tensor]:
+    """`again`, which raises where one of its inputs has been written to since."""
+    versions = [(each, each._version) for each in inputs if each is not None]
+
+    def checked() -> Tensor:
+        for tensor, version in versions:
+            _check_version(tensor, version)
+        return again()
+
+    return checked
+
+
 def forgetting(given_up: Callable[[Tensor], bool], again: Callable[[], Tensor]) -> saved_tensors_hooks:
     """Where ops save a tensor that `given_up` is true of, keep nothing; `again` makes it when backward asks.
 
@@ -43,14 +70,15 @@ def forgetting(given_up: Callable[[Tensor], bool], again: Callable[[], Tensor]) 
     forced = kernels_are_forced()
     kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
 
-    def pack(saved: Tensor) -> Tensor | _Layout:
+    def pack(saved: Tensor) -> _Kept | _Layout:
         if not given_up(saved):
-            return saved
+            return _Kept(saved, saved._version)
         return _Layout(saved.size(), saved.stride(), saved.storage_offset(), saved.dtype)
 
-    def unpack(saved: Tensor | _Layout) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+    def unpack(saved: _Kept | _Layout) -> Tensor:
+        if isinstance(saved, _Kept):
+            _check_version(*saved)
+            return saved.tensor
         (gpu, gpu_on, gpu_dtype), (cpu, cpu_on, cpu_dtype) = kinds  # backward knows nothing of forward's autocast
         autocast = torch.autocast(gpu, gpu_dtype, gpu_on), torch.autocast(cpu, cpu_dtype, cpu_on)
         with torch.no_grad(), autocast[0], autocast[1], forcing_kernels(forced):

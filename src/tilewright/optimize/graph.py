@@ -230,6 +230,11 @@ def states(graph: torch.fx.Graph, start: State, device: str) -> dict[Node, State
         found[node] = state
         if calls(node, torch._C._set_grad_enabled):
             state = State(bool(node.args[0]), state.autocast)
+        elif calls(node, torch.autograd.grad_mode._enter_inference_mode):
+            stack[node] = state
+            state = State(state.gradients and not node.args[0], state.autocast)
+        elif calls(node, torch.autograd.grad_mode._exit_inference_mode) and node.args[0] in stack:
+            state = State(stack[node.args[0]].gradients, state.autocast)
         elif calls(node, torch.amp.autocast_mode._enter_autocast):
             stack[node] = state
             kind, dtype, enabled, *_ = (*node.args, None, True, None)[:3]

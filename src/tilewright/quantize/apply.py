@@ -92,7 +92,7 @@ def _replace(
     weight_error, output_error = _errors(site.matrix, packed, config, sample)
     error = weight_error if output_error is None else output_error
     size = sum(tensor.numel() * tensor.element_size() for tensor in packed.values())
-    if error > most:
+    if not error <= most:  # nor where it is no number
         why = f"its error of {error:.1%} is above most_error={most:g}"
         return _layer(site, site.weight.numel() * site.weight.element_size(), weight_error, output_error, why)
     layer = _layer(site, size, weight_error, output_error)

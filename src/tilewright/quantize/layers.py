@@ -24,6 +24,8 @@ class Site:
     module: torch.nn.Module
     transposed: bool  # the weight is (in, out)
     others: list[str]
+    parent: torch.nn.Module
+    is_float32: bool  # by `_keep_in_fp32_modules` of transformers, whose models cast to the weight's dtype there
 
     @property
     def weight(self) -> Tensor:
@@ -50,6 +52,7 @@ class Site:
 def linear_layers(model: torch.nn.Module) -> Iterator[Site]:
     """Every linear layer that is a whole module: ``torch.nn.Linear``, ours, and the ``Conv1D`` of transformers."""
     found: dict[int, Site] = {}
+    kept = {each for module in model.modules() for each in getattr(module, "_keep_in_fp32_modules", None) or ()}
     for name, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         is_conv = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
@@ -60,7 +63,8 @@ def linear_layers(model: torch.nn.Module) -> Iterator[Site]:
         if id(module) in found:
             found[id(module)].others.append(name)
         else:
-            found[id(module)] = Site(name, module, is_conv, [])
+            parent = model.get_submodule(name.rpartition(".")[0])
+            found[id(module)] = Site(name, module, is_conv, [], parent, not kept.isdisjoint(name.split(".")))
     yield from found.values()
 
 
@@ -69,6 +73,10 @@ def why_not(site: Site) -> str:
     weight = site.weight
     if type(weight) not in (torch.nn.Parameter, Tensor):
         return f"its weight is a {type(weight).__name__}"
+    if isinstance(site.parent, (torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)):
+        return f"{type(site.parent).__name__} reads its weight instead of calling it"
+    if site.is_float32:
+        return "its model keeps it in float32, and casts to its weight's dtype"
     if not has_no_hooks(site.module):
         return "it has hooks, which another module would not call"
     return ""

@@ -117,7 +117,8 @@ def _compare(
     folder: Path, model: torch.nn.Module, replaced: list[tuple[Site, QuantizedLinear]], tensors: dict[str, Tensor]
 ) -> None:
     """Refuse tensors that are not those of the model with these layers replaced."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
+    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     for site, layer in replaced:
         for name in (site.name, *site.others):
             del wanted[f"{name}.weight"]
@@ -126,6 +127,16 @@ def _compare(
         if names:
             more = "and the model has" if verb == "lacks" else "for which the model has no place"
             raise UserError(f"{folder} {verb} {shorten(min(names))}, {more}; build the model that was quantized.")
+    packed = {
+        f"{name}.{part}" for site, layer in replaced for name in (site.name, *site.others) for part in layer._buffers
+    }
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    for name in wanted.keys() & state.keys() - packed:
+        given, own = tensors[name].dtype, state[name].dtype
+        if given not in floats if own.is_floating_point else given != own:
+            raise UserError(
+                f"{shorten(name)} of {folder} is {given}, and the model's {own}; build the model that was quantized."
+            )
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != shape:
             raise UserError(

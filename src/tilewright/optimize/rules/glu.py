@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from tilewright.nn.recompute import forgetting, is_memory_of
+from tilewright.nn.recompute import forgetting, if_unchanged, is_memory_of
 from tilewright.ops import geglu, linear, swiglu
 from tilewright.optimize import graph as g
 from tilewright.optimize.rule import Candidate, Choice, Declined, Rule, View
@@ -116,7 +116,8 @@ def project(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None
     activated = glu(gate, up, kind=kind)
     if not torch.is_grad_enabled() or dispatch.is_traced(gate, up, weight, bias):
         return linear(activated, weight, bias)
-    with forgetting(is_memory_of(activated), functools.partial(glu, gate, up, kind=kind)):
+    again = if_unchanged(functools.partial(glu, gate, up, kind=kind), gate, up)
+    with forgetting(is_memory_of(activated), again):
         return linear(activated, weight, bias)
 
 
