@@ -26,7 +26,7 @@ def quantize_(
     inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
     most_error: float = MOST_ERROR,
 ) -> Report:
-    """Replace the linear layers of a model, whoever wrote it, by `nn.QuantizedLinear`, and report what that changed.
+    """Replace the linear layers of any model by `nn.QuantizedLinear`, and report what that changed.
 
     Everything that can be refused is refused before the first layer changes. Then one layer after the other is
     quantized and its old weight released, the largest first: at no time is there more than the model as it was and one

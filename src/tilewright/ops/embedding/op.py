@@ -78,9 +78,14 @@ def _foresee(ctx: Any, inputs: Inputs, output: tuple[Tensor, Tensor, Tensor]) ->
     from tilewright.ops.embedding import kernels
 
     out, weight, flat = output
-    if ctx.needs_input_grad[1]:  # as of a table that is tied
-        some, (table,) = out.reshape(-1, out.shape[-1])[:32], dispatch.packed((weight,))
-        kernels.scatter(flat[:32], some, len(weight), weight.dtype, table)
+    _, needs_weight, needs_position, _ = ctx.needs_input_grad
+    some = out.reshape(-1, out.shape[-1])[:32]
+    together = needs_weight and needs_position and len(flat) == out.shape[-2]  # one pass, where the batch is 1
+    if needs_weight:  # as of a table that is tied
+        (table,) = dispatch.packed((weight,))
+        kernels.scatter(flat[:32], some, len(weight), weight.dtype, table, len(some) if together else None)
+    if needs_position and not together:
+        kernels.add_batch(some, 1, len(some), weight.dtype)
 
 
 def _differentiate(ctx: Any, _: Any, dout: Any, dtied: Any) -> Sequence[Tensor | None]:
