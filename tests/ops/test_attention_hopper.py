@@ -102,16 +102,15 @@ extern "C" const char* run(int blocks, const Map* three, void* out, float* lse, 
 """
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiler(source, wrapper, folders):
     """Builds a kernel's source for the CPU, once for each of its configs."""
     built = {}
 
     def build(config):
         if config not in built:
-            folder = tmp_path_factory.mktemp("emulated")
-            shutil.copy(hopper.SOURCE, folder / "kernel.cu")
-            (folder / "run.cpp").write_text(WRAPPER)
+            folder = folders.mktemp("emulated")
+            shutil.copy(source, folder / "kernel.cu")
+            (folder / "run.cpp").write_text(wrapper)
             macros = [f"-D{name}={value}" for name, value in {**config.macros, "BOUNDED_WAITS": 1}.items()]
             command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{EMULATOR}", *macros]
             subprocess.run([*command, "-o", folder / "run.so", folder / "run.cpp"], check=True)
@@ -120,6 +119,11 @@ def compiled(tmp_path_factory):
         return built[config]
 
     return build
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return compiler(hopper.SOURCE, WRAPPER, tmp_path_factory)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import ctypes
 import math
 import os
 import random
-import shutil
 import subprocess
 from ctypes import c_char_p
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from ops.contract import DEVICE, assert_deterministic, assert_equal, on_hopper
-from ops.test_attention_hopper import BF16, EMULATOR, FP16, _Map, inputs, needs_compiler, truth
+from ops.test_attention_hopper import BF16, EMULATOR, FP16, _Map, compiler, inputs, needs_compiler, truth
 from tilewright.ops.attention import hopper_backward as hopper
 from tilewright.ops.attention import kernels
 
@@ -46,22 +45,7 @@ extern "C" const char* run(int blocks, const Map* six, const float* first, const
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Builds the kernel's source for the CPU, once for each of its configs."""
-    built = {}
-
-    def build(config):
-        if config not in built:
-            folder = tmp_path_factory.mktemp("emulated")
-            shutil.copy(hopper.SOURCE, folder / "kernel.cu")
-            (folder / "run.cpp").write_text(WRAPPER)
-            macros = [f"-D{name}={value}" for name, value in {**config.macros, "BOUNDED_WAITS": 1}.items()]
-            command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{EMULATOR}", *macros]
-            subprocess.run([*command, "-o", folder / "run.so", folder / "run.cpp"], check=True)
-            built[config] = ctypes.CDLL(str(folder / "run.so"))
-            built[config].run.restype = c_char_p
-        return built[config]
-
-    return build
+    return compiler(hopper.SOURCE, WRAPPER, tmp_path_factory)
 
 
 @pytest.fixture
