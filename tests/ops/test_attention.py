@@ -402,3 +402,27 @@ def test_attention_as_a_model_has_it():
     q, k, v = (torch.randn(2, 7, 4, 8, device=DEVICE) for _ in range(3))
     by_head = (t.transpose(1, 2) for t in (q, k, v))
     assert_equal([attention(q, k, v)], [F.scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2)])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_shared_heads_in_float32_are_repeated_for_pytorchs_fused_kernel(causal: bool, monkeypatch) -> None:
+    asked: list[tuple[torch.Size, bool]] = []
+
+    def note(q, k, v, *arguments, enable_gqa, **options):
+        asked.append((k.shape, enable_gqa))
+        return fused(q, k, v, *arguments, enable_gqa=enable_gqa, **options)
+
+    fused = F.scaled_dot_product_attention
+    monkeypatch.setattr(backends, "_FUSED_FLOAT32", ("cpu", "cuda"))
+    monkeypatch.setattr(backends.F, "scaled_dot_product_attention", note)
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(2, 37, heads, 24, generator=generator, requires_grad=True) for heads in (6, 2, 2)]
+    upstream = torch.randn(2, 37, 6, 24, generator=generator)
+    out = backends._call_pytorch(*inputs, causal)
+    assert asked == [((2, 6, 37, 24), False)]
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    exact = fused(*(t.transpose(1, 2) for t in wide), is_causal=causal, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+    ours, theirs = torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(exact, wide, upstream.double())
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)

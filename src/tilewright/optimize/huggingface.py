@@ -75,7 +75,9 @@ def build(
                 where, config=parsed, use_safetensors=True, local_files_only=True, dtype=_DTYPES[dtype], **options
             )
         else:
-            model = transformers.AutoModelForCausalLM.from_config(parsed, **options).to(_DTYPES[dtype])
+            # A CPU draws a billion weights in most of a minute.
+            with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+                model = transformers.AutoModelForCausalLM.from_config(parsed, **options).to(_DTYPES[dtype])
     except UserError:
         raise
     except Exception as error:  # whatever transformers, safetensors or a field of the config make of it
@@ -90,7 +92,7 @@ def build(
         raise UserError(
             f"A batch of {batch} x {columns} tokens of {parsed.vocab_size} cannot be made; give at least 1."
         )
-    tokens = torch.randint(0, parsed.vocab_size, (batch, columns))
+    tokens = torch.randint(0, parsed.vocab_size, (batch, columns)).to(model.device)
     return model.train(), {"input_ids": tokens, "labels": tokens.clone()}
 
 

@@ -38,6 +38,9 @@ _HOPPERS = frozenset({"full", "causal", "window", "lengths", "aligned", "scale",
 _EVERYTHING = frozenset(FEATURES)
 
 
+# Devices where PyTorch's fused kernel for float32 has no shared key heads. With the heads repeated it takes 0.65 of the
+# time of the unfused one that PyTorch would pick.
+_FUSED_FLOAT32 = ("cuda",)
 _OF_COMPILERS = ("FakeTensor", "FunctionalTensor")  # tensors that stand for others while a graph is captured
 FEWEST_KEYS = 1024  # from which on hopper was measured
 
@@ -94,6 +97,8 @@ def _call_pytorch(
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if q.dtype == torch.float32 and q.device.type in _FUSED_FLOAT32 and 0 < k.shape[1] < q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     gqa = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal=causal, scale=scale, enable_gqa=gqa)
     return out.transpose(1, 2)

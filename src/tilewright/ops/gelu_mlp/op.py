@@ -177,7 +177,8 @@ def gelu_mlp(
     True
     """
     _check(x, up, up_bias, down, down_bias, approximate)
-    if 2 * x.numel() * len(up) < _SMALL:
+    pays_to_pad = is_worth_padding(x, up) or is_worth_padding(x, down.t())
+    if 2 * x.numel() * len(up) < _SMALL and not pays_to_pad:
         most = HOST_BOUND * x.shape[-1] // max(1, len(up))
         if dispatch.is_host_bound(x, most, up, up_bias, down, down_bias):
             paths.note(_NAME, paths.PYTORCH, paths.why_host_bound(most))
@@ -185,7 +186,7 @@ def gelu_mlp(
     y = fused_gelu_mlp(x, up, up_bias, down, down_bias, approximate=approximate)
     if y is not None:
         return y
-    if is_worth_padding(x, up) or is_worth_padding(x, down.t()):
+    if pays_to_pad:
         biases = [None if bias is None else pad(bias[None], 1)[0] for bias in (up_bias, down_bias)]
         padded = pad(x, -1), pad(up, 0, 1), biases[0], pad(down, 0, 1), biases[1]
         return resize(gelu_mlp(*padded, approximate=approximate), [*x.shape[:-1], len(down)])

@@ -54,7 +54,7 @@ __all__ = ["cost", "linear", "linear_parts", "reference"]
 
 _INSTEAD = "torch.nn.functional.linear"
 _DEVICES = ("cuda",)
-WORTH_PADDING = 4e9  # FLOPs
+WORTH_PADDING = 3e9  # FLOPs
 
 Tensor = torch.Tensor
 
