@@ -78,6 +78,7 @@ def fused(monkeypatch):
     """Every size is fused, by the kernels or by what stands for them here; the list fills with what was called."""
     called = []
     monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 0)
+    monkeypatch.setattr(op, "_LEAST_BUSY", 0.0)
     if not HOPPER:
         monkeypatch.setattr(linear, "_DEVICES", (DEVICE,))
         monkeypatch.setattr(hopper, "ready", lambda device, *names: True)
@@ -217,6 +218,22 @@ def test_what_the_kernels_cannot_do_is_done_without_them(change, fused):
         torch.testing.assert_close(y, reference(*leaves, approximate=approximate), rtol=0.02, atol=0.02)
         assert fused_gelu_mlp(*leaves, approximate=approximate, lean=True) is None
     assert not fused
+
+
+def test_where_its_tiles_leave_processors_idle_it_is_done_without_them(fused, monkeypatch):
+    monkeypatch.setattr(op, "_LEAST_BUSY", 0.83)
+    share = iter((0.82, 0.84, 0.1))
+    monkeypatch.setattr(hopper, "busy_share", lambda rows, columns, device: next(share))
+    for expected in (0, 2):
+        gelu_mlp(*leaves_of(24, 16, 40)).sum().backward()
+        assert len(fused) == expected
+    assert lean_gelu_mlp(*leaves_of(24, 16, 40)) is not None  # to keep less is what it is for
+
+
+@pytest.mark.parametrize(("rows", "columns", "share"), [(512, 14336, 0.754), (1024, 14336, 0.905), (16896, 192, 1.0)])
+def test_the_busy_share_is_that_of_whole_waves(rows, columns, share, monkeypatch):
+    monkeypatch.setattr(hopper.dispatch, "multiprocessors", lambda device: 132)
+    assert hopper.busy_share(rows, columns, torch.device(DEVICE)) == pytest.approx(share, abs=1e-3)
 
 
 def test_under_compile_it_is_one_graph(fused):

@@ -20,7 +20,6 @@ from ops.contract import (
     on_gpu,
     randn,
 )
-from tilewright.ops.rope import kernels
 from tilewright.ops.rope.op import cost, reference, rope, rope_tables
 
 OP = sys.modules["tilewright.ops.rope.op"]
@@ -101,22 +100,6 @@ def test_any_combination(batch, sequence, heads, kv_heads, half, rest, layout, w
     options = {"interleaved": interleaved, "heads_first": heads_first}
     options["position_ids"] = ids_for(inputs[0], heads_first) if with_ids else None
     assert_near_truth(run(rope, *inputs, **options), truth(*inputs, **options), reduced=2)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 72), (12, 3, 52), (3, 2, 42)], ids=str)
-@pytest.mark.parametrize("heads_first", [False, True])
-def test_vectors_of_any_heads_give_the_bits_of_whole_heads(heads, kv_heads, head_dim, heads_first, monkeypatch):
-    q, k, *tables = problem(2, 5, heads, kv_heads, head_dim, dtype=torch.float16, heads_first=heads_first)
-    options = {"heads_first": heads_first, "position_ids": ids_for(q, heads_first)}
-    unit = 2 if head_dim % 4 else 4
-    assert kernels.tiling(heads, kv_heads, head_dim, head_dim // 2, 0, 2, unit, False).vectors
-    given = [t.detach().clone() for t in (q, k)]
-    actual = [*run(rope, q, k, *tables, **options), *rope(*given, *tables, inplace=True, **options)]
-    monkeypatch.setattr(kernels, "tiling", lambda *those: kernels._by_heads(*those[:6], those[7]))
-    kernels.rotate_launch.cache_clear()
-    expected = run(rope, q, k, *tables, **options)
-    kernels.rotate_launch.cache_clear()
-    assert all(map(torch.equal, actual, [*expected, *expected[:2]]))
 
 
 def test_half_rotated_is_hugging_faces_formula():

@@ -130,3 +130,10 @@ def start(
 def blocks(sizes: tuple[int, int, int], device: torch.device) -> int:
     """That share the tiles."""
     return min(dispatch.multiprocessors(device) // 2, -(-sizes[0] // PAIR_ROWS) * -(-sizes[1] // COLUMNS)) * 2
+
+
+def busy_share(rows: int, columns: int, device: torch.device) -> float:
+    """Return which share of what the processors could compute in as many waves of tiles is wanted."""
+    pairs = max(1, dispatch.multiprocessors(device) // 2)
+    tiles = -(-rows // PAIR_ROWS) * -(-columns // COLUMNS)
+    return rows * columns / (-(-tiles // pairs) * pairs * PAIR_ROWS * COLUMNS)

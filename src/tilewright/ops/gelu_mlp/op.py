@@ -44,6 +44,7 @@ __all__ = ["cost", "fused_gelu_mlp", "gelu_mlp", "reference"]
 _NAME = "gelu_mlp"
 HOST_BOUND = 4 * 2**20  # elements between the matmuls up to which PyTorch's own ops run an eager call
 _SMALL = 4e9  # FLOPs of a matmul below which no kernel of ours pays
+_LEAST_BUSY = 0.83  # of the processors: with less, cuBLAS's smaller tiles gain more than the GELU's own pass costs
 
 hopper.add_gemms(Path(__file__).with_name("hopper.cu"))
 
@@ -168,7 +169,8 @@ def gelu_mlp(
         approximate: ``"tanh"`` or ``"none"``, as in ``torch.nn.functional.gelu``.
 
     Fused are bfloat16 and the GELU by tanh on a Hopper GPU (H100, H200), where all widths are multiples of 8, a matmul
-    has at least 20 GFLOP, both weights are trained and torch has its NVRTC; everything else, and under torch.compile
+    has at least 20 GFLOP and tiles of 256 x 192 that keep 83 % of the processors busy, both weights are trained and torch
+    has its NVRTC; everything else, and under torch.compile
     all, is `linear`, `bias_gelu`, `linear`.
 
     >>> import torch
@@ -229,6 +231,8 @@ def _why_not(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, appr
         return "a parameter is a tensor subclass"
     if 2 * (x.numel() // x.shape[-1]) * down.numel() < cublaslt.WORTH_CHOOSING:
         return "the matmuls are small"
+    if not lean and hopper.busy_share(x.numel() // x.shape[-1], down.shape[1], x.device) < _LEAST_BUSY:
+        return "its large tiles would leave too many processors idle"
     kind = f"tilewright_{_NAME}_matmul_{'lean_' * lean}"
     ready = hopper.ready(x.device, f"{kind}value", f"{kind}gradient")
     return "" if ready else "the kernels are for a Hopper, and need NVRTC"

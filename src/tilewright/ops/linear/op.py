@@ -201,7 +201,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ``(..., out)`` in the dtype of the matmul.
 
     cuBLASLt computes bfloat16 and float16 on a GPU where ``in`` and ``out`` are multiples of 8 and the matmul has at
-    least 20 GFLOP; everything else is plain PyTorch. Where they are no multiples of 8, and the matmul has at least 4
+    least 20 GFLOP; everything else is plain PyTorch. Where they are no multiples of 8, and the matmul has at least 3
     GFLOP, zeros are added up to the next one: what cuBLAS has for such sizes is several times as slow.
 
     >>> import torch

@@ -7,16 +7,11 @@ of k, follow each other, so that all but the first find its cosines and sines in
 Tensors may have any strides as long as the last is 1. UNIT is a power of two that divides all of them: with 16 bytes
 of elements it lets every thread load and store 16 bytes at a time.
 
-A tile has a power of two of pairs a head: of a half of 36, 28 of 64 lanes would idle. There a program takes VECTORS
-vectors of the halves of all heads in a row instead, whichever heads they are of: 9 vectors of 4 are a half of 36, and
-288 of them 32 heads. A lane finds its head by a division, and its cosines and sines in L1, as it does by heads.
-
 Arithmetic is in COMPUTE, float32 or float64 for float64 input.
 """
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -25,7 +20,6 @@ import triton.language as tl
 from tilewright.runtime import dispatch
 
 _BYTES = 4096  # that a program reads
-_FEWER = 0.87  # as many lanes as by heads: from there on a program takes vectors of any heads
 
 
 @triton.jit
@@ -86,31 +80,6 @@ def _rotate_heads(
         tl.store(target + rest, unchanged, there & (rest < HEAD_DIM))
 
 
-@triton.jit
-def _rotate_vectors(
-    x, out, cos, sin, position, known, batch, token, inside, group, sign,
-    x_batch, x_token, x_head, out_batch, out_token, out_head,
-    ALL_HEADS: tl.constexpr, HALF: tl.constexpr, VECTORS: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """The group-th VECTORS vectors of the tokens' halves, each with the same one of the other half."""
-    EACH: tl.constexpr = HALF // VECTOR  # vectors of a head
-    number = group * VECTORS + tl.arange(0, VECTORS)
-    head = (number // EACH).to(tl.int64)
-    there = inside[:, None, None] & (number < ALL_HEADS * EACH)[None, :, None]
-    pair = (number % EACH * VECTOR)[None, :, None] + tl.arange(0, VECTOR)[None, None, :]
-    source = tl.permute(_rows(x, batch, token, head, x_batch, x_token, x_head, UNIT), (1, 0, 2)) + pair
-    target = tl.permute(_rows(out, batch, token, head, out_batch, out_token, out_head, UNIT), (1, 0, 2)) + pair
-    first = tl.load(source, there).to(COMPUTE)
-    second = tl.load(source + HALF, there).to(COMPUTE)
-    at = position[:, None, None] * HALF + pair
-    listed = there & known[:, None, None]
-    cosine = tl.load(cos + at, listed, float("nan")).to(COMPUTE)
-    sine = tl.load(sin + at, listed, float("nan")).to(COMPUTE) * sign
-    tl.store(target, (first * cosine - second * sine).to(out.dtype.element_ty), there)
-    tl.store(target + HALF, (second * cosine + first * sine).to(out.dtype.element_ty), there)
-
-
 @triton.jit(
     do_not_specialize=[
         "sequence", "blocks", "positions", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head",
@@ -124,18 +93,16 @@ def tilewright_rope_rotate(
     q_out_batch: tl.int64, q_out_token: tl.int64, q_out_head: tl.int64,
     k_out_batch: tl.int64, k_out_token: tl.int64, k_out_head: tl.int64,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, DOUBLE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DOUBLE: tl.constexpr,
 ):  # fmt: skip
     """Turn q into q_out and k, where it is not None, into k_out, which may be the same memory.
 
     `blocks` of TOKENS tokens make a sequence; `sign` is -1 for the inverse. A position outside of the tables gives NaN.
     """
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    EACH: tl.constexpr = HALF // BLOCK if VECTORS > 0 else 1  # vectors of a head
-    SIZE: tl.constexpr = VECTORS if VECTORS > 0 else HEADS
-    Q_GROUPS: tl.constexpr = (Q_HEADS * EACH + SIZE - 1) // SIZE
-    K_GROUPS: tl.constexpr = (K_HEADS * EACH + SIZE - 1) // SIZE
+    Q_GROUPS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    K_GROUPS: tl.constexpr = (K_HEADS + HEADS - 1) // HEADS
     sign = tl.full([], sign, COMPUTE)
     block = tl.program_id(0) // (Q_GROUPS + K_GROUPS)
     group = tl.program_id(0) % (Q_GROUPS + K_GROUPS)
@@ -146,20 +113,7 @@ def tilewright_rope_rotate(
     if position_ids is not None:
         position = tl.load(position_ids + batch * sequence + token, inside, 0)
     known = inside & (position >= 0) & (position < positions)
-    if VECTORS > 0:
-        if group < Q_GROUPS:
-            _rotate_vectors(
-                q, q_out, cos, sin, position, known, batch, token, inside, group, sign,
-                q_batch, q_token, q_head, q_out_batch, q_out_token, q_out_head,
-                Q_HEADS, HALF, VECTORS, BLOCK, UNIT, COMPUTE,
-            )  # fmt: skip
-        elif k is not None:
-            _rotate_vectors(
-                k, k_out, cos, sin, position, known, batch, token, inside, group - Q_GROUPS, sign,
-                k_batch, k_token, k_head, k_out_batch, k_out_token, k_out_head,
-                K_HEADS, HALF, VECTORS, BLOCK, UNIT, COMPUTE,
-            )  # fmt: skip
-    elif group < Q_GROUPS:
+    if group < Q_GROUPS:
         _rotate_heads(
             q, q_out, cos, sin, position, known, batch, token, inside, group, sign,
             q_batch, q_token, q_head, q_out_batch, q_out_token, q_out_head,
@@ -178,65 +132,6 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length() if n else 0
 
 
-class Tiling(NamedTuple):
-    """What a program takes: `heads` heads of so many tokens, or `vectors` vectors of `block` pairs of any heads."""
-
-    tokens: int
-    heads: int
-    vectors: int  # 0: by heads
-    block: int  # pairs of a tile in each head
-    rest: int  # lanes for what is not rotated of a head
-    groups: int  # programs that share the tokens
-    warps: int
-
-
-def _lanes(size: int, *numbers: int) -> int:
-    """Lanes for these numbers of things, each of them in groups of `size`."""
-    return sum(-(-number // size) * size for number in numbers)
-
-
-def _by_heads(q_heads: int, k_heads: int, head_dim: int, half: int, rest: int, size: int, interleaved: bool) -> Tiling:
-    """Tile for whole heads of elements of `size` bytes; `rest` of a head are not rotated."""
-    block, rest = _power_of_two(half), _power_of_two(rest)
-    width = _power_of_two(head_dim) if rest else 2 * block
-    rows = max(1, _BYTES // size // width)  # tokens x heads of a program
-    # Interleaved, a few heads share cosines that are loaded once. Else the most, for few programs to read the same ones
-    # from L2. At most a fifth of them do not exist.
-    heads = min(4 if interleaved else 32, rows)
-    while heads > 1 and 4 * _lanes(heads, q_heads, k_heads) > 5 * (q_heads + k_heads):
-        heads //= 2
-    groups, warps = _lanes(heads, q_heads, k_heads) // heads, max(4, min(16, rows * width // 1024))
-    return Tiling(rows // heads, heads, 0, block, rest, groups, warps)
-
-
-def _by_vectors(q_heads: int, k_heads: int, half: int, size: int, unit: int) -> Tiling:
-    """Tile for vectors of any heads, as long as a half and `unit` are multiples of: the most with few lanes idle."""
-    block = math.gcd(half, unit)
-    numbers = q_heads * half // block, k_heads * half // block
-    most = max(8, _BYTES // size // (2 * block))
-    sizes = [number for number in (8, 16, 32, 64, 128, 256) if number <= most]
-    least = min(_lanes(number, *numbers) for number in sizes)
-    vectors = max(number for number in sizes if 10 * _lanes(number, *numbers) <= 11 * least)
-    tokens = max(1, _BYTES // size // (2 * block * vectors))
-    return Tiling(tokens, 1, vectors, block, 0, _lanes(vectors, *numbers) // vectors, 4)
-
-
-def tiling(
-    q_heads: int, k_heads: int, head_dim: int, half: int, rest: int, size: int, unit: int, interleaved: bool
-) -> Tiling:
-    """What a program takes for these heads.
-
-    >>> tiling(32, 32, 128, 64, 0, 2, 8, False).vectors, tiling(32, 32, 72, 36, 0, 2, 8, False).vectors
-    (0, 32)
-    """
-    by_heads = _by_heads(q_heads, k_heads, head_dim, half, rest, size, interleaved)
-    if interleaved or rest or not q_heads + k_heads:
-        return by_heads
-    by_vectors = _by_vectors(q_heads, k_heads, half, size, unit)
-    lanes = by_heads.groups * by_heads.heads * by_heads.block
-    return by_vectors if by_vectors.groups * by_vectors.vectors * by_vectors.block <= _FEWER * lanes else by_heads
-
-
 @functools.cache
 def rotate_launch(
     device: torch.device, dtypes: tuple[Any, ...], aligned: tuple[bool, ...], q_heads: int, k_heads: int,
@@ -247,10 +142,15 @@ def rotate_launch(
     `aligned` says which of q and k begin at a multiple of 16 bytes, which Triton compiles for. In place, what lies
     beyond the pairs stays where it is.
     """
-    rest, size = 0 if inplace else head_dim - 2 * half, dtypes[0].itemsize
-    tile = tiling(q_heads, k_heads, head_dim, half, rest, size, unit, interleaved)
-    constants = (
-        q_heads, k_heads, head_dim, half, tile.tokens, tile.heads, tile.vectors, tile.block, tile.rest, unit,
-        interleaved, dtypes[0] == torch.float64,
-    )  # fmt: skip
-    return tile.tokens, tile.groups, dispatch.Launch(tilewright_rope_rotate, device, constants, tile.warps)
+    block, rest = _power_of_two(half), 0 if inplace else _power_of_two(head_dim - 2 * half)
+    width = _power_of_two(head_dim) if rest else 2 * block
+    rows = max(1, _BYTES // dtypes[0].itemsize // width)  # tokens x heads of a program
+    # Interleaved, a few heads share cosines that are loaded once. Else the most, for few programs to read the same ones
+    # from L2. At most a fifth of them do not exist.
+    heads = min(4 if interleaved else 32, rows)
+    while heads > 1 and 4 * heads * (-(-q_heads // heads) - (-k_heads // heads)) > 5 * (q_heads + k_heads):
+        heads //= 2
+    tokens, warps = rows // heads, max(4, min(16, rows * width // 1024))
+    constants = (q_heads, k_heads, head_dim, half, tokens, heads, block, rest, unit, interleaved)
+    launch = dispatch.Launch(tilewright_rope_rotate, device, (*constants, dtypes[0] == torch.float64), warps)
+    return tokens, -(-q_heads // heads) - (-k_heads // heads), launch
