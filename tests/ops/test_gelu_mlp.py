@@ -225,9 +225,9 @@ def test_where_its_tiles_leave_processors_idle_it_is_done_without_them(fused, mo
     share = iter((0.82, 0.84, 0.1))
     monkeypatch.setattr(hopper, "busy_share", lambda rows, columns, device: next(share))
     for expected in (0, 2):
-        gelu_mlp(*leaves_of(24, 16, 40)).sum().backward()
+        gelu_mlp(*leaves_of(24, 16, 40, parameter=BF16)).sum().backward()
         assert len(fused) == expected
-    assert lean_gelu_mlp(*leaves_of(24, 16, 40)) is not None  # to keep less is what it is for
+    assert lean_gelu_mlp(*leaves_of(24, 16, 40, parameter=BF16)) is not None  # to keep less is what it is for
 
 
 @pytest.mark.parametrize(("rows", "columns", "share"), [(512, 14336, 0.754), (1024, 14336, 0.905), (16896, 192, 1.0)])

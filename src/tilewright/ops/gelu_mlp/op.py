@@ -169,9 +169,8 @@ def gelu_mlp(
         approximate: ``"tanh"`` or ``"none"``, as in ``torch.nn.functional.gelu``.
 
     Fused are bfloat16 and the GELU by tanh on a Hopper GPU (H100, H200), where all widths are multiples of 8, a matmul
-    has at least 20 GFLOP and tiles of 256 x 192 that keep 83 % of the processors busy, both weights are trained and torch
-    has its NVRTC; everything else, and under torch.compile
-    all, is `linear`, `bias_gelu`, `linear`.
+    has at least 20 GFLOP and tiles of 256 x 192 that keep 83 % of the processors busy, both weights are trained and
+    torch has its NVRTC; everything else, and under torch.compile all, is `linear`, `bias_gelu`, `linear`.
 
     >>> import torch
     >>> x, up, down = torch.randn(2, 3, 8), torch.randn(32, 8), torch.randn(8, 32)
