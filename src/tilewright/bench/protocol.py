@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,7 @@ def compile_ahead(
 
     Nearly all of a benchmark's time is one processor compiling what its peers run.
     """
-    if jobs < 2:
+    if jobs < 2 or _leaves_peers_out:
         return
     workers = min(jobs, len(cases))
     with multiprocessing.get_context("spawn").Pool(workers, _begin_worker, (backward_alone,)) as pool:
@@ -103,11 +104,27 @@ Errors = dict[str, dict[str, str]]
 Prepared = tuple[dict[str, dict[str, Pass]], Errors]  # step -> implementation -> what to time; and what failed
 
 
+_leaves_peers_out = False
+
+
+@contextlib.contextmanager
+def only_ours() -> Iterator[None]:
+    """Leave peers out of every benchmark: `build` makes our own implementations, and nothing is compiled ahead."""
+    global _leaves_peers_out
+    _leaves_peers_out = True
+    try:
+        yield
+    finally:
+        _leaves_peers_out = False
+
+
 def build(makers: dict[str, Callable[[], dict[str, Pass]]]) -> Prepared:
     """The steps of each implementation, all run once, and the errors of those that failed."""
     steps: dict[str, dict[str, Pass]] = {}
     failed: Errors = {}
     for name, make in makers.items():
+        if _leaves_peers_out and not name.startswith(OURS):
+            continue
         try:
             made = make()
             for run in made.values():

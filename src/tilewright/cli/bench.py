@@ -36,6 +36,10 @@ def bench(
         "by device or wall time; all.",
     ),
     learn: bool = typer.Option(False, help="Let ops.attention pick its backends by what attention measures here."),
+    against: Path = typer.Option(
+        None,
+        help="A result, or a folder of results: measure only ours, and name what is slower. With `bench all`: each.",
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     out: Path = typer.Option(None, help="Also write the JSON to this file, after every case."),
 ) -> None:
@@ -47,13 +51,15 @@ def bench(
 
         tilewright bench dropout_add_norm --out results/h200/dropout_add_norm.json
 
+        tilewright bench all --against results/h200
+
         tilewright bench train --only 125m
 
         tilewright bench shapes --seed 1 --ops rope,swiglu --budget 420 --out shapes.json
 
         tilewright bench shapes --seed 1 --ops rope --resume --again device --out shapes.json
     """
-    if name not in NAMES:
+    if name not in NAMES and not (name == "all" and against is not None):
         near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(NAMES)}."
         raise UserError(f"There is no benchmark {name!r}; {hint}")
@@ -63,7 +69,8 @@ def bench(
         raise UserError("--again measures cases of --out once more; give --resume, and --out, too.")
     if learn and name != "attention":
         raise UserError("--learn is of `tilewright bench attention` alone.")
-    module = importlib.import_module(f"tilewright.bench.{name}")
+    if against is not None and out is not None:
+        raise UserError("--against measures only ours, which is no result to record; leave out --out.")
 
     def save(result: dict[str, Any]) -> None:
         if out is not None:
@@ -79,9 +86,20 @@ def bench(
     redirect_defaults()
     with own_compile_cache(), Stages() as stages:
         ask = Ask(stages.line, save, quick, only, jobs, seed, cases, ops, budget, previous, again, learn)
-        result = module.run(ask)
+        if against is None:
+            result = importlib.import_module(f"tilewright.bench.{name}").run(ask)
+        else:
+            from tilewright.bench.against import run
+
+            changes = run(name, against, ask)
+            result = {
+                "slower": sum(each.is_slower for each in changes),
+                "changes": [each._asdict() for each in changes],
+            }
     if as_json:
         print(json.dumps(result))
+    if against is not None and result["slower"]:
+        raise typer.Exit(1)
 
 
 def _read_previous(out: Path | None) -> dict[str, Any]:
