@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilewright import ops
 from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, run_cases
+from tilewright.ops.quantized_linear import few_rows
 from tilewright.ops.quantized_linear.op import cost
 from tilewright.ops.quantized_linear.reference import dequantize
 from tilewright.plan.cost import Cost
@@ -70,6 +71,7 @@ def prepare(case: Case) -> Prepared:
 
     makers: dict[str, Callable[[], dict[str, Pass]]] = {
         "tilewright": partial(in_turn, ours, weights),
+        "tilewright-cuda": partial(in_turn, partial(_in_cuda, ours), weights),
         "bf16": dense,
         "compile": partial(compiled, None),
         "compile-max": partial(compiled, "max-autotune-no-cudagraphs"),
@@ -81,6 +83,15 @@ def prepare(case: Case) -> Prepared:
         makers["tinygemm"] = lambda: in_turn(torch.ops.aten._weight_int4pack_mm, [_tinygemm(*some) for some in weights])
     makers["torchao"] = lambda: in_turn(_torchao(kind, out, width), [(each,) for each in range(COPIES)])
     return build(makers)
+
+
+def _in_cuda(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A call whose kernel is the one in CUDA C++."""
+    few_rows.IS_ON = True
+    try:
+        return function(*arguments)
+    finally:
+        few_rows.IS_ON = False
 
 
 def _unpack_and_multiply(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

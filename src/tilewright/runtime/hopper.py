@@ -59,7 +59,7 @@ def kernels(
         return _loaded[key]
     if device.type != "cuda" or device.index is None:
         return None
-    if not _can_compile(device):
+    if not is_hopper(device):
         _loaded[key] = None
     elif not torch.cuda.is_current_stream_capturing():  # for what is captured must not load anything
         try:
@@ -72,13 +72,14 @@ def kernels(
     return _loaded.get(key)
 
 
-def _can_compile(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a GPU runs kernels for Hopper, and something can compile them."""
     return torch.cuda.get_device_capability(device) == (9, 0) and nvrtc.can_compile()
 
 
 def compile_ahead(device: torch.device, source: Path | None = None, macros: dict[str, int] | None = None) -> None:
     """Begins to compile in the background: a source with its macros, or the kernels of the GEMM."""
-    if device.type != "cuda" or device.index is None or not _can_compile(device):
+    if device.type != "cuda" or device.index is None or not is_hopper(device):
         return
     if source is not None:
         nvrtc.compile_ahead(source, device.index, macros or {})

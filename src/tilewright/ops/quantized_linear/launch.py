@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilewright.ops.quantized_linear import few_rows
 from tilewright.ops.quantized_linear.reference import span_of
 from tilewright.runtime import dispatch
 
@@ -168,11 +169,30 @@ def forward(inputs: Inputs) -> Tensor:
     else:
         y = matrix.new_empty(len(matrix), columns)
         if len(matrix):
-            processors = dispatch.multiprocessors(x.device)
-            group, zeros = group_of(weight, scale), inputs.zero is not None
-            chosen = tiles(len(matrix), columns, matrix.shape[1], group, processors, zeros)
-            multiply(inputs._replace(x=matrix, residual=added), y, chosen)
+            rows = inputs._replace(x=matrix, residual=added)
+            if not (few_rows.IS_ON and _multiply_few_rows(rows, y)):
+                processors = dispatch.multiprocessors(x.device)
+                group, zeros = group_of(weight, scale), inputs.zero is not None
+                chosen = tiles(len(matrix), columns, matrix.shape[1], group, processors, zeros)
+                multiply(rows, y, chosen)
     return y.view(*x.shape[:-1], columns)
+
+
+def _multiply_few_rows(inputs: Inputs, y: Tensor) -> bool:
+    """Write the result to `y` by the kernel in CUDA C++, where it takes the call: whether it did."""
+    weight, scale, zero, bias = dispatch.packed((inputs.weight, inputs.scale, inputs.zero, inputs.bias))
+    x, residual = walkable(inputs.x), None if inputs.residual is None else walkable(inputs.residual)
+    if few_rows.why_not(x, weight, scale):
+        return False
+    group, processors = group_of(weight, scale), dispatch.multiprocessors(x.device)
+    config = few_rows.choose(
+        len(x), len(weight), x.shape[1], weight.dtype, x.dtype, group, zero is not None, processors
+    )  # fmt: skip
+    module = few_rows.load(x.device, config)
+    if module is None:
+        return False
+    few_rows.multiply(module, config, x, weight, scale, zero, bias, residual, y)
+    return True
 
 
 def group_of(weight: Tensor, scale: Tensor) -> int | None:
