@@ -505,6 +505,9 @@ def test_it_opens_in_a_browser_with_every_plot_drawn(browser, tmp_path, device, 
             assert place == "roofline" or any(text.startswith("best") for text in labels)
         tab.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
         assert fits(tab)
+        if width < 600:  # no column out of sight
+            hidden = "[...document.querySelectorAll('.wide')].filter(each => each.scrollWidth > each.clientWidth).length"
+            assert tab.evaluate(hidden) == 0
 
 
 @pytest.mark.parametrize("case", ["no trial", "own model"])

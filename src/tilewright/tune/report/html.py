@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.measure.markup import Element, Node, Verbatim, clean, render, tag
@@ -21,6 +21,7 @@ from tilewright.tune.report.style import CSS, JAVASCRIPT
 
 Form = Callable[[float], str]
 _NAME = 90  # characters of a kernel's name
+_CARD_COLUMNS = 5  # from so many columns on, a narrow window shows a row as a card
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,14 @@ def table(
     kind: str = "",
     foot: Sequence[Element] = (),
 ) -> Element:
-    """Rows of cells; the foot is a row that stays last, however one sorts."""
+    """Rows of cells; the foot is a row that stays last, however one sorts.
+
+    Where there are many columns, a narrow window shows each row as a card of labelled lines.
+    """
     first = rows[0] if rows else foot
+    if len(header) >= _CARD_COLUMNS:
+        kind = f"{kind} cards".strip()
+        rows, foot = [_labelled(header, row) for row in rows], foot and _labelled(header, foot)
     kinds = ["number" if ("class", "number") in cell.attributes else None for cell in first]
     head = [
         tag("th", tag("button", each, type="button") if sortable else each, scope="col", class_=kind_of)
@@ -182,6 +189,11 @@ def table(
         class_="wide",
         tabindex=0,
     )
+
+
+def _labelled(header: Sequence[str], row: Sequence[Element]) -> list[Element]:
+    """The cells of a row, each with its column's name."""
+    return [replace(cell, attributes=(*cell.attributes, ("data-label", each))) for each, cell in zip(header, row, strict=True)]
 
 
 def signed(form: Form) -> Form:

@@ -55,7 +55,20 @@ pre { background: #f5f7f9; padding: .8rem; margin: .4rem 0 0; overflow: auto; fo
   white-space: pre-wrap; overflow-wrap: anywhere; max-height: 30rem; border-radius: 4px }
 #copy { font: inherit; font-size: .85rem; padding: .3rem .9rem; border: 1px solid var(--accent); border-radius: 4px;
   color: var(--accent); background: #fff; cursor: pointer }
-@media (max-width: 40rem) { table { font-size: .8rem } th, td { padding-right: .5rem } }
+@media (max-width: 40rem) {
+  table { font-size: .8rem }
+  th, td { padding-right: .5rem }
+  td:not(.number), td.name { min-width: 0; white-space: normal; overflow-wrap: anywhere }
+  .cards, .cards tbody, .cards tfoot, .cards tr { display: block }
+  .cards thead { display: none }
+  .cards tr { padding: .5rem 0; border-bottom: 1px solid var(--line) }
+  .cards td, .cards td.name { display: block; overflow: hidden; min-width: 0; max-width: none; padding: .1rem 0; border: 0;
+    text-align: right; text-indent: 0; white-space: normal; overflow-wrap: anywhere }
+  .cards td:empty { display: none }
+  .cards td::before { content: attr(data-label); float: left; padding-right: 1rem; color: var(--soft) }
+  .cards td:first-child { font-weight: 600; text-align: left }
+  .cards td:first-child::before { content: none }
+}
 @media print {
   @page { margin: 14mm }
   body { padding: 0; max-width: none; font-size: 11pt }
