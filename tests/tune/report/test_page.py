@@ -506,7 +506,7 @@ def test_it_opens_in_a_browser_with_every_plot_drawn(browser, tmp_path, device, 
         tab.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
         assert fits(tab)
         if width < 600:  # no column out of sight
-            hidden = "[...document.querySelectorAll('.wide')].filter(each => each.scrollWidth > each.clientWidth).length"
+            hidden = "[...document.querySelectorAll('.wide')].filter(it => it.scrollWidth > it.clientWidth).length"
             assert tab.evaluate(hidden) == 0
 
 

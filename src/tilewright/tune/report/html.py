@@ -193,7 +193,8 @@ def table(
 
 def _labelled(header: Sequence[str], row: Sequence[Element]) -> list[Element]:
     """The cells of a row, each with its column's name."""
-    return [replace(cell, attributes=(*cell.attributes, ("data-label", each))) for each, cell in zip(header, row, strict=True)]
+    named = zip(header, row, strict=True)
+    return [replace(cell, attributes=(*cell.attributes, ("data-label", column))) for column, cell in named]
 
 
 def signed(form: Form) -> Form:

@@ -62,8 +62,8 @@ pre { background: #f5f7f9; padding: .8rem; margin: .4rem 0 0; overflow: auto; fo
   .cards, .cards tbody, .cards tfoot, .cards tr { display: block }
   .cards thead { display: none }
   .cards tr { padding: .5rem 0; border-bottom: 1px solid var(--line) }
-  .cards td, .cards td.name { display: block; overflow: hidden; min-width: 0; max-width: none; padding: .1rem 0; border: 0;
-    text-align: right; text-indent: 0; white-space: normal; overflow-wrap: anywhere }
+  .cards td, .cards td.name { display: block; overflow: hidden; min-width: 0; max-width: none; padding: .1rem 0;
+    border: 0; text-align: right; text-indent: 0; white-space: normal; overflow-wrap: anywhere }
   .cards td:empty { display: none }
   .cards td::before { content: attr(data-label); float: left; padding-right: 1rem; color: var(--soft) }
   .cards td:first-child { font-weight: 600; text-align: left }
