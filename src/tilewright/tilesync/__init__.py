@@ -1,0 +1,35 @@
+"""Dependent tile kernels that wait for each other tile by tile: declared in Python, checked before they run."""
+
+from tilewright.tilesync.check import Program, check, check_queues, check_residency, edges
+from tilewright.tilesync.graph import Graph, GraphError, Region, Spec, Stage, Work
+from tilewright.tilesync.policies import (
+    Conv2DSync,
+    DerivedSync,
+    Edge,
+    GroupSync,
+    NoSync,
+    Policy,
+    RowSync,
+    SplitKSync,
+    StageSync,
+    StridedSync,
+    TileSync,
+    derive_policy,
+)
+from tilewright.tilesync.stages import (
+    Attention,
+    Conv2d,
+    Custom,
+    Elementwise,
+    Gemm,
+    Norm,
+    QuantizedGemm,
+    Reduction,
+)
+
+__all__ = [
+    "Attention", "Conv2DSync", "Conv2d", "Custom", "DerivedSync", "Edge", "Elementwise", "Gemm", "Graph", "GraphError",
+    "GroupSync", "NoSync", "Norm", "Policy", "Program", "QuantizedGemm", "Reduction", "Region", "RowSync", "Spec",
+    "SplitKSync", "Stage", "StageSync", "StridedSync", "TileSync", "Work", "check", "check_queues", "check_residency",
+    "derive_policy", "edges",
+]  # fmt: skip
