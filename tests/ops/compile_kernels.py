@@ -193,26 +193,35 @@ def quantized_linear(weight: torch.dtype, dtype: torch.dtype, rows: int, group: 
     yield "dequantize", resources(launch, [pointers[weight], pointers[scale], *middle, POINTER[dtype], *sizes])
 
 
-def decode_attention(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int):
+CODES = {torch.int8: "*i8", torch.float8_e4m3fn: "*u8"}
+
+
+def decode_attention(
+    dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, cache: torch.dtype | None = None
+):  # fmt: skip
     """Split and joined, and the whole in one part."""
     for batch in (1, 1000):
+        keys = cache or dtype
         plan = decode_attention_kernels.plan(
-            H200, dtype, (True,) * 3, batch, tokens, heads, kv_heads, head_dim, 4096, 16 // dtype.itemsize
-        )
+            H200, (dtype, keys), (True,) * 3, batch, tokens, heads, kv_heads, head_dim, 4096,
+            (16 // dtype.itemsize, 16 // keys.itemsize),
+        )  # fmt: skip
         kept = [None, "*fp32", "*fp32"] if plan.join else [POINTER[dtype], None, None]
-        types = [*[POINTER[dtype]] * 3, "*i32", *kept, "fp64", *["i64"] * 11]
+        scale = None if cache is None else "*fp32"
+        inputs = [POINTER[dtype], *[CODES.get(keys, POINTER[dtype])] * 2, scale, scale]
+        types = [*inputs, "*i32", *kept, "fp64", *["i64"] * 11]
         yield ("forward" if plan.join else "whole"), resources(plan.split, types)
         if plan.join:
             yield "join", resources(plan.join, ["*fp32", "*fp32", POINTER[dtype], "i64"])
 
 
-def append_to_cache(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int):
+def append_to_cache(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, cache: torch.dtype | None = None):
     """With tables and without."""
     for name, table in (("forward", torch.float32), ("plain", None)):
-        kinds = (dtype, torch.int32, table)
+        kinds = (dtype, cache or dtype, torch.int32, table)
         _, launch = decode_attention_kernels.append_launch(H200, kinds, (True,) * 5, heads, kv_heads, head_dim)
-        x, cos = POINTER[dtype], POINTER[table]
-        types = [*[x] * 6, "*i32", cos, cos, *["i64"] * 18]
+        x, cos, scale = POINTER[dtype], POINTER[table], None if cache is None else "*fp32"
+        types = [*[x] * 4, *[CODES.get(cache, x)] * 2, "*i32", cos, cos, scale, scale, *["i64"] * 18]
         yield name, resources(launch, types)
 
 

@@ -5,6 +5,7 @@ import torch
 
 from ops.contract import DEVICE, DTYPES, assert_near_truth, randn
 from tilewright import ops
+from tilewright.ops.decode_attention import eight_bits
 from tilewright.ops.decode_attention.append import append_to_cache, reference
 
 OP = sys.modules["tilewright.ops.decode_attention.append"]
@@ -46,6 +47,61 @@ def test_writes_what_the_definition_does_and_nothing_else(dtype, turns, sizes):
     assert torch.equal(inputs[3][untouched].double(), expected[1][untouched])
 
 
+def coded(inputs, cache):
+    """The same over a cache of codes, and its scales by name."""
+    keys, values = (torch.zeros(x.shape, dtype=cache, device=DEVICE) for x in inputs[3:5])
+    scales = {name: torch.full(keys.shape[:3], 7.0, device=DEVICE) for name in ("k_scale", "v_scale")}
+    return [*inputs[:3], keys, values, *inputs[5:]], scales
+
+
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 4, 2, 16), (3, 5, 3, 1, 10), (1, 4, 7, 7, 2)], ids=str)
+def test_codes_are_the_nearest(sizes, dtype, cache):
+    inputs = problem(*sizes, dtype)
+    inputs[1].mul_(torch.logspace(-7, 0, sizes[-1], device=DEVICE).to(dtype))  # down to what fp8 has no exponent for
+    inputs[2][0, 0] = 0.0
+    turned = doubles(fresh(inputs))
+    expected = [reference(*turned), *turned[3:5]]
+    given, scales = coded(inputs, cache)
+    with ops.explain() as paths:
+        out = append_to_cache(*given, **scales)
+    assert [path.ran for path in paths] == ["kernel"]
+    assert_near_truth([out], expected[:1], reduced=2)
+    untouched = torch.ones(given[3].shape[:3], dtype=torch.bool, device=DEVICE)
+    for row, there in enumerate(given[5].tolist()):
+        untouched[row, :, there : there + sizes[1]] = False
+    for codes, scale, truth in zip(given[3:5], scales.values(), expected[1:], strict=True):
+        assert bool((scale[untouched] == 7).all()) and not codes.float()[untouched].any()
+        found, x, s = codes.double()[~untouched], truth[~untouched], scale.double()[~untouched][:, None]
+        most = eight_bits.LARGEST[cache]
+        torch.testing.assert_close(
+            s[:, 0], torch.where((x == 0).all(-1), 1.0, x.abs().amax(-1) / most), rtol=1e-6, atol=0
+        )
+        step = 1.0 if cache == torch.int8 else 2.0 ** (x / s).abs().clamp_min(2.0**-6).log2().floor() / 8
+        # Half a step, and what float32 loses of a turned pair of which the larger one is nearly the largest.
+        assert bool(((found - x / s).abs() <= step / 2 + 1e-6 * most).all())
+    codes, scale = eight_bits.quantize(inputs[2], cache)  # values are not turned: every bit is the definition's
+    for row, there in enumerate(given[5].tolist()):
+        written = given[4][row, :, there : there + sizes[1]].float()
+        assert torch.equal(written, codes[row].float().transpose(0, 1))
+        assert torch.equal(scales["v_scale"][row, :, there : there + sizes[1]], scale[row].t())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_an_element_that_is_no_number_and_a_head_of_nearly_nothing():
+    inputs = problem(1, 3, 2, 2, 8, turns=False)
+    inputs[1][0, 0, 0, 3], inputs[1][0, 1, 1, 2] = float("nan"), float("-inf")
+    inputs[1][0, 2] = 1e-40
+    for cache in (torch.int8, torch.float8_e4m3fn):
+        given, scales = coded(inputs, cache)
+        for function in (append_to_cache, reference):
+            function(*given, **scales)
+            found = scales["k_scale"][0, :, 3:6]
+            assert found.isfinite().tolist() == [[False, True, True], [True, False, True]]
+            assert found[:, 2].eq(1).all() and not given[3][0, :, 5].float().any()
+
+
 def test_turns_as_rope_does():
     q, k, v, keys, values, before, cos, sin = problem(2, 3, 4, 2, 16)
     places = before[:, None].long() + torch.arange(3, device=DEVICE)
@@ -82,6 +138,8 @@ def test_no_tokens_and_no_batch():
 def test_one_graph_and_a_registered_op():
     inputs = problem(2, 1, 4, 2, 16)
     torch.library.opcheck(OP._registered, fresh(inputs))
+    given, scales = coded(fresh(inputs), torch.int8)  # of fp8 torch compares nothing
+    torch.library.opcheck(OP._registered, (*given, *scales.values()), test_utils=("test_schema", "test_faketensor"))
     torch.compiler.reset()
     compiled = torch.compile(lambda *tensors: append_to_cache(*tensors) * 2, fullgraph=True, backend="aot_eager")
     one, two = fresh(inputs), fresh(inputs)
@@ -98,6 +156,7 @@ def test_mistakes_are_one_sentence():
         ((q, k, v, keys, values, before, cos), "give both"),
         ((q, k, v, keys, values, before, cos[:, :2], sin), "cos must be"),
         ((q.clone().requires_grad_(), k, v, keys, values, before), "torch.no_grad"),
+        ((q, k, v, keys.char(), values, before), "give both in one format|a scale goes"),
         ((q, k, v, keys[..., :1].expand(1, 2, 20, 8), values, before), "stride of 1"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=sentence) as error:

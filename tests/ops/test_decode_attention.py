@@ -14,6 +14,7 @@ from ops.contract import (
     on_gpu,
     randn,
 )
+from tilewright.ops.decode_attention import eight_bits
 from tilewright.ops.decode_attention.op import cost, decode_attention, reference
 
 OP = sys.modules["tilewright.ops.decode_attention.op"]
@@ -30,6 +31,15 @@ def problem(batch, tokens, heads, kv_heads, head_dim, capacity, dtype=torch.floa
 
 def truth(q, k, v, lengths, **options):
     return reference(q.double(), k.double(), v.double(), lengths, **options)
+
+
+def in_eight_bits(inputs, cache):
+    """The arguments of a call over a cache of codes, its scales by name, and the truth about what they stand for."""
+    q, k, v, lengths = inputs
+    (keys, k_scale), (values, v_scale) = (eight_bits.quantize(x, cache) for x in (k, v))
+    wide = [eight_bits.dequantize(codes, scale, torch.float64) for codes, scale in ((keys, k_scale), (values, v_scale))]
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return (q, keys, values, lengths), scales, reference(q.double(), *wide, lengths)
 
 
 def by_torch(q, k, v, lengths):
@@ -111,6 +121,49 @@ def test_large_scores_do_not_overflow():
     assert_near_truth([decode_attention(*inputs)], [truth(*inputs)], reduced=50 * 16 * 1000)
 
 
+CACHES = (torch.int8, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cache_of_eight_bits_is_attended_to_as_what_its_codes_stand_for(dtype, cache):
+    for tokens, heads, kv_heads, head_dim, values in ((1, 4, 4, 32, 1.0), (3, 6, 2, 20, 1e-3), (1, 2, 1, 24, 60.0)):
+        q, k, v, lengths = problem(2, tokens, heads, kv_heads, head_dim, 90, dtype, lengths=[90, 41])
+        arguments, scales, expected = in_eight_bits((q, k, v * values, lengths), cache)
+        actual = decode_attention(*arguments, **scales)
+        assert actual.dtype == dtype
+        # Nothing is rounded but what is rounded over a cache of this dtype: the weights, and the result.
+        assert_near_truth([actual], [expected], reduced=90)
+        assert_near_truth([reference(*arguments, *scales.values())], [expected], reduced=90)
+
+
+@given(
+    tokens=st.integers(1, 3), group=st.integers(1, 3), kv_heads=st.integers(1, 2), head_dim=st.integers(1, 40),
+    capacity=st.integers(3, 70), cache=st.sampled_from(CACHES), data=st.data(),
+)  # fmt: skip
+@settings(max_examples=12, deadline=None)
+def test_a_cache_of_eight_bits_of_any_size(tokens, group, kv_heads, head_dim, capacity, cache, data):
+    inputs = problem(1, tokens, group * kv_heads, kv_heads, head_dim, capacity)
+    inputs[3].fill_(data.draw(st.integers(tokens, capacity)))
+    arguments, scales, expected = in_eight_bits(inputs, cache)
+    for name, codes in (("k_scale", arguments[1]), ("v_scale", arguments[2])):  # what lies behind is not read
+        scales[name][:, :, inputs[3][0] :] = float("nan")
+        eight_bits.as_bytes(codes)[:, :, inputs[3][0] :] = 127
+    first = decode_attention(*arguments, **scales)
+    assert_near_truth([first], [expected], reduced=capacity * head_dim)
+    assert torch.equal(decode_attention(*arguments, **scales), first)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_an_element_that_is_no_number_shows():
+    q, k, v, lengths = problem(1, 1, 2, 2, 16, 40)
+    k[0, 1, 3, 5], v[0, 0, 7, 2] = float("inf"), float("nan")
+    lengths.fill_(40)
+    for cache in CACHES:
+        arguments, scales, _ = in_eight_bits((q, k, v, lengths), cache)
+        assert not decode_attention(*arguments, **scales)[0, 0].isfinite().all(-1).any()
+
+
 def test_layouts():
     q, k, v, lengths = problem(2, 1, 4, 2, 16, 37)
     expected = decode_attention(q, k, v, lengths)
@@ -129,23 +182,31 @@ def test_the_same_bits_on_every_run():
 
 def test_one_graph_and_a_registered_op():
     inputs = problem(2, 1, 4, 2, 16, 40)
-    torch.library.opcheck(OP._registered, (*inputs, 0.25))
+    torch.library.opcheck(OP._registered, (*inputs, None, None, 0.25))
+    arguments, scales, _ = in_eight_bits(inputs, torch.int8)  # of fp8 torch compares nothing
+    torch.library.opcheck(
+        OP._registered, (*arguments, *scales.values(), 0.25), test_utils=("test_schema", "test_faketensor")
+    )
     torch.compiler.reset()
     compiled = torch.compile(lambda *tensors: decode_attention(*tensors) * 2, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*inputs), decode_attention(*inputs) * 2)
 
 
 @on_gpu
-def test_a_captured_graph_follows_the_length():
+@pytest.mark.parametrize("cache", [None, *CACHES], ids=str)
+def test_a_captured_graph_follows_the_length(cache):
     q, k, v, lengths = problem(2, 1, 8, 2, 64, 500, torch.bfloat16, lengths=[3, 9])
-    decode_attention(q, k, v, lengths)
+    scales = {}
+    if cache is not None:
+        (_, k, v, _), scales, _ = in_eight_bits((q, k, v, lengths), cache)
+    decode_attention(q, k, v, lengths, **scales)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_attention(q, k, v, lengths)
+        out = decode_attention(q, k, v, lengths, **scales)
     for grown in ([3, 9], [400, 1], [500, 499]):
         lengths.copy_(torch.tensor(grown))
         graph.replay()
-        assert torch.equal(out, decode_attention(q, k, v, lengths))
+        assert torch.equal(out, decode_attention(q, k, v, lengths, **scales))
 
 
 def test_mistakes_are_one_sentence():
@@ -166,5 +227,21 @@ def test_mistakes_are_one_sentence():
         assert str(error.value).startswith("decode_attention: ") and "\n" not in str(error.value)
 
 
+def test_a_cache_and_its_scales_must_fit():
+    q, k, v, lengths = problem(1, 1, 4, 2, 16, 8)
+    (_, keys, values, _), scales, _ = in_eight_bits((q, k, v, lengths), torch.int8)
+    for arguments, options, kind, sentence in (
+        ((q, keys, values), {}, ValueError, "a scale goes with int8"), ((q, k, v), scales, ValueError, "k is torch.f"),
+        ((q, keys, v), scales, TypeError, "one format"), ((keys, keys, values), scales, TypeError, "q has dtype"),
+        ((q, keys, values), {**scales, "v_scale": None}, ValueError, "v is torch.int8; a scale"),
+        ((q, keys, values), {**scales, "k_scale": scales["k_scale"].half()}, ValueError, "float32 tensor of shape"),
+        ((q, keys, values), {**scales, "k_scale": scales["k_scale"][..., :4]}, ValueError, r"shape \(1, 2, 8\)"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=sentence) as error:
+            decode_attention(*arguments, lengths, **options)
+        assert "\n" not in str(error.value)
+
+
 def test_cost_counts_the_cache():
+    assert cost(2, 1, 8, 2, 64, 100, cache_bytes=1).bytes == 2 * (2 * 2 * 100 * (64 + 4)) + 2 * 2 * (2 * 8 * 64)
     assert cost(2, 1, 8, 2, 64, 100).bytes == 2 * (2 * 2 * 2 * 100 * 64) + 2 * 2 * (2 * 8 * 64)

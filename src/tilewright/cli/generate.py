@@ -30,6 +30,7 @@ def generate(
     stop: list[str] = typer.Option([], help="End at this text, which is left out; may be given more than once."),
     speculate: int = typer.Option(0, help="Tokens that the text so far may propose at a time; 0: none."),
     context: int = typer.Option(None, help="Tokens the cache has room for. [default: as many as are needed]"),
+    kv_cache: str = typer.Option("", help="int8 or fp8 for keys and values of 8 bits. [default: the model's dtype]"),
     dtype: str = typer.Option("", help=f"{', '.join(_DTYPES)}. [default: as it was saved]"),
     device: str = typer.Option("", help="cuda or cpu. [default: cuda where there is one]"),
     as_json: bool = typer.Option(False, "--json", help="Print text, tokens and metrics as JSON at the end."),
@@ -45,7 +46,7 @@ def generate(
 
         tilewright generate runs/default "def main(" --temperature 0.8 --top-p 0.95 --seed 1 --stop "def "
     """
-    generator = _open(folder, dtype, device)
+    generator = _open(folder, dtype, device, kv_cache or None)
     if generator.tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json, which makes text of tokens; put it beside the model.")
     tokens = generator.tokenizer.encode(prompt)
@@ -75,7 +76,7 @@ def generate(
     typer.echo(_sentence(_facts(generator)), err=True)
 
 
-def _open(folder: Path, dtype: str, device: str) -> Generator:
+def _open(folder: Path, dtype: str, device: str, kv_cache: str | None) -> Generator:
     """The generator of a Hugging Face folder, or of a run."""
     import torch
 
@@ -90,14 +91,14 @@ def _open(folder: Path, dtype: str, device: str) -> Generator:
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     place, kind = device or ("cuda" if torch.cuda.is_available() else "cpu"), kinds.get(dtype)
     if not folder.is_dir() or (folder / "config.json").exists():
-        return Generator.from_folder(folder, device=place, dtype=kind)
+        return Generator.from_folder(folder, device=place, dtype=kind, kv_cache=kv_cache)
     from tilewright.train.export import load_model, tokenizer_of
 
     model = from_gpt(load_model(folder), device=place, dtype=kind)
     content, why = tokenizer_of(folder)
     if content is None:
         raise UserError(why)
-    return Generator(model, Tokenizer(content, model.config.shape.vocabulary))
+    return Generator(model, Tokenizer(content, model.config.shape.vocabulary), kv_cache=kv_cache)
 
 
 def _facts(generator: Generator) -> dict[str, Any]:

@@ -67,13 +67,15 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, None)[0], self.k_norm(k, None)[0]
         keys, values = cache.keys[layer], cache.values[layer]
-        q = append_to_cache(q, k, v, keys, values, cache.before, *tables)
+        k_scale, v_scale = cache.scales_of(layer)
+        q = append_to_cache(q, k, v, keys, values, cache.before, *tables, k_scale=k_scale, v_scale=v_scale)
         if cache.is_prompt:  # nothing lies before it
-            q, k, v = q.transpose(1, 2), keys[:, :, : q.shape[1]], values[:, :, : q.shape[1]]
+            k, v = cache.read(layer, q.shape[1], q.dtype)
+            q = q.transpose(1, 2)
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
             mixed = mixed.transpose(1, 2)
         else:
-            mixed = decode_attention(q, keys, values, cache.lengths)
+            mixed = decode_attention(q, keys, values, cache.lengths, k_scale=k_scale, v_scale=v_scale)
         return matmul(self.out, mixed.flatten(2))
 
 

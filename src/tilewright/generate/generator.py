@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tilewright.errors import UserError
-from tilewright.generate.cache import KVCache
+from tilewright.generate.cache import KVCache, bytes_of_token, dtype_of
 from tilewright.generate.decoder import Decoder
 from tilewright.generate.load import from_gpt, load_huggingface
-from tilewright.generate.metrics import Metrics, key_bytes, weight_bytes
+from tilewright.generate.metrics import Metrics, weight_bytes
 from tilewright.generate.sampling import Sampling
 from tilewright.generate.speculate import Lookup, Speculating
 from tilewright.generate.step import Decoding
@@ -82,6 +82,7 @@ class Generator:
         context: tokens, prompt and result together, that a row has room for; left out, as many as the model has
             positions for, and 4096 at most.
         stop_tokens: end a row wherever they come, such as the model's end of text.
+        kv_cache: "int8" or "fp8" for keys and values of 8 bits; left out, they are in the model's dtype.
 
     >>> import torch
     >>> from tilewright.models import GPT
@@ -97,10 +98,11 @@ class Generator:
 
     def __init__(
         self, model: Decoder | GPT, tokenizer: Tokenizer | None = None, *, context: int | None = None,
-        stop_tokens: Sequence[int] = (),
+        stop_tokens: Sequence[int] = (), kv_cache: str | None = None,
     ) -> None:  # fmt: skip
         self.model = from_gpt(model, device=model.token.weight.device) if isinstance(model, GPT) else model
         self.tokenizer, self.stop_tokens = tokenizer, frozenset(stop_tokens)
+        self.cache_dtype = dtype_of(kv_cache, self.model.dtype)
         self.metrics: Metrics | None = None  # of the last call
         self._run = 0  # how many generations have begun
         self._caches: dict[int, KVCache] = {}
@@ -121,7 +123,7 @@ class Generator:
     @classmethod
     def from_folder(
         cls, folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        context: int | None = None,
+        context: int | None = None, kv_cache: str | None = None,
     ) -> Generator:  # fmt: skip
         """A generator of a local Hugging Face folder: config.json, safetensors and, for text, tokenizer.json.
 
@@ -133,7 +135,8 @@ class Generator:
         model = load_huggingface(folder, device=device, dtype=dtype)
         content = read_tokenizer(folder)
         tokenizer = None if content is None else Tokenizer(content, model.config.shape.vocabulary)
-        return cls(model, tokenizer, context=context, stop_tokens=_ends_of_text(folder, model.config.shape.vocabulary))
+        ends = _ends_of_text(folder, model.config.shape.vocabulary)
+        return cls(model, tokenizer, context=context, stop_tokens=ends, kv_cache=kv_cache)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], *, max_tokens: int = 128, stop: Sequence[str] = (),
@@ -193,7 +196,8 @@ class Generator:
             first = last if count == 1 else first
             forwards = count - 1 if proposing is None else proposing.forwards
             times = first - begin, last - first
-            self.metrics = _measured(self.model, weights, prompts, count, forwards, times)
+            token = bytes_of_token(self.model.config.shape, self.cache_dtype)
+            self.metrics = _measured(weights, token, prompts, count, forwards, times)
             yield tokens
             if self._run != mine:
                 raise UserError(
@@ -269,7 +273,7 @@ class Generator:
             if batch not in self._caches:
                 self._caches[batch] = KVCache(
                     self.model.config.shape, batch=batch, context=self.context, device=self.model.device,
-                    dtype=self.model.dtype,
+                    dtype=self.cache_dtype,
                 )  # fmt: skip
             self._decodings[key] = Decoding(self.model, self._caches[batch], sampling)
         return self._decodings[key]
@@ -325,12 +329,11 @@ def _speculated(proposing: Speculating, prompt: Sequence[int], seed: int, most: 
 
 
 def _measured(
-    model: Decoder, weights: int, prompts: Sequence[Sequence[int]], count: int, forwards: int,
-    times: tuple[float, float],
+    weights: int, token: int, prompts: Sequence[Sequence[int]], count: int, forwards: int, times: tuple[float, float]
 ) -> Metrics:  # fmt: skip
     prompt_tokens, new_tokens = sum(map(len, prompts)), count * len(prompts)
     keys = forwards * (prompt_tokens + new_tokens / 2)  # read by all forwards together
-    read = forwards * weights + keys * key_bytes(model)
+    read = forwards * weights + keys * token
     return Metrics(len(prompts), prompt_tokens, new_tokens, forwards, *times, read)
 
 

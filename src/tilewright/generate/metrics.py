@@ -44,9 +44,3 @@ def weight_bytes(model: Decoder) -> int:
     tables -= {id(parameter) for parameter in model.head.parameters()}  # a tied head reads all of it
     kept = {id(each): each.nbytes for each in (*model.parameters(), *model.buffers())}
     return sum(size for key, size in kept.items() if key not in tables)
-
-
-def key_bytes(model: Decoder) -> int:
-    """Bytes of the keys and values of one token."""
-    shape = model.config.shape
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * model.dtype.itemsize

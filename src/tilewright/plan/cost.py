@@ -162,16 +162,20 @@ def attention(
 
 
 def decode_attention(
-    batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, context: int, *, element_bytes: int = 2
+    batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, context: int, *, element_bytes: int = 2,
+    cache_bytes: int | None = None,
 ) -> Cost:  # fmt: skip
     """Attention of the newest `tokens` of each sequence over a cache of `context` keys.
+
+    An element of the cache has `cache_bytes`, as many as others unless given; at 1 each token and head has 4 of scale.
 
     >>> decode_attention(1, 1, 32, 8, 128, 4096).bytes
     16793600
     """
     queries = batch * tokens * heads * head_dim
-    keys = batch * kv_heads * context * head_dim
-    return Cost(4 * queries * context, element_bytes * (queries + 2 * keys), element_bytes * queries)
+    each = element_bytes if cache_bytes is None else cache_bytes
+    keys = batch * kv_heads * context * (each * head_dim + (4 if each == 1 else 0))
+    return Cost(4 * queries * context, element_bytes * queries + 2 * keys, element_bytes * queries)
 
 
 def few_rows_linear(rows: int, width: int, out: int, *, element_bytes: int = 2) -> Cost:

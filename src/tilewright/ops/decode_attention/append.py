@@ -2,6 +2,8 @@
 
     keys[before + t] = turned k[t]        values[before + t] = v[t]        result[t] = turned q[t]
 
+A cache of 8 bits (`eight_bits.py`) gets the codes of its new keys and values, and their scales.
+
 Token t of a sequence has position before + t, and is turned by that row of the tables as `rope` does it. How many
 tokens are there is on the device, so a captured graph serves every step.
 """
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.ops.decode_attention import eight_bits
 from tilewright.runtime import dispatch, paths
 
 _NAME = "append_to_cache"
@@ -20,27 +23,34 @@ _NAME = "append_to_cache"
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, before: Tensor, cos: Tensor | None = None,
-    sin: Tensor | None = None,
+    sin: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The same in plain PyTorch: the definition."""
     places = before[:, None].long() + torch.arange(q.shape[1], device=q.device)
     if cos is not None and sin is not None:
         cosine, sine = (table[places][:, :, None].to(dispatch.compute_dtype(q)) for table in (cos, sin))
-        q, k = (_turned(x, cosine, sine) for x in (q, k))
+        turned, k = _turned(q, cosine, sine).to(q.dtype), _turned(k, cosine, sine)
+    else:
+        turned = q
     rows = torch.arange(len(q), device=q.device)[:, None]
-    keys[rows, :, places] = k
-    values[rows, :, places] = v
-    return q
+    for x, cache, scale in ((k, keys, k_scale), (v, values, v_scale)):
+        if scale is None:
+            cache[rows, :, places] = x.to(q.dtype)
+        else:  # indexed as bytes: not every device indexes floats of 8 bits
+            codes, found = eight_bits.quantize(x, cache.dtype)
+            eight_bits.as_bytes(cache)[rows, :, places] = eight_bits.as_bytes(codes)
+            scale[rows, :, places] = found
+    return turned
 
 
 def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = x.to(cosine.dtype).chunk(2, -1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1).to(x.dtype)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, before: Tensor, cos: Tensor | None,
-    sin: Tensor | None,
+    sin: Tensor | None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Start the kernel; without tables what it returns is empty."""
     from tilewright.ops.decode_attention import kernels
@@ -54,30 +64,32 @@ def _launch(
     moved = (q, k, v, keys, values)
     aligned = tuple([x.data_ptr() % 16 == 0 for x in moved])
     programs, launch = kernels.append_launch(
-        q.device, dispatch.dtypes((q, before, cos)), aligned, heads, k.shape[2], head_dim
+        q.device, dispatch.dtypes((q, keys, before, cos)), aligned, heads, k.shape[2], head_dim
     )
     strides = [stride for x in moved for stride in x.stride()[:3]]
-    tensors = (q, k, v, out, keys, values, before, cos, sin)
+    cache = eight_bits.as_bytes(keys), eight_bits.as_bytes(values)
+    tensors = (q, k, v, out, *cache, before, cos, sin, k_scale, v_scale)
     sizes = (tokens, keys.shape[2], 0 if cos is None else len(cos))
     launch((programs * batch * tokens, 1), tensors, (*sizes, *strides))
     return out
 
 
 _registered = torch.library.custom_op(
-    f"tilewright::{_NAME}", _launch, mutates_args=("keys", "values"),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor before, Tensor? cos, Tensor? sin)"
-    " -> Tensor",
+    f"tilewright::{_NAME}", _launch,
+    mutates_args=("keys", "values", "k_scale", "v_scale"),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor before, Tensor? cos=None,"
+    " Tensor? sin=None, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> Tensor",
 )  # fmt: skip
 
 
 @dispatch.fake_of(_registered)
-def _fake(q: Any, k: Any, v: Any, keys: Any, values: Any, before: Any, cos: Any, sin: Any) -> Any:
+def _fake(q: Any, k: Any, v: Any, keys: Any, values: Any, before: Any, cos: Any, *_: Any) -> Any:
     return q.new_empty(0) if cos is None else q.new_empty(q.shape)
 
 
 def append_to_cache(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, before: Tensor, cos: Tensor | None = None,
-    sin: Tensor | None = None,
+    sin: Tensor | None = None, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write the keys and values of new tokens into a cache, and return the queries; turned, where there are tables.
 
@@ -85,9 +97,11 @@ def append_to_cache(
         q: ``(batch, tokens, heads, head_dim)``, in bfloat16, float16, float32 or float64.
         k, v: ``(batch, tokens, kv_heads, head_dim)``.
         keys, values: ``(batch, kv_heads, capacity, head_dim)``, the cache, whose last stride is 1, with
-            room for the tokens.
+            room for the tokens; in the dtype of q, or both int8 or float8_e4m3fn.
         before: ``(batch,)``, int32: how many tokens of each row are there.
         cos, sin: ``(positions, head_dim / 2)``, as `rope_tables` makes them; left out, nothing is turned.
+        k_scale, v_scale: ``(batch, kv_heads, capacity)``, float32 and contiguous: the scales of a cache of 8
+            bits, which are written too.
 
     Returns:
         q, or the turned q, which is contiguous.
@@ -101,22 +115,26 @@ def append_to_cache(
     >>> keys[0, 0, :6, 0].tolist(), values[0, 1, 4, 0].item()
     ([0.0, 0.0, 0.0, 1.0, 1.0, 0.0], 2.0)
     """
-    _check(q, k, v, keys, values, before, cos, sin)
+    _check(q, k, v, keys, values, before, cos, sin, k_scale, v_scale)
     if q.dtype == torch.float64:
         paths.note(_NAME, paths.REFERENCE, "the kernel has no float64")
-        return reference(q, k, v, keys, values, before, cos, sin)
-    path = paths.choose(_NAME, q, k, v, keys, values, before, cos, sin)
+        return reference(q, k, v, keys, values, before, cos, sin, k_scale, v_scale)
+    path = paths.choose(_NAME, q, k, v, keys, values, before, cos, sin, k_scale, v_scale)
     if path == paths.REFERENCE:
-        return reference(q, k, v, keys, values, before, cos, sin)
+        return reference(q, k, v, keys, values, before, cos, sin, k_scale, v_scale)
     run = _launch if path == paths.KERNEL else _registered
-    turned: Tensor = run(q, k, v, keys, values, before, cos, sin)
+    turned: Tensor = run(q, k, v, keys, values, before, cos, sin, k_scale, v_scale)
     return q if cos is None else turned
 
 
-def _check(q: Any, k: Any, v: Any, keys: Any, values: Any, before: Any, cos: Any, sin: Any) -> None:
+def _check(
+    q: Any, k: Any, v: Any, keys: Any, values: Any, before: Any, cos: Any, sin: Any, k_scale: Any, v_scale: Any
+) -> None:
     for name, x in (("q", q), ("k", k), ("v", v), ("keys", keys), ("values", values)):
-        dispatch.check_tensor(_NAME, name, x)
-        if x.ndim != 4 or x.dtype != q.dtype or x.device != q.device:
+        eight = name in ("keys", "values") and isinstance(x, Tensor) and x.dtype in eight_bits.LARGEST
+        if not eight:
+            dispatch.check_tensor(_NAME, name, x)
+        if x.ndim != 4 or (x.dtype != q.dtype and not eight) or x.device != q.device:
             raise ValueError(f"{_NAME}: {name} must have 4 dimensions, and the dtype and device of q; convert it.")
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{_NAME}: {name} requires a gradient and there is none; call it under torch.no_grad().")
@@ -124,8 +142,14 @@ def _check(q: Any, k: Any, v: Any, keys: Any, values: Any, before: Any, cos: Any
     kv_heads, capacity = keys.shape[1:3]
     dispatch.check_tensor(_NAME, "k", k, torch.Size((batch, tokens, kv_heads, head_dim)), q)
     dispatch.check_tensor(_NAME, "v", v, k.shape, q)
-    for name, x in (("keys", keys), ("values", values)):
-        dispatch.check_tensor(_NAME, name, x, torch.Size((batch, kv_heads, capacity, head_dim)), q)
+    for name, x, scale in (("keys", keys, k_scale), ("values", values, v_scale)):
+        if x.shape != (batch, kv_heads, capacity, head_dim):
+            raise ValueError(
+                f"{_NAME}: {name} has shape {tuple(x.shape)}, but {(batch, kv_heads, capacity, head_dim)} is needed."
+            )
+        if x.dtype != keys.dtype:
+            raise ValueError(f"{_NAME}: keys are {keys.dtype} and values {x.dtype}; give both in one format.")
+        eight_bits.check_scale(_NAME, name, scale, x)
         if x.stride(-1) != 1 and head_dim > 1:
             raise ValueError(f"{_NAME}: the last dimension of {name} has no stride of 1; make the cache contiguous.")
     if tokens > capacity:
