@@ -11,6 +11,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from ops.contract import (
     DEVICE,
@@ -365,6 +366,20 @@ def test_a_compiler_sees_the_registered_op(launched):
     upstream = upstream_of((1, 128, 2, 64))
     assert_near_truth(run(compiled, inputs, upstream), run(plain, doubles(inputs), upstream.double()), 128)
     assert "tilewright.attention_hopper" in graphs[0] and len(launched) == 1
+
+
+def test_a_compiler_with_symbols_for_sizes_compiles_the_registered_op_once(launched, monkeypatch):
+    counter, compiled_at_first = CompileCounterWithBackend("aot_eager"), 0
+    torch.compiler.reset()
+    if not HOPPER:  # what a compiler calls at once, with numbers
+        monkeypatch.setattr(hopper_forward, "is_there", torch.compiler.assume_constant_result(lambda *kind: True))
+    compiled = torch.compile(attention, dynamic=True, fullgraph=True, backend=counter)
+    for length in (70, 128):
+        inputs, upstream = leaves((2, length, 4, 64)), upstream_of((2, length, 4, 64))
+        actual = run(compiled, inputs, upstream)
+        assert_near_truth(actual, run(plain, doubles(inputs), upstream.double()), length)
+        compiled_at_first = compiled_at_first or counter.frame_count
+    assert counter.frame_count == compiled_at_first > 0 and len(launched) == 2
 
 
 @pytest.mark.parametrize(("queries", "width", "tile"), [(128, 64, 128), (100, 64, 128), (100, 128, 64)])

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from ops.contract import DEVICE, assert_equal, assert_near_truth, on_gpu
 from tilewright import ops
@@ -216,3 +217,28 @@ def test_packed_sequences_need_no_second_starts():
     both = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 4, "max_seqlen_k": 4}
     assert_equal([once], [attention(q, k, v, **both)])
     assert read(q, k, v, True, None, None, 0.0, None, None, 0.0, starts, None, 4, None, False).longest_k == 4
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_packed"), [("auto", False), ("flash", False), ("triton", True), ("math", True)]
+)
+def test_a_compiler_with_symbols_for_sizes_compiles_once_for_all_lengths(backend, is_packed):
+    counter, compiled_at_first = CompileCounterWithBackend("eager"), 0
+    torch.compiler.reset()
+
+    @torch.compile(dynamic=True, fullgraph=True, backend=counter)
+    def compiled(*arguments, **options):
+        return attention(*arguments, backend=backend, **options)
+
+    for length in (7, 12):
+        options = {"scale": 0.3, "softcap": 5.0} if is_packed else {"scale": 0.3}
+        inputs = [torch.randn(2, length, heads, 16, device=DEVICE).half() for heads in (4, 2, 2)]
+        if is_packed:
+            inputs, starts = [x.flatten(0, 1) for x in inputs], torch.tensor([0, 5, length + 2, 2 * length])
+            options |= {"cu_seqlens_q": starts.to(DEVICE, torch.int32), "max_seqlen_q": length - 2}
+        inputs = [x.requires_grad_() for x in inputs]
+        out, expected = compiled(*inputs, **options), reference(*(x.double() for x in inputs), **options)
+        found = [out, *torch.autograd.grad(out.sum(), inputs)]
+        assert_near_truth(found, [expected, *torch.autograd.grad(expected.sum(), inputs)], 2 * length * 16)
+        compiled_at_first = compiled_at_first or counter.frame_count
+    assert counter.frame_count == compiled_at_first > 0

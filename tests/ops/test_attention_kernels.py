@@ -229,6 +229,20 @@ def test_dropout_of_packed_sequences_is_that_of_the_definition(one_seed):
     assert_near_truth(actual, truth, 21)
 
 
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_the_definition_of_packed_sequences_is_the_same_one_by_one_and_together(sequences, monkeypatch):
+    tensors, options = packed((2, 9, 9, 20)[: sequences + 1], (1, 5, 20, 26)[: sequences + 1])
+    tensors = fresh(tensors, torch.float64)
+    keep = torch.rand(2, len(tensors[0]), options["max_seqlen_k"], device=DEVICE) > 0.4
+    slopes = torch.rand(sequences, 2, device=DEVICE)
+    options |= {"window": 5, "alibi": slopes, "p": 0.25, "keep": keep, "softcap": 3.0}
+    apart, upstream, blind = run(reference, tensors, options)
+    monkeypatch.setattr(definition.dispatch, "is_traced", lambda *tensors: True)
+    together, _, also_blind = run(reference, tensors, options, upstream)
+    torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-12)
+    assert_equal([blind], [also_blind])
+
+
 def test_a_dropped_weight_is_another_in_each_call_and_follows_the_seed():
     q, k, v = (torch.ones(1, 40, 1, 16, device=DEVICE) for _ in range(3))
     torch.manual_seed(3)

@@ -27,7 +27,7 @@ from tilewright.runtime import dispatch
 Save = Callable[[Any, Any, Any], None]  # of the context, the inputs and the output
 Formula = Callable[..., Sequence[Any]]
 
-_TYPES = {torch.Tensor: "Tensor", torch.dtype: "ScalarType", bool: "bool", int: "int", float: "float", str: "str"}
+_TYPES = {torch.Tensor: "Tensor", torch.dtype: "ScalarType", bool: "bool", int: "SymInt", float: "float", str: "str"}
 
 
 class Op:

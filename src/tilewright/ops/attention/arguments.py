@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import os
 from typing import Any, NamedTuple
 
@@ -72,7 +73,8 @@ def read(
         left = -1  # the last query sees the first key, and so do all before it
     if longest_q == 1 and not packed:
         right = -1  # the one query is the last: no key is behind it
-    scale = _check_number("scale", q.shape[3] ** -0.5 if scale is None else scale, 0.0, inclusive=False)
+    head_dim = operator.index(q.shape[3])  # a number to kernels, also where a compiler has sizes as symbols
+    scale = head_dim**-0.5 if scale is None else _check_number("scale", scale, 0.0, inclusive=False)
     softcap = _check_number("softcap", softcap, 0.0, inclusive=True)
     dispatch.check_probability(NAME, p)
     if bias is not None:
@@ -167,12 +169,12 @@ def _read_window(window: Any, causal: bool) -> tuple[int, int]:
 
 
 def _check_number(name: str, value: Any, least: float, inclusive: bool) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < least or (value == least and not inclusive):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value < math.inf or (value == least and not inclusive):
         raise ValueError(
             f"{NAME}: {name} is {value!r}; give a finite number {'of at least' if inclusive else 'above'} 0."
         )
-    return float(value)
+    return value.__float__()  # which makes a number of a compiler's symbol, where float() keeps that
 
 
 def _check_bias(bias: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:

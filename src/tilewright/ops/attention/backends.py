@@ -7,6 +7,7 @@ say all, a function that says why a call is not for it. A new one is an entry in
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -97,9 +98,11 @@ def _call_pytorch(
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if q.dtype == torch.float32 and q.device.type in _FUSED_FLOAT32 and 0 < k.shape[1] < q.shape[1]:
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    gqa = q.shape[1] != k.shape[1]
+    heads, kv_heads = map(operator.index, (q.shape[1], k.shape[1]))  # PyTorch takes no symbol for whether they differ
+    if q.dtype == torch.float32 and q.device.type in _FUSED_FLOAT32 and 0 < kv_heads < heads:
+        k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+        kv_heads = heads
+    gqa = heads != kv_heads
     out = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal=causal, scale=scale, enable_gqa=gqa)
     return out.transpose(1, 2)
 
@@ -148,7 +151,8 @@ def why_not(backend: Backend, inputs: Inputs) -> str:
     for feature in list_features(inputs):
         if feature not in features:
             return f"it has no {_word(feature)}"
-    return _why_not_kind(backend.capability, q.shape[3], q.dtype) or backend.why_not(inputs)
+    head_dim = operator.index(q.shape[3])  # no range knows a compiler's symbol
+    return _why_not_kind(backend.capability, head_dim, q.dtype) or backend.why_not(inputs)
 
 
 def _why_not_kind(capability: Capability, head_dim: int, dtype: torch.dtype) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,7 @@ def why_not(
         return "a window needs a causal mask and at least one key"
     if scale is not None and not 0.0 < scale < float("inf"):
         return "the scale is no positive number"
-    if not is_there(q.device, int(q.shape[3]), causal, q.dtype):
+    if not is_there(q.device, operator.index(q.shape[3]), causal, q.dtype):  # a number, where sizes are symbols
         return "the kernel is for a Hopper, and needs NVRTC 13"
     return ""
 
