@@ -17,6 +17,7 @@ Packed = dict[str, Tensor]  # weight, scale and, of some, zero
 # Parts of the largest magnitude that are tried as the largest number to be represented.
 _PARTS = [1.0 - step / 40 for step in range(1, 21)]
 _ROWS = 1 << 24  # weights searched at once
+_LARGEST_BLOCK = 128  # inputs of a group whose pairs are looked at
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,44 @@ class Format:
         if not bool(single.isfinite().all()):
             raise UserError(f"{name} has NaN or Inf in it; mend the checkpoint, or leave this layer out by filter_fn.")
 
-    def quantize(self, weight: Tensor) -> Packed:
-        """The tensors that stand for a ``(out, in)`` matrix."""
+    def group_of(self, inputs: int) -> int:
+        """How many inputs of a row share a scale: all of them, but in formats that say otherwise."""
+        return inputs
+
+    def grid(self, groups: Tensor, moments: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Scales and, of some formats, zero points ``(out, groups)`` for float32 weights ``(out, groups, group)``.
+
+        With `moments`, the means of x^2 ``(groups, group)`` or of x x^T ``(groups, group, group)`` of each group's
+        inputs, scales are searched for the least squared error of the outputs.
+        """
         raise NotImplementedError
+
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The codes nearest to `values`; scale and zero point broadcast."""
+        raise NotImplementedError
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """What codes stand for, in float32."""
+        return codes.float() * scale if zero is None else (codes.float() - zero) * scale
+
+    def pack(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Packed:
+        """The tensors that are stored for codes ``(out, in)`` and a grid."""
+        raise NotImplementedError
+
+    def quantize(self, weight: Tensor, moments: Tensor | None = None) -> Packed:
+        """The tensors that stand for a ``(out, in)`` matrix, rounded to nearest.
+
+        Args:
+            weight: the matrix.
+            moments: ``(in,)``, the mean of the square of each input, or ``(in, in)``, of each pair's product: scales
+                are then searched for the least squared error of the outputs.
+        """
+        self.refuse(weight)
+        group = self.group_of(weight.shape[1])
+        groups = weight.detach().float().unflatten(1, (-1, group))
+        scale, zero = self.grid(groups, None if moments is None else blocks(moments, group))
+        codes = self.encode(groups, scale[..., None], None if zero is None else zero[..., None])
+        return self.pack(codes.flatten(1), scale, zero)
 
     def dequantize(self, packed: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix that they stand for."""
@@ -73,30 +109,49 @@ class Format:
         return {"format": self.name, "version": self.version}
 
 
-def best_scale(values: Tensor, largest: float, rounded: Callable[[Tensor, Tensor], Tensor], search: bool) -> Tensor:
-    """A float32 scale for each row of `values`: the largest magnitude over `largest`, or a better one if `search`.
+def blocks(moments: Tensor, group: int) -> Tensor:
+    """The moments of each group's inputs, of their pairs where there are those and a group has no more than 128.
 
-    A row of zeros gets 1. `rounded(values, scale)` is what the format makes of values.
+    >>> blocks(torch.eye(4), 2).shape, blocks(torch.ones(4), 2).shape
+    (torch.Size([2, 2, 2]), torch.Size([2, 2]))
     """
-    most = values.abs().amax(-1)
-    scale = _above_zero(most / largest)
-    if not search:
+    if moments.ndim == 2 and group <= _LARGEST_BLOCK:
+        parts = moments.unflatten(0, (-1, group)).unflatten(2, (-1, group))
+        return parts.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+    return (moments.diagonal() if moments.ndim == 2 else moments).reshape(-1, group)
+
+
+def best_scale(
+    values: Tensor, scale: Tensor, rounded: Callable[[Tensor, Tensor], Tensor], search: bool, moments: Tensor | None
+) -> Tensor:
+    """A float32 scale for each last dimension of `values`: `scale`, or a smaller one that errs less.
+
+    A scale of 0 becomes 1. `rounded(values, scale)` is what the format makes of values. Smaller scales are tried where
+    `search` is true or there are `moments`, those of `Format.grid`, which weigh the squared errors.
+    """
+    scale = _above_zero(scale)
+    if not search and moments is None:
         return scale
-    chunk = max(1, _ROWS // values.shape[-1])
+    chunk = max(1, _ROWS // max(1, values[0].numel()))
     for first in range(0, len(values), chunk):
         part, mine = values[first : first + chunk], scale[first : first + chunk]
-        whole, least = mine.clone(), _error(part, mine, rounded)
+        whole, least = mine.clone(), _error(part, mine, rounded, moments)
         for share in _PARTS:
             tried = _above_zero(whole * share)
-            error = _error(part, tried, rounded)
+            error = _error(part, tried, rounded, moments)
             better = error < least
             mine.copy_(torch.where(better, tried, mine))
             least = torch.where(better, error, least)
     return scale
 
 
-def _error(values: Tensor, scale: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    return (rounded(values, scale[..., None]) - values).square().sum(-1)
+def _error(
+    values: Tensor, scale: Tensor, rounded: Callable[[Tensor, Tensor], Tensor], moments: Tensor | None
+) -> Tensor:
+    difference = rounded(values, scale[..., None]) - values
+    if moments is None or moments.ndim == 2:
+        return (difference.square() if moments is None else difference.square() * moments).sum(-1)
+    return (torch.einsum("ngk,gkl->ngl", difference, moments) * difference).sum(-1)
 
 
 def _above_zero(scale: Tensor) -> Tensor:

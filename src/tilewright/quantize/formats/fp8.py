@@ -38,12 +38,21 @@ class Fp8(Format):
     name: ClassVar[str] = "fp8"
     weight_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
 
-    def quantize(self, weight: Tensor) -> Packed:
-        """The tensors that stand for a ``(out, in)`` matrix, rounded to nearest."""
-        self.refuse(weight)
-        values = weight.detach().float()
-        scale = best_scale(values, _MOST, lambda part, scale: _codes(part, scale).float() * scale, self.search)
-        return {"weight": _codes(values, scale[:, None]), "scale": scale}
+    def grid(self, groups: Tensor, moments: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """A scale for each output."""
+
+        def rounded(part: Tensor, scale: Tensor) -> Tensor:
+            return _codes(part, scale).float() * scale
+
+        return best_scale(groups, groups.abs().amax(-1) / _MOST, rounded, self.search, moments), None
+
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The nearest floats of 8 bits."""
+        return _codes(values, scale)
+
+    def pack(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Packed:
+        """The tensors that are stored."""
+        return {"weight": codes.contiguous(), "scale": scale.flatten()}
 
     def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
         """Shape and possible dtypes of each tensor."""

@@ -71,37 +71,42 @@ class Int4(Format):
                 f"{self.group} needs; {advice}."
             )
 
-    def quantize(self, weight: Tensor) -> Packed:
-        """The tensors that stand for a ``(out, in)`` matrix, rounded to nearest."""
-        self.refuse(weight)
-        groups = weight.detach().float().unflatten(1, (-1, self.group))
-        if self.zeros:
-            low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-            # All that a group can have with a zero point is the numbers of one without, moved to its middle.
-            middle = (low + high) / 2
-            scale = self._scale(groups - middle[..., None], _MOST / 2)
-            zero = (-low / scale).round().clamp(0, _MOST)
-        else:
-            scale = self._scale(groups, MIDDLE - 1)
-            zero = torch.full_like(scale, MIDDLE)
-        codes = (groups / scale[..., None] + zero[..., None]).round().clamp(0, _MOST).to(torch.uint8)
-        packed = {
-            "weight": pack_nibbles(codes.flatten(1), self.group),
-            "scale": scale.t().contiguous().bfloat16(),
-        }
-        if self.zeros:
+    def group_of(self, inputs: int) -> int:
+        """How many inputs of a row share a scale."""
+        return self.group
+
+    def grid(self, groups: Tensor, moments: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Scales that are numbers of bfloat16, and zero points: whole numbers, 8 everywhere without `zeros`."""
+
+        def rounded(part: Tensor, scale: Tensor) -> Tensor:
+            scale = _as_stored(scale)
+            if not self.zeros:
+                return (part / scale).round().clamp(1 - MIDDLE, MIDDLE - 1) * scale
+            zero = self._zero(part, scale[..., 0])[..., None]
+            return ((part / scale + zero).round().clamp(0, _MOST) - zero) * scale
+
+        low, high = _ends(groups)
+        most = (high - low) / _MOST if self.zeros else torch.maximum(high, -low) / (MIDDLE - 1)
+        scale = _as_stored(best_scale(groups, most, rounded, self.search, moments))
+        return scale, self._zero(groups, scale)
+
+    def _zero(self, groups: Tensor, scale: Tensor) -> Tensor:
+        """The codes that stand for 0: the middle of what is stored is that of a group."""
+        if not self.zeros:
+            return torch.full_like(scale, MIDDLE)
+        low, high = _ends(groups)
+        return (_MOST / 2 - (low + high) / 2 / scale).round().clamp(0, _MOST)
+
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The nearest codes, 0 to 15."""
+        return (values / scale + zero).round().clamp(0, _MOST).to(torch.uint8)
+
+    def pack(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Packed:
+        """The tensors that are stored."""
+        packed = {"weight": pack_nibbles(codes, self.group), "scale": scale.t().contiguous().bfloat16()}
+        if self.zeros and zero is not None:
             packed["zero"] = zero.t().contiguous().to(torch.uint8)
         return packed
-
-    def _scale(self, groups: Tensor, largest: float) -> Tensor:
-        """Scales that are numbers of bfloat16."""
-
-        def rounded(values: Tensor, scale: Tensor) -> Tensor:
-            scale = _as_stored(scale)
-            return (values / scale).round().clamp(-largest, largest) * scale
-
-        flat = groups.reshape(-1, self.group)
-        return _as_stored(best_scale(flat, largest, rounded, self.search)).view(groups.shape[:-1])
 
     def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
         """Shape and possible dtypes of each tensor."""
@@ -122,6 +127,11 @@ class Int4(Format):
     def options(self) -> dict[str, Any]:
         """What a file says of it."""
         return {**super().options(), "group": self.group, "zeros": self.zeros}
+
+
+def _ends(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest weight of each group, 0 between them."""
+    return groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
 
 
 def _as_stored(scale: Tensor) -> Tensor:

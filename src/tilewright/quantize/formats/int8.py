@@ -32,12 +32,21 @@ class Int8(Format):
     name: ClassVar[str] = "int8"
     weight_dtype: ClassVar[torch.dtype] = torch.int8
 
-    def quantize(self, weight: Tensor) -> Packed:
-        """The tensors that stand for a ``(out, in)`` matrix, rounded to nearest."""
-        self.refuse(weight)
-        values = weight.detach().float()
-        scale = best_scale(values, 127.0, lambda part, scale: _codes(part, scale) * scale, self.search)
-        return {"weight": _codes(values, scale[:, None]).to(torch.int8), "scale": scale}
+    def grid(self, groups: Tensor, moments: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """A scale for each output."""
+
+        def rounded(part: Tensor, scale: Tensor) -> Tensor:
+            return _codes(part, scale) * scale
+
+        return best_scale(groups, groups.abs().amax(-1) / 127.0, rounded, self.search, moments), None
+
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The nearest codes, -127 to 127."""
+        return _codes(values, scale).to(torch.int8)
+
+    def pack(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Packed:
+        """The tensors that are stored."""
+        return {"weight": codes.contiguous(), "scale": scale.flatten()}
 
     def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
         """Shape and possible dtypes of each tensor."""
