@@ -40,7 +40,8 @@ def refused(folder):
     [
         ({"model_type": "mamba"}, "'mamba', which generate does not know; it runs llama, qwen2, qwen3, gpt2"),
         ({"model_type": None}, "model_type is None"), ({"auto_map": {"AutoModel": "x.Y"}}, "code of its own"),
-        ({"quantization_config": {"bits": 4}}, "not quantised"), ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"quantization_config": {"bits": 4}}, "no tensor is named qweight"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"), ({"rms_norm_eps": "x"}, "rms_norm_eps"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
         ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor must be below"),

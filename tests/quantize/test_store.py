@@ -9,7 +9,7 @@ from tilewright.errors import UserError
 from tilewright.models import GPT
 from tilewright.plan.gpt import LLAMA, GPTConfig
 from tilewright.quantize import Fp8, Int4, Int8, load, quantize_, save
-from tilewright.quantize.store import _hash
+from tilewright.quantize.facts import hash_of
 
 CONFIG = GPTConfig(width=64, layers=1, heads=2, vocabulary=96, sequence=16, **LLAMA)
 
@@ -73,7 +73,8 @@ def rewrite(folder, change):
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata=metadata)
-    edit(folder, lambda facts: facts.update(bytes=path.stat().st_size, sha256=_hash(path)))
+    said = {"bytes": path.stat().st_size, "sha256": hash_of(path)}
+    edit(folder, lambda facts: facts["files"].update({path.name: said}))
 
 
 def edit(folder, change):
@@ -98,7 +99,7 @@ DAMAGE = (
     (truncate, "not the file that was written"),
     (flip, "not the file that was written"),
     (lambda folder: (folder / "model.safetensors").unlink(), "There is no file"),
-    (lambda folder: (folder / "quantized.json").unlink(), "has no quantized.json"),
+    (lambda folder: (folder / "quantized.json").unlink(), "it has no quantized.json"),
     (lambda folder: (folder / "quantized.json").write_text("[" * 100_000), "is no JSON"),
     (lambda folder: (folder / "quantized.json").write_text("[]"), "is no JSON"),
     (lambda folder: edit(folder, lambda facts: facts.update(schema=9)), "has schema 9"),
@@ -107,7 +108,10 @@ DAMAGE = (
     (lambda folder: edit(folder, lambda facts: facts["layers"]["0"].update(version=2)), "version 2 of int4"),
     (lambda folder: edit(folder, lambda facts: facts["layers"]["0"].update(group=64)), "scale of 0 is"),
     (lambda folder: edit(folder, lambda facts: facts["layers"]["0"].update(zeros=False)), "tensors that int4 does not"),
-    (lambda folder: edit(folder, lambda facts: facts["layers"].update({"9": facts["layers"]["0"]})), "no linear layer"),
+    (
+        lambda folder: edit(folder, lambda facts: facts["layers"].update({"9": facts["layers"]["0"]})),
+        "lacks the weight of",
+    ),
     (lambda folder: edit(folder, lambda facts: facts["aliases"].update({"a": "b"})), "that is not there"),
     (
         lambda folder: rewrite(folder, lambda tensors: tensors["0.scale"].view(-1)[:1].zero_()),

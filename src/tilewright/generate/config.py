@@ -76,8 +76,6 @@ def of_huggingface(raw: dict[str, Any]) -> DecoderConfig:
             "config.json names code of its own (auto_map), which is never run; save the model with transformers' own "
             "class."
         )
-    if raw.get("quantization_config"):
-        raise UserError("config.json has a quantization_config; save the model with weights that are not quantised.")
     if kind == "gpt2":
         return _gpt2(raw)
     shape = from_config(raw)

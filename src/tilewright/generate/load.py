@@ -7,9 +7,9 @@ neither more nor fewer. Then one tensor after the other goes to the device: the 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,16 +17,17 @@ from torch import Tensor
 from tilewright.errors import UserError
 from tilewright.generate.config import MOST_POSITIONS, DecoderConfig, of_gpt, of_huggingface
 from tilewright.generate.decoder import Decoder
+from tilewright.generate.quantized import make_layer, open_folder
 from tilewright.measure.machine import host_memory_bytes
 from tilewright.models import GPT
-from tilewright.models.folder import Saved, open_tensors
+from tilewright.models.folder import TABLES, Saved
 from tilewright.plan.huggingface import read_json, shorten
+from tilewright.quantize.folder import Stored
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Tables that older versions of transformers saved, and every version makes by itself.
-_TABLES = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 _ADVICE = "give the folder as it was saved"
 
+_Kind = TypeVar("_Kind")
 Parts = dict[str, list[str]]  # of ours: the tensors of theirs that lie behind each other in it
 
 
@@ -69,21 +70,28 @@ def _gpt2_names(config: DecoderConfig) -> Parts:
 def load_huggingface(
     folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Decoder:  # fmt: skip
-    """The decoder of a folder with config.json and safetensors, in `dtype` or the one it was saved in."""
+    """The decoder of a folder with config.json and safetensors, in `dtype` or the one it was saved in.
+
+    Quantized layers keep their formats: those of `tilewright quantize`, GPTQ, AWQ and compressed-tensors.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give one with config.json and model.safetensors.")
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} has no config.json; give a folder that transformers has saved.")
     raw = read_json(folder / "config.json")
     config, is_gpt2 = of_huggingface(raw), raw["model_type"] == "gpt2"
+    names = (_gpt2_names if is_gpt2 else _llama_names)(config)
+    if not config.shape.tied:
+        names["head.weight"] = ["lm_head.weight"]
+    expected = {part for parts in names.values() for part in parts}
     with contextlib.ExitStack() as opened:
-        saved = _named(open_tensors(folder, opened), "transformer." if is_gpt2 else "model.")
-        model = _on_meta(config, len(saved))
-        names = (_gpt2_names if is_gpt2 else _llama_names)(config)
-        if not config.shape.tied:
-            names["head.weight"] = ["lm_head.weight"]
-        _compare(folder, model, names, saved, is_gpt2)
-        kept = _one_dtype(folder, saved)
+        found, stored = open_folder(folder, bool(raw.get("quantization_config")), expected, opened)
+        prefix = "transformer." if is_gpt2 else "model."
+        saved = _named(found, prefix, [*found, *stored])
+        stored = _named(stored, prefix, [*found, *stored])
+        model = _on_meta(config, len(saved) + len(stored))
+        _compare(folder, model, names, saved, stored, is_gpt2)
+        kept = _one_dtype(folder, saved, stored)
 
         def load(name: str) -> Tensor:
             parts = [saved[part].load() for part in names[name]]
@@ -92,7 +100,15 @@ def load_huggingface(
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         _refuse_other_head(config, names, saved)
-        return _fill(model, load, device, dtype or kept)
+        for name, parts in names.items():
+            layers = [part.removesuffix(".weight") for part in parts]
+            if name.endswith(".weight") and any(layer in stored for layer in layers):
+                place = name.removesuffix(".weight")
+                has_bias = f"{place}.bias" in names
+                with _said_if_too_large():
+                    layer = make_layer(layers, stored, saved, has_bias, device, dtype or kept, is_gpt2)
+                model.set_submodule(place, layer)
+        return _fill(model, load, device, dtype or kept, names)
 
 
 def from_gpt(model: GPT, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
@@ -111,18 +127,19 @@ def from_gpt(model: GPT, *, device: torch.device | str = "cpu", dtype: torch.dty
             return torch.cat([state[name.replace(".up.", f".{part}_proj.")] for part in ("gate", "up")])
         return state[name.replace(".mlp.down.", ".mlp.down_proj.") if gated else name].clone()
 
-    return _fill(_on_meta(config, len(state)), load, device, dtype or model.token.weight.dtype)
+    decoder = _on_meta(config, len(state))
+    return _fill(decoder, load, device, dtype or model.token.weight.dtype, decoder.state_dict())
 
 
 def _is_matmul(name: str) -> bool:
     return name.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight"))
 
 
-def _named(found: Mapping[str, Saved], prefix: str) -> dict[str, Saved]:
-    """The tensors by their full names, but tables that a model makes by itself."""
-    if not any(name.startswith(prefix) for name in found):  # saved without its head
-        found = {name if name == "lm_head.weight" else prefix + name: saved for name, saved in found.items()}
-    return {name: saved for name, saved in found.items() if not _TABLES.fullmatch(name)}
+def _named(found: Mapping[str, _Kind], prefix: str, every: Sequence[str]) -> dict[str, _Kind]:
+    """Tensors or layers by their full names, but tables that a model makes by itself; `every` is of both."""
+    if not any(name.startswith(prefix) for name in every):  # saved without its head
+        found = {name if name.startswith("lm_head") else prefix + name: saved for name, saved in found.items()}
+    return {name: saved for name, saved in found.items() if not TABLES.fullmatch(name)}
 
 
 def _on_meta(config: DecoderConfig, tensors: int) -> Decoder:
@@ -139,23 +156,27 @@ def _on_meta(config: DecoderConfig, tensors: int) -> Decoder:
         raise UserError(f"config.json calls for tensors that cannot be; {_ADVICE}.") from error
 
 
-def _compare(folder: Path, model: Decoder, names: Parts, saved: Mapping[str, Saved], is_gpt2: bool) -> None:
+def _compare(
+    folder: Path, model: Decoder, names: Parts, saved: Mapping[str, Saved], stored: Mapping[str, Stored], is_gpt2: bool
+) -> None:
     """Refuse a folder whose tensors are not the model's."""
     expected = [part for parts in names.values() for part in parts]
-    missing = [part for part in expected if part not in saved]
+    packed = {f"{name}.weight": layer for name, layer in stored.items()}
+    missing = [part for part in expected if part not in saved and part not in packed]
     if missing:
         raise UserError(f"{folder} lacks {_listed(missing)}, which config.json calls for; {_ADVICE}.")
-    more = sorted(saved.keys() - set(expected) - {"lm_head.weight"})
+    more = sorted((saved.keys() - {"lm_head.weight"} | packed.keys()) - set(expected))
     if more:
         raise UserError(f"{folder} has {_listed(more)}, for which config.json has no place; {_ADVICE}.")
     state = dict(model.named_parameters(remove_duplicate=False))
     for name, parts in names.items():
         for part, wanted in zip(parts, _shapes(model.config, name, state[name], len(parts)), strict=True):
-            wanted = wanted[::-1] if is_gpt2 and _is_matmul(name) else wanted
-            if saved[part].shape != wanted:
+            wanted = wanted[::-1] if is_gpt2 and _is_matmul(name) and part not in packed else wanted
+            shape = packed[part].shape if part in packed else saved[part].shape
+            if shape != wanted:
                 raise UserError(
-                    f"{saved[part].path}: {shorten(part)} has shape {shorten(saved[part].shape)} and config.json calls "
-                    f"for {wanted}; {_ADVICE}."
+                    f"{saved[part].path if part in saved else folder}: {shorten(part)} has shape {shorten(shape)} and "
+                    f"config.json calls for {wanted}; {_ADVICE}."
                 )
 
 
@@ -167,7 +188,7 @@ def _shapes(config: DecoderConfig, name: str, whole: Tensor, parts: int) -> Iter
         yield (size, *whole.shape[1:])
 
 
-def _one_dtype(folder: Path, saved: Mapping[str, Saved]) -> torch.dtype:
+def _one_dtype(folder: Path, saved: Mapping[str, Saved], stored: Mapping[str, Stored]) -> torch.dtype:
     """The one dtype of all tensors; refuse others, and more than the host has memory for."""
     for each in saved.values():
         if each.dtype not in _DTYPES:
@@ -178,6 +199,7 @@ def _one_dtype(folder: Path, saved: Mapping[str, Saved]) -> torch.dtype:
     if len(kinds) != 1:
         raise UserError(f"{folder} has tensors of {' and '.join(kinds) or 'no dtype'}; save the model in one dtype.")
     size = sum(torch.Size(each.shape).numel() for each in saved.values()) * _DTYPES[kinds[0]].itemsize
+    size += sum(torch.Size(layer.shape).numel() for layer in stored.values()) // 2
     if size > host_memory_bytes():
         raise UserError(
             f"The weights of {folder} take {size / 1e9:,.1f} GB and this machine has {host_memory_bytes() / 1e9:,.1f} "
@@ -195,20 +217,28 @@ def _refuse_other_head(config: DecoderConfig, names: Parts, saved: Mapping[str, 
         )
 
 
-def _fill(model: Decoder, load: Callable[[str], Tensor], device: torch.device | str, dtype: torch.dtype) -> Decoder:
-    """Give a decoder its weights, one after the other."""
-    try:
-        for name in model.state_dict():
-            if name == "head.weight" and model.config.shape.tied:
+def _fill(
+    model: Decoder, load: Callable[[str], Tensor], device: torch.device | str, dtype: torch.dtype, names: Container[str]
+) -> Decoder:
+    """Give a decoder those weights that it has not yet, one after the other."""
+    with _said_if_too_large():
+        for name, empty in model.state_dict().items():
+            if name not in names or not empty.is_meta or (name == "head.weight" and model.config.shape.tied):
                 continue
             owner, _, last = name.rpartition(".")
             tensor = load(name).to(device=device, dtype=dtype, copy=True).contiguous()
             setattr(model.get_submodule(owner), last, torch.nn.Parameter(tensor, requires_grad=False))
-    except torch.OutOfMemoryError:
-        raise UserError("The weights do not fit the memory of the GPU; give a smaller model.") from None
     if model.config.shape.tied:
         model.head.weight = model.token.weight
     return model
+
+
+@contextlib.contextmanager
+def _said_if_too_large() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UserError("The weights do not fit the memory of the GPU; give a smaller model.") from None
 
 
 def _listed(names: list[str]) -> str:

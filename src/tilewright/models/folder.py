@@ -21,6 +21,8 @@ from tilewright.errors import UserError
 from tilewright.plan.huggingface import read_json, shorten
 
 INDEX = "model.safetensors.index.json"
+# Tables that older versions of transformers saved, and every version makes by itself.
+TABLES = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 _SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")
 _PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
 _LARGEST_HEADER = 1 << 25  # bytes of a safetensors file's list of tensors; large ones have 100,000
@@ -45,10 +47,15 @@ class Saved:
             raise _damaged(self.path, error) from error
 
 
-def open_tensors(folder: Path, opened: contextlib.ExitStack) -> dict[str, Saved]:
-    """Every tensor of a folder by its name; its files stay open as long as `opened`."""
+def open_tensors(folder: Path, opened: contextlib.ExitStack, *, any_name: bool = False) -> dict[str, Saved]:
+    """Every tensor of a folder by its name; its files stay open as long as `opened`.
+
+    With `any_name`, a folder with neither a model.safetensors nor an index has its weights in all its safetensors.
+    """
     found: dict[str, Saved] = {}
-    listed = _shards(folder)
+    has_usual = any((folder / name).exists() for name in ("model.safetensors", INDEX))
+    others = {} if has_usual or not any_name else {path.name: None for path in sorted(folder.glob("*.safetensors"))}
+    listed: dict[str, set[str] | None] = {**others} or _shards(folder)
     for file, names in listed.items():
         here = {saved.name: saved for saved in _open(folder / file, opened)}
         missing = sorted((names or here.keys()) - here.keys())

@@ -16,12 +16,13 @@ _EIGHT_BITS = {torch.int8: int8_linear, torch.float8_e4m3fn: fp8_linear}
 class QuantizedLinear(torch.nn.Module):
     """A linear layer with a packed weight, of which the dtype says the format.
 
-    The state_dict has ``weight``, ``scale`` and, where there is one, ``zero``, which are buffers, and ``bias``, a
-    parameter. `tilewright.quantize.quantize_` puts such modules in the places of ``torch.nn.Linear``.
+    The state_dict has ``weight``, ``scale`` and, where there are any, ``zero`` and ``order``, which are buffers, and
+    ``bias``, a parameter. `tilewright.quantize.quantize_` puts such modules in the places of ``torch.nn.Linear``.
 
     Args:
         weight, scale, zero: as the op of the format takes them.
         bias: ``(out,)`` or None.
+        order: ``(in,)``, integers: feature j of the weight is feature ``order[j]`` of x. Others' act-order needs that.
 
     >>> layer = QuantizedLinear(torch.tensor([[2, -3]], dtype=torch.int8), torch.tensor([0.5]))
     >>> layer(torch.ones(3, 2)).tolist(), layer
@@ -31,21 +32,28 @@ class QuantizedLinear(torch.nn.Module):
     weight: Tensor
     scale: Tensor
     zero: Tensor | None
+    order: Tensor | None
     bias: torch.nn.Parameter | None
 
-    def __init__(self, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.out_features = weight.shape[0]
         self.in_features = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.register_buffer("zero", zero)
+        self.register_buffer("order", order)
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias)
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The layer's output; with a residual, their sum, rounded once."""
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
         if self.weight.dtype == torch.uint8:
             return int4_linear(x, self.weight, self.scale, self.zero, self.bias, residual)
         linear = _EIGHT_BITS.get(self.weight.dtype)
@@ -58,7 +66,8 @@ class QuantizedLinear(torch.nn.Module):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The ``(out, in)`` matrix that the weight stands for."""
-        return dequantize(self.weight, self.scale, self.zero, dtype)
+        matrix = dequantize(self.weight, self.scale, self.zero, dtype)
+        return matrix if self.order is None else torch.empty_like(matrix).index_copy_(1, self.order.long(), matrix)
 
     def _apply(self, fn: object, recurse: bool = True) -> torch.nn.Module:
         """Move the packed tensors and keep their dtypes: ``.half()`` is for the bias."""
@@ -92,5 +101,6 @@ class QuantizedLinear(torch.nn.Module):
         words = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
         group = f"int4, group={self.in_features // len(self.scale)}" if self.weight.dtype == torch.uint8 else ""
         kind = words.get(self.weight.dtype, group) + (", zeros" if self.zero is not None else "")
+        kind += ", ordered" if self.order is not None else ""
         has_bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}, bias={has_bias}"

@@ -35,18 +35,18 @@ def read_gptq(tensors: Mapping[str, Tensor], *, v2: bool = False, name: str = "t
     scale = part(tensors, "scales", FLOATS, 2, name)
     if not v2:
         zero = (zero + 1) & 15  # 15 stands for 0, which less 1 does not fit
-    order = _order(tensors, len(codes), len(scale), name)
+    order = order_of(tensors, "g_idx", len(codes), len(scale), name)
     known, packed = to_int4(codes if order is None else codes[order], scale, zero, name)
     return Read(known, packed, order)
 
 
-def _order(tensors: Mapping[str, Tensor], inputs: int, groups: int, name: str) -> Tensor | None:
-    """Inputs by their group; None where they are so already."""
-    if tensors.get("g_idx") is None:
+def order_of(tensors: Mapping[str, Tensor], key: str, inputs: int, groups: int, name: str) -> Tensor | None:
+    """Inputs by their group, as the tensor `key` has them; None where they are so already."""
+    if tensors.get(key) is None:
         return None
-    index = part(tensors, "g_idx", (torch.int32, torch.int64), 1, name).long()
+    index = part(tensors, key, (torch.int32, torch.int64), 1, name).long()
     whole = len(index) == inputs and inputs % groups == 0 and int(index.min()) >= 0 and int(index.max()) < groups
     if not whole or bool((index.bincount(minlength=groups) != inputs // groups).any()):
-        raise UserError(f"g_idx of {name} does not give each of {groups} groups as many of {inputs} inputs.")
+        raise UserError(f"{key} of {name} does not give each of {groups} groups as many of {inputs} inputs.")
     order = index.argsort(stable=True)
-    return None if bool((order == torch.arange(inputs, device=order.device)).all()) else order
+    return None if bool((order == torch.arange(inputs, device=order.device)).all()) else order.int()

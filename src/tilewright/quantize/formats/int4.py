@@ -99,7 +99,7 @@ class Int4(Format):
 
     def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """The nearest codes, 0 to 15."""
-        return (values / scale + zero).round().clamp(0, _MOST).to(torch.uint8)
+        return (values / scale + (MIDDLE if zero is None else zero)).round().clamp(0, _MOST).to(torch.uint8)
 
     def pack(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Packed:
         """The tensors that are stored."""

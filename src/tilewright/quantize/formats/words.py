@@ -11,19 +11,19 @@ from torch import Tensor
 from tilewright.errors import UserError
 from tilewright.ops.quantized_linear.op import GROUPS
 from tilewright.ops.quantized_linear.reference import MIDDLE, pack_nibbles, span_of
-from tilewright.quantize.formats.base import Packed
+from tilewright.quantize.formats.base import Format, Packed
 from tilewright.quantize.formats.int4 import Int4
 
 
 class Read(NamedTuple):
-    """A layer that somebody else quantized: its format, its tensors, and the order that its inputs have there.
+    """A quantized layer of a folder: its format, its tensors, and the order that its inputs have there.
 
     With an `order`, feature j of the packed weight is feature ``order[j]`` of x: give the op ``x[..., order]``.
     """
 
-    format: Int4
+    format: Format
     packed: Packed
-    order: Tensor | None
+    order: Tensor | None = None
 
 
 def unpack_words(words: Tensor) -> Tensor:

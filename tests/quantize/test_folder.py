@@ -1,4 +1,4 @@
-"""Layers of GPTQ and AWQ, packed here code by code, as their formats say."""
+"""Layers of GPTQ, AWQ and compressed-tensors, packed here code by code, as their formats say."""
 
 import json
 
@@ -6,32 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantize.foreign import definition, numbers, pack
 from tilewright.errors import UserError
 from tilewright.ops import int4_linear
 from tilewright.quantize import read_folder
 from tilewright.quantize.formats.awq import ORDER, read_awq
+from tilewright.quantize.formats.compressed import read_compressed
 from tilewright.quantize.formats.gptq import read_gptq
-
-WIDE = 2**32
-
-
-def pack(codes, dimension, order=range(8)):
-    """Eight codes a word, along a dimension."""
-    rows = codes.movedim(dimension, -1).unflatten(-1, (-1, 8)).long()
-    words = sum(rows[..., code] << 4 * place for place, code in enumerate(order))
-    return torch.where(words >= WIDE // 2, words - WIDE, words).to(torch.int32).movedim(-1, dimension)
-
-
-def numbers(inputs=256, outputs=24, group=64, zeros=True):
-    torch.manual_seed(inputs + group)
-    codes = torch.randint(16, (inputs, outputs))
-    zero = torch.randint(16, (inputs // group, outputs)) if zeros else torch.full((inputs // group, outputs), 8)
-    return codes, zero, (torch.rand(inputs // group, outputs) + 0.1).half()
-
-
-def definition(codes, zero, scale, index):
-    """(out, in), exact in float64."""
-    return (scale.double()[index] * (codes - zero[index]).double()).t()
 
 
 def check(read, truth):
@@ -60,7 +41,7 @@ def test_act_order_brings_the_inputs_of_a_group_together():
     index = (torch.arange(256) // 64)[torch.randperm(256)]
     tensors = {"qweight": pack(codes, 0), "qzeros": pack(zero, 1), "scales": scale, "g_idx": index.int()}
     read = read_gptq(tensors, v2=True)
-    assert read.order.sort().values.equal(torch.arange(256)) and not read.order.equal(torch.arange(256))
+    assert read.order.sort().values.tolist() == list(range(256)) != read.order.tolist()
     check(read, definition(codes, zero, scale, index))
 
 
@@ -77,6 +58,47 @@ def test_a_symmetric_layer_has_no_zero_points():
     read = read_gptq({"qweight": pack(codes, 0), "qzeros": pack(zero - 1, 1), "scales": scale})
     assert not read.format.zeros and set(read.packed) == {"weight", "scale"}
     check(read, definition(codes, zero, scale, torch.arange(256) // 64))
+
+
+@pytest.mark.parametrize("zeros", ("none", "packed", "int8"))
+@pytest.mark.parametrize(("inputs", "outputs", "group"), ((256, 24, 64), (128, 21, 32), (256, 16, 256)))
+def test_a_layer_of_compressed_tensors_is_read(inputs, outputs, group, zeros):
+    codes, zero, scale = numbers(inputs, outputs, group, zeros != "none")
+    for index in (None, torch.full((inputs,), -1), torch.arange(inputs).flip(0) // group):
+        tensors = {
+            "weight_packed": pack(codes, 0).t().contiguous(), "weight_scale": scale.t().contiguous(),
+            "weight_shape": torch.tensor([outputs, inputs]), "weight_g_idx": None if index is None else index.int(),
+        }  # fmt: skip
+        filled = torch.nn.functional.pad(zero, (0, -outputs % 8))  # to whole words
+        stored = {"packed": pack(filled, 1).t().contiguous(), "int8": (zero.t() - 8).to(torch.int8), "none": None}
+        read = read_compressed({**tensors, "weight_zero_point": stored[zeros]})
+        has_order = index is not None and bool((index >= 0).all()) and group < inputs
+        assert (read.order is not None) == has_order and read.format.zeros == (zeros != "none")
+        check(read, definition(codes, zero, scale, index if has_order else torch.arange(inputs) // group))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"weight_packed": None}, "weight_packed of layer is missing"),
+        ({"weight_shape": torch.tensor([16, 400])}, "is not of 16 x 400"),
+        ({"weight_shape": torch.tensor([1, 2, 3])}, "weight_shape of layer is"),
+        ({"weight_shape": torch.tensor([-16, 256])}, "weight_shape of layer is"),
+        ({"weight_scale": torch.zeros(16, 4)}, "scale of layer is not above 0"),
+        ({"weight_zero_point": torch.zeros(2, 3, dtype=torch.int32)}, "do not go together"),
+        ({"weight_zero_point": torch.full((16, 4), 100, dtype=torch.int8)}, "above 15"),
+        ({"weight_g_idx": torch.zeros(256, dtype=torch.int32)}, "weight_g_idx of layer does not give each"),
+    ],
+)
+def test_what_is_no_layer_of_compressed_tensors_is_refused(change, says):
+    codes, _, scale = numbers(256, 16, 64)
+    tensors = {
+        "weight_packed": pack(codes, 0).t().contiguous(), "weight_scale": scale.t().contiguous(),
+        "weight_shape": torch.tensor([16, 256]),
+    }  # fmt: skip
+    with pytest.raises(UserError, match=says) as caught:
+        read_compressed({**tensors, **change}, name="layer")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +157,7 @@ def test_the_layers_of_a_folder_are_read_by_what_its_config_says(tmp_path):
     ("config", "says"),
     [
         ("{", "is not JSON"),
-        ("{}", "has no quantization_config"),
+        ("{}", "no quantization_config"),
         ('{"quantization_config": {"quant_method": "gptq", "bits": 3}}', "weights of 3 bits"),
         ('{"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}}', "by 'awq' as 'gemv'"),
         ('{"quantization_config": {"quant_method": "hqq", "bits": 4}}', "by 'hqq'"),
@@ -153,7 +175,7 @@ def test_other_folders_are_refused_in_one_sentence(config, says, tmp_path):
 
 def test_a_folder_without_such_layers_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
-    with pytest.raises(UserError, match="no safetensors file"):
+    with pytest.raises(UserError, match="no model.safetensors"):
         dict(read_folder(tmp_path))
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="no tensor is named qweight"):
