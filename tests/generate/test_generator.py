@@ -137,3 +137,18 @@ def test_a_context_must_fit_the_model_and_a_tokenizer_the_vocabulary(generator):
     for prompt, options, sentence in (("a", {}, "needs a tokenizer"), ([1], {"stop": ["x"]}, "need a tokenizer")):
         with pytest.raises(UserError, match=sentence):
             without.generate(prompt, **options)
+
+
+def test_a_step_is_one_graph_for_a_compiler(generator, monkeypatch):
+    kv_cache = "int8"
+    plain = Generator(generator.model, generator.tokenizer, kv_cache=kv_cache).generate("ab", max_tokens=6)
+    original, compiled = torch.compile, []
+
+    def traced(model, **options):
+        compiled.append(model)
+        return original(model, backend="eager", fullgraph=True, **options)
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", traced)
+    again = Generator(generator.model, generator.tokenizer, kv_cache=kv_cache, compile=True)
+    assert again.generate("ab", max_tokens=6) == plain and compiled == [generator.model]

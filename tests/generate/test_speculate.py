@@ -1,16 +1,19 @@
 """Proposed tokens change how soon a text is there, and not its distribution."""
 
 import itertools
+import json
 
 import pytest
 import torch
 
+from ops.contract import on_gpu
 from tilewright.errors import UserError
-from tilewright.generate import Generator
-from tilewright.generate.sampling import Sampling, probabilities
+from tilewright.generate import Generator, Tokenizer
+from tilewright.generate.sampling import Sampling, draw, probabilities
 from tilewright.generate.speculate import Lookup, accept
 from tilewright.models import GPT
 from tilewright.plan.gpt import LLAMA, GPTConfig
+from tilewright.train.export import byte_tokenizer
 
 
 def make(vocabulary, seed=0, noise=0.2):
@@ -79,22 +82,111 @@ def test_accepted_and_replaced_tokens_have_the_models_distribution():
                 assert chi_square(counts, len(third) * shares[2].double()) < 25 if len(third) else True
 
 
-def test_texts_have_the_models_distribution():
-    """Whole texts of a tiny vocabulary, against the product of the model's own probabilities."""
-    generator, prompt, draws = make(3, noise=0.1), [1, 2, 1, 2, 0, 1, 2], 400
-    sampling = Sampling(1.0)
-    counts = torch.zeros(27, dtype=torch.float64)
+def assert_texts_are_distributed(generator, prompt, draws, speculate):
+    """Whole texts of three tokens of a vocabulary of three, against the product of the model's own probabilities."""
+    sampling, forwards = Sampling(1.0), 0
+    counts, expected = torch.zeros(2, 27, dtype=torch.float64)
     for seed in range(draws):
-        (found,) = generator.generate([prompt], max_tokens=3, temperature=1.0, seed=seed, speculate=2)
+        (found,) = generator.generate([prompt], max_tokens=3, temperature=1.0, seed=seed, speculate=speculate)
         a, b, c = found.tokens
         counts[9 * a + 3 * b + c] += 1
-    expected = torch.zeros(27, dtype=torch.float64)
+        forwards += generator.metrics.steps
     for a, b in itertools.product(range(3), repeat=2):
         texts = [prompt, [*prompt, a], [*prompt, a, b]]
         one, two, three = (probabilities(_logits(generator, text), sampling).double() for text in texts)
         for c in range(3):
             expected[9 * a + 3 * b + c] = draws * one[a] * two[b] * three[c]
     assert chi_square(counts, expected) < 60  # 26 degrees of freedom: of 10,000 seeds 2 have more
+    assert draws < forwards < 2 * draws, "some drafts are accepted, and some are refused"
+
+
+def test_texts_have_the_models_distribution():
+    assert_texts_are_distributed(make(3, noise=0.1), [1, 2, 1, 2, 0, 1, 2], 400, speculate=2)
+
+
+def test_texts_with_a_draft_model_have_the_models_distribution():
+    assert_texts_are_distributed(with_draft(3, noise=0.1, draft_noise=2.0), [1, 2, 0], 250, speculate=2)
+
+
+def with_draft(vocabulary=20, noise=0.2, draft_noise=0.1, **options):
+    """A generator whose drafts come from a model that is nearly its own: some are accepted, some are not."""
+    model, draft = make(vocabulary, noise=noise), make(vocabulary, noise=noise)
+    torch.manual_seed(5)
+    for parameter in draft.model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=draft_noise * float(parameter.abs().mean()))
+    return Generator(model.model, draft=draft.model, **options)
+
+
+@pytest.mark.parametrize("speculate", [1, 4])
+def test_a_draft_model_changes_no_greedy_token_and_saves_forwards(speculate):
+    generator, forwards = with_draft(), 0
+    for prompt in ([1, 2, 3, 1, 2], [7], [0, 4]):
+        plain = generator.generate([prompt], max_tokens=60)
+        assert generator.generate([prompt], max_tokens=60, speculate=speculate) == plain
+        forwards += generator.metrics.steps
+        whole = Generator(generator.model, draft=generator.model)  # always right
+        assert whole.generate([prompt], max_tokens=60, speculate=speculate) == plain
+        assert whole.metrics.steps == -(-59 // (speculate + 1))
+    generator.set_context(40)
+    assert generator.generate([[1, 2] * 7], max_tokens=26, speculate=9) == generator.generate(
+        [[1, 2] * 7], max_tokens=26
+    )
+
+
+def test_tokens_accepted_from_a_draft_model_have_the_models_distribution():
+    """Drawn from q and accepted or replaced: of many rows at once, whatever q is."""
+    rows, vocabulary = 40_000, 4
+    logits = torch.tensor([[0.3, -0.5, 1.0, 0.0], [2.0, 0.1, -1.0, 0.4], [0.0, 0.0, 0.9, -2.0]])
+    other = torch.tensor([[1.0, 0.0, -1.0, 0.5], [-1.0, 0.5, 0.0, 0.4]])
+    for sampling in (Sampling(1.0), Sampling(0.7, top_k=3)):
+        shares, proposal = probabilities(logits, sampling), probabilities(other, sampling)
+        generator = torch.Generator().manual_seed(1)
+        many = proposal.expand(rows, -1, -1)
+        draft = torch.stack([draw(many[:, place], generator) for place in range(2)], 1)
+        accepted, token = accept(
+            shares.expand(rows, -1, -1), draft, torch.full((rows,), 2), generator, proposal=many
+        )  # fmt: skip
+        ends = torch.cat((draft, token[:, None]), 1).scatter(1, accepted[:, None], token[:, None])
+        for place in range(3):
+            there = ends[accepted >= place, place]
+            counts = torch.bincount(there, minlength=vocabulary).double()
+            assert chi_square(counts, len(there) * shares[place].double()) < 25  # 3 degrees of freedom: 1.5e-5 more
+        assert 0.2 < (accepted > 0).double().mean() < 0.95
+        overlap = torch.minimum(shares[0], proposal[0]).sum()
+        assert (accepted > 0).double().mean() == pytest.approx(float(overlap), abs=0.02)
+
+
+def test_a_draft_that_does_not_fit_is_refused():
+    own, tokenizer = make(20), Tokenizer(json.dumps(byte_tokenizer()).encode(), 256)
+    with pytest.raises(UserError, match="a vocabulary of 21 and the model one of 20"):
+        Generator(own.model, draft=make(21).model)
+    changed = byte_tokenizer()
+    names = changed["model"]["vocab"]
+    names["a"], names["b"] = names["b"], names["a"]
+    other = Generator(make(256).model, Tokenizer(json.dumps(changed).encode(), 256))
+    with pytest.raises(UserError, match="tokenizer is not the model's") as error:
+        Generator(make(260).model, tokenizer, draft=other)
+    assert "\n" not in str(error.value)
+    padded = Generator(make(260, 1).model, tokenizer, draft=Generator(make(256).model, tokenizer))  # the same tokens
+    plain = padded.generate("ab", max_tokens=9)
+    assert padded.generate("ab", max_tokens=9, speculate=3) == plain
+    with pytest.raises(UserError, match="load both alike"):
+        Generator(own.model, draft=make(20).model.bfloat16())
+    short = GPT(GPTConfig(width=16, layers=1, heads=2, vocabulary=20, sequence=30, **LLAMA))
+    assert Generator(own.model, draft=short).context == 30
+    with pytest.raises(UserError, match="the draft model has positions for 2 to 30"):
+        Generator(own.model, draft=short, context=64)
+
+
+@on_gpu
+def test_a_graph_of_a_draft_model_and_its_check_gives_the_greedy_text():
+    model, draft = (with_draft().model, with_draft().draft)
+    for kv_cache in (None, "int8"):
+        generator = Generator(model.to("cuda"), draft=draft.to("cuda"), kv_cache=kv_cache)
+        plain = generator.generate([[1, 2, 3]], max_tokens=60)
+        assert generator.generate([[1, 2, 3]], max_tokens=60, speculate=4) == plain
+        drawn = {"max_tokens": 30, "temperature": 1.0, "seed": 3, "speculate": 4}
+        assert generator.generate([[1, 2, 3]], **drawn) == generator.generate([[1, 2, 3]], **drawn)
 
 
 def _logits(generator, text):

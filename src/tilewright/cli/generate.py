@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tilewright.generate import Generator, Metrics
 
 _DTYPES = ("bf16", "fp16", "fp32")
+_DRAFTED = 4  # tokens that a draft model proposes, where nobody says how many
 
 
 def generate(
@@ -28,8 +29,11 @@ def generate(
     min_p: float = typer.Option(0.0, help="Draw from tokens of at least this share of the likeliest's probability."),
     seed: int = typer.Option(0, help="The same seed draws the same text."),
     stop: list[str] = typer.Option([], help="End at this text, which is left out; may be given more than once."),
-    speculate: int = typer.Option(0, help="Tokens that the text so far may propose at a time; 0: none."),
+    speculate: int = typer.Option(0, help="Tokens that the text so far, or --draft, may propose at a time; 0: none."),
+    draft: Path = typer.Option(None, help="A smaller model with the same tokenizer, which proposes tokens instead."),
     context: int = typer.Option(None, help="Tokens the cache has room for. [default: as many as are needed]"),
+    graph: bool = typer.Option(None, help="One CUDA graph for each step. [default: on a GPU]"),
+    compile: bool = typer.Option(False, help="Have torch.compile compile a step as well."),
     kv_cache: str = typer.Option("", help="int8 or fp8 for keys and values of 8 bits. [default: the model's dtype]"),
     dtype: str = typer.Option("", help=f"{', '.join(_DTYPES)}. [default: as it was saved]"),
     device: str = typer.Option("", help="cuda or cpu. [default: cuda where there is one]"),
@@ -46,29 +50,32 @@ def generate(
 
         tilewright generate runs/default "def main(" --temperature 0.8 --top-p 0.95 --seed 1 --stop "def "
     """
-    generator = _open(folder, dtype, device, kv_cache or None)
+    options: dict[str, Any] = {"kv_cache": kv_cache or None, "graph": graph, "compile": compile}
+    if draft is not None:
+        options["draft"], speculate = _open(draft, dtype, device), speculate or _DRAFTED
+    generator = _open(folder, dtype, device, **options)
     if generator.tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json, which makes text of tokens; put it beside the model.")
     tokens = generator.tokenizer.encode(prompt)
     if not tokens:
         raise UserError("The prompt is empty, and the model begins with no token of its own; give some text.")
-    longest = generator.model.longest
+    longest = generator.longest
     if context is None and len(tokens) + max_tokens > longest:
         raise UserError(
             f"A prompt of {len(tokens):,} tokens and --max-tokens {max_tokens:,} are more than the model's "
             f"{longest:,} positions; give fewer."
         )
     generator.set_context(max(2, len(tokens) + max_tokens) if context is None else context)
-    options: dict[str, Any] = {
+    asked: dict[str, Any] = {
         "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "seed": seed, "stop": stop, "speculate": speculate,
     }  # fmt: skip
     if as_json:
-        (found,) = generator.generate([tokens], **options)
+        (found,) = generator.generate([tokens], **asked)
         facts = {"text": found.text, "tokens": found.tokens, "reason": found.reason}
         print(json.dumps({**facts, "prompt_tokens": len(tokens), **_facts(generator)}))
         return
-    for piece in generator.stream(tokens, **options):
+    for piece in generator.stream(tokens, **asked):
         sys.stdout.write(printable(piece))
         sys.stdout.flush()
     sys.stdout.write("\n")
@@ -76,7 +83,7 @@ def generate(
     typer.echo(_sentence(_facts(generator)), err=True)
 
 
-def _open(folder: Path, dtype: str, device: str, kv_cache: str | None) -> Generator:
+def _open(folder: Path, dtype: str, device: str, **options: Any) -> Generator:
     """The generator of a Hugging Face folder, or of a run."""
     import torch
 
@@ -89,16 +96,18 @@ def _open(folder: Path, dtype: str, device: str, kv_cache: str | None) -> Genera
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda and PyTorch sees no GPU; `tilewright doctor` says why.")
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if options.get("graph") and (device == "cpu" or not torch.cuda.is_available()):
+        raise UserError("--graph needs a GPU; leave it out.")
     place, kind = device or ("cuda" if torch.cuda.is_available() else "cpu"), kinds.get(dtype)
     if not folder.is_dir() or (folder / "config.json").exists():
-        return Generator.from_folder(folder, device=place, dtype=kind, kv_cache=kv_cache)
+        return Generator.from_folder(folder, device=place, dtype=kind, **options)
     from tilewright.train.export import load_model, tokenizer_of
 
     model = from_gpt(load_model(folder), device=place, dtype=kind)
     content, why = tokenizer_of(folder)
     if content is None:
         raise UserError(why)
-    return Generator(model, Tokenizer(content, model.config.shape.vocabulary), kv_cache=kv_cache)
+    return Generator(model, Tokenizer(content, model.config.shape.vocabulary), **options)
 
 
 def _facts(generator: Generator) -> dict[str, Any]:

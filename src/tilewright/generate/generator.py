@@ -17,7 +17,7 @@ from tilewright.generate.decoder import Decoder
 from tilewright.generate.load import from_gpt, load_huggingface
 from tilewright.generate.metrics import Metrics, weight_bytes
 from tilewright.generate.sampling import Sampling
-from tilewright.generate.speculate import Lookup, Speculating
+from tilewright.generate.speculate import DraftSpeculating, LookupSpeculating, Speculating, refuse_draft
 from tilewright.generate.step import Decoding
 from tilewright.generate.text import Detokenizer, Stopper, Tokenizer
 from tilewright.models import GPT
@@ -83,6 +83,10 @@ class Generator:
             positions for, and 4096 at most.
         stop_tokens: end a row wherever they come, such as the model's end of text.
         kv_cache: "int8" or "fp8" for keys and values of 8 bits; left out, they are in the model's dtype.
+        draft: a smaller `Decoder` or GPT with the same tokens, or a Generator of one, which then proposes the tokens
+            that `speculate` asks for; without one the text so far does.
+        graph: whether a step is a CUDA graph; left out, it is on a GPU.
+        compile: whether `torch.compile` compiles a step's forward.
 
     >>> import torch
     >>> from tilewright.models import GPT
@@ -98,23 +102,34 @@ class Generator:
 
     def __init__(
         self, model: Decoder | GPT, tokenizer: Tokenizer | None = None, *, context: int | None = None,
-        stop_tokens: Sequence[int] = (), kv_cache: str | None = None,
+        stop_tokens: Sequence[int] = (), kv_cache: str | None = None, draft: Decoder | GPT | Generator | None = None,
+        graph: bool | None = None, compile: bool = False,
     ) -> None:  # fmt: skip
-        self.model = from_gpt(model, device=model.token.weight.device) if isinstance(model, GPT) else model
+        self.model = _decoder(model)
         self.tokenizer, self.stop_tokens = tokenizer, frozenset(stop_tokens)
         self.cache_dtype = dtype_of(kv_cache, self.model.dtype)
+        self._graph, self._compile = graph, compile
+        known = draft.tokenizer if isinstance(draft, Generator) else None
+        self.draft = None if draft is None else draft.model if isinstance(draft, Generator) else _decoder(draft)
+        if self.draft is not None:
+            refuse_draft(self.model, tokenizer, self.draft, known)
         self.metrics: Metrics | None = None  # of the last call
         self._run = 0  # how many generations have begun
         self._caches: dict[int, KVCache] = {}
         self._decodings: dict[tuple[int, Sampling], Decoding] = {}
         self._drafts: dict[tuple[Sampling, int], Speculating] = {}
-        self.set_context(min(self.model.longest, _CONTEXT) if context is None else context)
+        self.set_context(min(self.longest, _CONTEXT) if context is None else context)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a row may have, by the positions of the model and of the one that makes drafts."""
+        return min(each.longest for each in (self.model, self.draft) if each is not None)
 
     def set_context(self, context: int) -> None:
         """Give every row room for so many tokens; caches and graphs of another context are dropped."""
-        longest = self.model.longest
-        if not 2 <= context <= longest:
-            raise UserError(f"context is {context:,}; the model has positions for 2 to {longest:,} tokens.")
+        if not 2 <= context <= self.longest:
+            which = "model has" if self.longest == self.model.longest else "draft model has"
+            raise UserError(f"context is {context:,}; the {which} positions for 2 to {self.longest:,} tokens.")
         self.context = context
         self._caches.clear()
         self._decodings.clear()
@@ -123,7 +138,8 @@ class Generator:
     @classmethod
     def from_folder(
         cls, folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        context: int | None = None, kv_cache: str | None = None,
+        context: int | None = None, kv_cache: str | None = None, draft: Generator | None = None,
+        graph: bool | None = None, compile: bool = False,
     ) -> Generator:  # fmt: skip
         """A generator of a local Hugging Face folder: config.json, safetensors and, for text, tokenizer.json.
 
@@ -136,7 +152,10 @@ class Generator:
         content = read_tokenizer(folder)
         tokenizer = None if content is None else Tokenizer(content, model.config.shape.vocabulary)
         ends = _ends_of_text(folder, model.config.shape.vocabulary)
-        return cls(model, tokenizer, context=context, stop_tokens=ends, kv_cache=kv_cache)
+        return cls(
+            model, tokenizer, context=context, stop_tokens=ends, kv_cache=kv_cache, draft=draft, graph=graph,
+            compile=compile,
+        )  # fmt: skip
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], *, max_tokens: int = 128, stop: Sequence[str] = (),
@@ -150,7 +169,8 @@ class Generator:
             max_tokens: the most that follow one.
             stop: strings that end a row; they are no part of its text.
             stop_tokens: tokens that do, beside the generator's own.
-            speculate: tokens that the text so far may propose at a time, for one prompt; 0: none.
+            speculate: tokens that the draft model, or else the text so far, may propose at a time, for one prompt; 0:
+                none.
             temperature, top_k, top_p, min_p, seed: see `Sampling`. The same seed gives the same batch the same
                 text.
         """
@@ -185,8 +205,9 @@ class Generator:
         self._run += 1  # another one may begin before this has ended, and takes the cache
         mine, decoding = self._run, self._decoding(len(prompts), sampling)
         proposing = self._speculating(decoding, speculate) if speculate else None
-        weights, begin = weight_bytes(self.model), time.perf_counter()
-        first = last = begin
+        weights, token = weight_bytes(self.model), bytes_of_token(self.model.config.shape, self.cache_dtype)
+        draft = 0 if self.draft is None else weight_bytes(self.draft)
+        first = last = begin = time.perf_counter()
         found = (
             _ahead(decoding, prompts, sampling.seed, max_tokens) if proposing is None
             else _speculated(proposing, prompts[0], sampling.seed, max_tokens)
@@ -194,10 +215,10 @@ class Generator:
         for count, tokens in enumerate(found, 1):
             last = time.perf_counter()
             first = last if count == 1 else first
-            forwards = count - 1 if proposing is None else proposing.forwards
+            forwards, drafted = (count - 1, 0) if proposing is None else (proposing.forwards, proposing.drafted)
             times = first - begin, last - first
-            token = bytes_of_token(self.model.config.shape, self.cache_dtype)
-            self.metrics = _measured(weights, token, prompts, count, forwards, times)
+            read = forwards * weights + drafted * draft
+            self.metrics = _measured(read, token, prompts, count, forwards, times)
             yield tokens
             if self._run != mine:
                 raise UserError(
@@ -258,8 +279,11 @@ class Generator:
         """Forwards of drafts, whose graph is captured once."""
         key = replace(decoding.sampling, seed=0), most
         if key not in self._drafts or self._drafts[key].decoding is not decoding:
-            self._drafts[key] = Speculating(decoding, most)
-        self._drafts[key].forwards = 0
+            if self.draft is None:
+                self._drafts[key] = LookupSpeculating(decoding, most)
+            else:
+                cache = self._cache(self.draft, 1)
+                self._drafts[key] = DraftSpeculating(decoding, most, self.draft, cache)
         return self._drafts[key]
 
     def _decoding(self, batch: int, sampling: Sampling) -> Decoding:
@@ -271,12 +295,20 @@ class Generator:
                 self._drafts.clear()
                 self._caches = {batch: cache for batch, cache in self._caches.items() if batch == key[0]}
             if batch not in self._caches:
-                self._caches[batch] = KVCache(
-                    self.model.config.shape, batch=batch, context=self.context, device=self.model.device,
-                    dtype=self.cache_dtype,
-                )  # fmt: skip
-            self._decodings[key] = Decoding(self.model, self._caches[batch], sampling)
+                self._caches[batch] = self._cache(self.model, batch)
+            self._decodings[key] = Decoding(
+                self.model, self._caches[batch], sampling, graph=self._graph, compile=self._compile
+            )  # fmt: skip
         return self._decodings[key]
+
+    def _cache(self, model: Decoder, batch: int) -> KVCache:
+        return KVCache(
+            model.config.shape, batch=batch, context=self.context, device=model.device, dtype=self.cache_dtype
+        )  # fmt: skip
+
+
+def _decoder(model: Decoder | GPT) -> Decoder:
+    return from_gpt(model, device=model.token.weight.device) if isinstance(model, GPT) else model
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -314,27 +346,24 @@ def _ahead(decoding: Decoding, prompts: Sequence[Sequence[int]], seed: int, most
 
 def _speculated(proposing: Speculating, prompt: Sequence[int], seed: int, most: int) -> Iterator[list[int]]:
     """The tokens of one row, of which a forward may give several."""
-    decoding, lookup, count = proposing.decoding, Lookup(prompt), 1
-    found = decoding.start([prompt], seed).tolist()
+    context, count = proposing.decoding.cache.context, 1
+    found = proposing.start(prompt, seed)
     while True:
         for token in found:
-            lookup.add(token)
             yield [token]
         if count == most:
             return
-        room = decoding.cache.context - len(prompt) - count + 1  # for the last token and a draft
-        draft = lookup.propose(min(proposing.most, most - count - 1)) if room > proposing.most else []
-        found = proposing.step(draft)
+        room = context - len(prompt) - count + 1  # for the last token and a draft
+        found = proposing.step(most - count - 1 if room > proposing.most else 0)
         count += len(found)
 
 
 def _measured(
-    weights: int, token: int, prompts: Sequence[Sequence[int]], count: int, forwards: int, times: tuple[float, float]
+    read: float, token: int, prompts: Sequence[Sequence[int]], count: int, forwards: int, times: tuple[float, float]
 ) -> Metrics:  # fmt: skip
     prompt_tokens, new_tokens = sum(map(len, prompts)), count * len(prompts)
     keys = forwards * (prompt_tokens + new_tokens / 2)  # read by all forwards together
-    read = forwards * weights + keys * token
-    return Metrics(len(prompts), prompt_tokens, new_tokens, forwards, *times, read)
+    return Metrics(len(prompts), prompt_tokens, new_tokens, forwards, *times, read + keys * token)
 
 
 def _ends_of_text(folder: Path, vocabulary: int) -> list[int]:

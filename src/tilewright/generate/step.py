@@ -6,7 +6,7 @@ graph captured once is replayed for every token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,9 +34,13 @@ def prefill(
 
 @torch.no_grad()
 def decode_one_token(
-    model: Decoder, cache: KVCache, tokens: Tensor, sampling: Sampling, generator: torch.Generator | None = None
-) -> Tensor:
-    """Put a token (batch,) into each row of the cache and return the one that follows it."""
+    model: Callable[..., Tensor], cache: KVCache, tokens: Tensor, sampling: Sampling,
+    generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
+    """Put a token (batch,) into each row of the cache and return the one that follows it.
+
+    The model is a `Decoder`, or what `torch.compile` makes of one.
+    """
     logits = model(tokens[:, None], cache)
     cache.advance(1)
     return sample(logits[:, -1], sampling, generator)
@@ -55,35 +59,38 @@ class Decoding:
     torch.Size([1])
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, sampling: Sampling, *, graph: bool | None = None) -> None:
+    def __init__(
+        self, model: Decoder, cache: KVCache, sampling: Sampling, *, graph: bool | None = None, compile: bool = False
+    ) -> None:
         self.model, self.cache, self.sampling = model, cache, sampling
+        self.forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compile else model
         self.tokens = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self.generator = None if sampling.is_greedy else torch.Generator(model.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        if model.device.type == "cuda" if graph is None else graph:
-            self._capture()
+        self.uses_graph = model.device.type == "cuda" if graph is None else graph
+        self._graph = self.capture(self._decode) if self.uses_graph else None
 
     def _decode(self) -> None:
-        self.tokens.copy_(decode_one_token(self.model, self.cache, self.tokens, self.sampling, self.generator))
+        self.tokens.copy_(decode_one_token(self.forward, self.cache, self.tokens, self.sampling, self.generator))
 
-    def _capture(self) -> None:
-        """Capture a step, after one on the side that compiles and loads what it launches."""
+    def capture(self, run: Callable[[], None], *more: KVCache) -> torch.cuda.CUDAGraph:
+        """Capture what steps over the cache, and `more` of them, after two on the side that compile and load it."""
         with torch.cuda.device(self.model.device):
-            side = torch.cuda.Stream()
+            caches, side = (self.cache, *more), torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side), dispatch.forcing_kernels():
                 for _ in range(2):
-                    self.cache.before.zero_()
-                    self._decode()
+                    _empty(caches)
+                    run()
             torch.cuda.current_stream().wait_stream(side)
             torch.cuda.synchronize()
-            self.cache.before.zero_()
-            self._graph = torch.cuda.CUDAGraph()
+            _empty(caches)
+            graph = torch.cuda.CUDAGraph()
             if self.generator is not None:
-                self._graph.register_generator_state(self.generator)
-            with torch.cuda.graph(self._graph):
-                self._decode()
+                graph.register_generator_state(self.generator)
+            with torch.cuda.graph(graph):
+                run()
             self._tables = self.model.tables  # which the graph reads: others may make longer ones
+            return graph
 
     def start(self, prompts: Sequence[Sequence[int]], seed: int = 0) -> Tensor:
         """Begin with these prompts; returns their first tokens, in a tensor that every step writes anew."""
@@ -99,3 +106,8 @@ class Decoding:
         else:
             self._decode()
         return self.tokens
+
+
+def _empty(caches: Sequence[KVCache]) -> None:
+    for cache in caches:
+        cache.before.zero_()

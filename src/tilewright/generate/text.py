@@ -37,6 +37,11 @@ class Tokenizer:
         if not known:
             raise UserError("tokenizer.json has no tokens; copy it again.")
 
+    def is_like(self, other: Tokenizer) -> bool:
+        """Whether two tokenizers have the same tokens under the same numbers."""
+        mine, theirs = (each._tokenizer.get_vocab(with_added_tokens=True) for each in (self, other))
+        return bool(mine == theirs)
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with those that the model begins with."""
         return list(self._tokenizer.encode(text).ids)
