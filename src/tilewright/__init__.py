@@ -10,8 +10,8 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _LAYERS = (
-    "hardware", "plan", "measure", "ops", "tilesync", "nn", "quantize", "models", "optimize", "generate", "train",
-    "bench", "tune", "cli",
+    "hardware", "plan", "measure", "ops", "tilesync", "nn", "quantize", "models", "optimize", "generate", "parallel",
+    "train", "bench", "tune", "cli",
 )  # fmt: skip
 
 

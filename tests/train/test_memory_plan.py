@@ -26,7 +26,7 @@ def run(budget):
 
 def kept(config, chosen):
     """GiB that the blocks keep under a policy each."""
-    decoder, training = from_gpt(config.model), planned(config, "bf16", 8, 1, 1)
+    decoder, training = from_gpt(config.model), planned(config, "bf16", 8, 1)
     each = {
         how: kept_activations(decoder, dataclasses.replace(training, recompute=how), 1, first=False, last=False)
         for how in ("none", "selective", "full")
@@ -41,7 +41,7 @@ LEAST, MOST = (kept(run(1.0), [how] * LAYERS) for how in ("full", "none"))
 def test_what_is_kept_fits_the_budget_and_one_block_more_would_not(share):
     budget = LEAST + share * (MOST - LEAST)
     config = run(budget)
-    chosen = policies(config, planned(config, "bf16", 8, 1, 1))
+    chosen = policies(config, planned(config, "bf16", 8, 1))
     assert len(chosen) == LAYERS and kept(config, chosen) <= budget * (1 + 1e-9)
     order = ["none", "selective", "full"]
     assert chosen == sorted(chosen, key=order.index)
@@ -54,19 +54,19 @@ def test_what_is_kept_fits_the_budget_and_one_block_more_would_not(share):
 def test_a_budget_below_the_least_is_refused_with_the_least():
     config = run(LEAST * 0.9)
     with pytest.raises(UserError, match=f"still keep {LEAST:.3g} GiB"):
-        policies(config, planned(config, "bf16", 8, 1, 1))
+        policies(config, planned(config, "bf16", 8, 1))
 
 
 def test_without_a_budget_all_blocks_are_alike():
     config = Train(model=Model(layers=3, recompute="selective"))
-    assert policies(config, planned(config, "fp32", 8, 1, 1)) == ["selective"] * 3
+    assert policies(config, planned(config, "fp32", 8, 1)) == ["selective"] * 3
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", PRECISIONS[1:])
 def test_the_plan_knows_every_run(optimizer, precision):
     config = Train(optimizer=Optimizer(name=optimizer))
-    assert plan_memory(from_gpt(config.model), planned(config, precision, 4, 2, 1)).total > 0
+    assert plan_memory(from_gpt(config.model), planned(config, precision, 4, 2)).total > 0
 
 
 RESULTS = sorted((Path(__file__).parents[2] / "results" / "h200").glob("train_*.json"))
@@ -78,7 +78,7 @@ def test_the_plan_of_a_run_is_what_an_h200_measured(case):
     """Every lever there is a record of: what is recomputed, the residual stream, the loss, optimizers, precisions."""
     run = read(None, case["overrides"]).train
     sizes = run.batch_sizes(1)
-    training = planned(run, "bf16" if run.precision == "auto" else run.precision, sizes.micro, sizes.accumulation, 1)
+    training = planned(run, "bf16" if run.precision == "auto" else run.precision, sizes.micro, sizes.accumulation)
     decoder, chosen = from_gpt(run.model), policies(run, training)
     share = {policy: chosen.count(policy) / len(chosen) for policy in chosen}
     allocated = sum(
@@ -108,7 +108,7 @@ def test_a_recomputed_norm_keeps_its_sum_and_neither_output_nor_statistics(block
 
 def test_a_run_that_cannot_fit_names_what_would(monkeypatch):
     config = Train(model=Model(width=1024, layers=24, heads=16, vocabulary=50368, sequence=2048))
-    training = planned(config, "bf16", 64, 1, 1)
+    training = planned(config, "bf16", 64, 1)
     decoder, cpu = from_gpt(config.model), torch.device("cpu")
     needed = memory.train(decoder, dataclasses.replace(training, device="cpu")).allocated - memory.WORKSPACE_BYTES
     for share, refused in ((0.91, False), (0.89, True)):  # a tenth is the plan's doubt

@@ -71,7 +71,7 @@ def load_run(model: str, changes: list[str], split: dict[str, Any], **options: A
     run = read(Path(model), changes).train
     sizes = run.batch_sizes(split.get("data", 1))
     precision = "bf16" if run.precision == "auto" else run.precision  # what auto is on a GPU
-    how = planned(run, precision, sizes.micro, sizes.accumulation, 1)
+    how = planned(run, precision, sizes.micro, sizes.accumulation)
     return decoder.from_gpt(run.model), dataclasses.replace(how, **split)
 
 

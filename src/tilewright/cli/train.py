@@ -48,10 +48,14 @@ def train(
     """
     configuration = read(*split_arguments(arguments or []))
 
+    from tilewright.parallel.agree import Silent
     from tilewright.train.world import World
 
-    with World.joined():
-        stopped = _run(configuration, as_json)
+    try:
+        with World.joined(configuration.train.parallel.timeout):
+            stopped = _run(configuration, as_json)
+    except Silent:
+        raise typer.Exit(2) from None
     if stopped:
         raise typer.Exit(130)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewright.models.block import ROPES, Block, add_norm, new_norm
+from tilewright.models.block import NORMS, ROPES, Block, add_norm, new_norm
 from tilewright.models.recompute import run_block
 from tilewright.nn.hooks import is_own
 from tilewright.ops import cross_entropy, linear, linear_cross_entropy
@@ -64,6 +64,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.set_recompute([config.recompute] * config.layers)
         self.norm = new_norm(config)
+        sites = (module for module in self.modules() if isinstance(module, NORMS))
+        for site, module in enumerate(sites):
+            module.site = site
         self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         self.apply(self._initialise)
         for name, parameter in self.named_parameters():  # the residual stream sums 2 * layers branches

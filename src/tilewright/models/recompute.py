@@ -18,6 +18,7 @@ from tilewright.models.standard import StandardDropoutAddNorm
 from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear
 from tilewright.nn.hooks import is_own
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
+from tilewright.runtime import philox
 from tilewright.runtime.dispatch import forcing_kernels, is_traced, runs_kernel
 
 
@@ -91,6 +92,7 @@ def _feed(block: Block, x: Tensor) -> Tensor:
 
 def _checkpoint(how: str, region: Any, *inputs: Any) -> Any:
     """Run a region. "full" keeps nothing of it for backward but what goes in, "selective" large matmuls too."""
+    region = philox.bound(region)
     if how == "selective":
         contexts = functools.partial(create_selective_checkpoint_contexts, _keeps)
         return checkpoint(region, *inputs, use_reentrant=False, context_fn=contexts)

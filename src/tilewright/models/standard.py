@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tilewright.nn import GatedMLP, GeluMLP, RoPE
 from tilewright.ops.rope.op import reference as rotate
+from tilewright.runtime import philox
 
 
 def approximation(activation: str) -> str:
@@ -17,6 +18,8 @@ def approximation(activation: str) -> str:
 
 class StandardDropoutAddNorm(nn.Module):
     """Dropout, add and norm as PyTorch does them, one after the other."""
+
+    site: int | None = None  # as in `DropoutAddNorm`
 
     def __init__(self, width: int, p: float, *, norm: str, bias: bool, eps: float = 1e-5) -> None:
         super().__init__()
@@ -30,7 +33,8 @@ class StandardDropoutAddNorm(nn.Module):
         return self.normalise(residual), residual
 
     def add(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        x = F.dropout(x, self.p, self.training)
+        seed = philox.seed_at(self.site, x) if self.training and self.p > 0 else None
+        x = F.dropout(x, self.p, self.training) if seed is None else philox.dropout(x, self.p, seed)
         return x if residual is None else x + residual
 
     def normalise(self, residual: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from tilewright.ops import dropout_add_norm
 from tilewright.ops.dropout_add_norm.op import reference
+from tilewright.runtime import paths, philox
 
 
 class DropoutAddNorm(torch.nn.Module):
@@ -29,6 +30,8 @@ class DropoutAddNorm(torch.nn.Module):
     >>> out.shape, sorted(norm.state_dict())
     (torch.Size([2, 3, 8]), ['bias', 'weight'])
     """
+
+    site: int | None = None  # which dropout of its model this is: by that it is drawn under `philox.by_position`
 
     def __init__(
         self,
@@ -72,6 +75,11 @@ class DropoutAddNorm(torch.nn.Module):
         rowscale: torch.Tensor | None = None,
         x_bias: torch.Tensor | None = None,
     ) -> Any:
+        p = self.p if self.training else 0.0
+        seed = philox.seed_at(self.site, x) if p > 0.0 else None
+        if seed is not None and philox.has_part_of_rows() and second is rowscale is x_bias is self.layerscale is None:
+            paths.note("dropout_add_norm", paths.PARTS, "a rank has a part of each sequence: PyTorch's ops drop")
+            x, p, seed = philox.dropout(x, p, seed), 0.0, None
         return dropout_add_norm(
             x,
             residual,
@@ -81,18 +89,23 @@ class DropoutAddNorm(torch.nn.Module):
             rowscale=rowscale,
             layerscale=self.layerscale,
             x_bias=x_bias,
-            p=self.p if self.training else 0.0,
+            p=p,
             eps=self.eps,
             norm=self.norm,
             zero_centered=self.zero_centered,
             prenorm=self.prenorm,
             residual_dtype=self.residual_dtype if residual is None else None,
+            seed=seed,
         )
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The sum that `forward` normalises and returns, in plain PyTorch."""
+        p = self.p if self.training else 0.0
+        seed = philox.seed_at(self.site, x) if p > 0.0 and self.layerscale is None else None
+        if seed is not None:
+            x, p = philox.dropout(x, p, seed), 0.0
         _, total = reference(
-            x, residual, layerscale=self.layerscale, p=self.p if self.training else 0.0,
+            x, residual, layerscale=self.layerscale, p=p,
             residual_dtype=self.residual_dtype if residual is None else None,
         )  # fmt: skip
         return total

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from tilewright.errors import UserError
 from tilewright.runtime import dispatch
+from tilewright.runtime.philox import words
 
 BLOCK = 256  # elements that share the scale of their 8-bit codes
 TILE = 4 * BLOCK  # of a program
@@ -74,15 +75,8 @@ def new_state(
 def random_bits(seed: int, step: torch.Tensor, stream: int, elements: int) -> torch.Tensor:
     """16 random bits an element, those that the kernel draws: Philox-4x32 with seven rounds."""
     group = torch.arange(-(-elements // 8), device=step.device)
-    a, b, c, d = group & _WORD, group >> 32, step.long().expand_as(group), torch.full_like(group, stream)
-    low, high = seed & _WORD, seed >> 32 & _WORD
-    for _ in range(7):
-        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c  # modulo 2**64, which loses no bit
-        a, c = (second >> 32 & _WORD) ^ b ^ low, (first >> 32 & _WORD) ^ d ^ high
-        b, d = second & _WORD, first & _WORD
-        low, high = (low + 0x9E3779B9) & _WORD, (high + 0xBB67AE85) & _WORD
-    words = torch.stack((a, b, c, d), -1)
-    return torch.stack((words & 0xFFFF, words >> 16), -1).flatten()[:elements]
+    drawn = words(seed, group & _WORD, group >> 32, step.long().expand_as(group), torch.full_like(group, stream))
+    return torch.stack((drawn & 0xFFFF, drawn >> 16), -1).flatten()[:elements]
 
 
 def to_bfloat16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,9 @@ from tilewright.models import GPT
 from tilewright.models.block import OWN_ATTENTION
 from tilewright.ops.attention import hopper_forward
 from tilewright.ops.attention.backends import why_not_model
+from tilewright.parallel.layout import Layout
+from tilewright.parallel.replicas import Policy
+from tilewright.parallel.spread import Spread
 from tilewright.plan.gpt import GPTConfig
 from tilewright.runtime import dispatch
 from tilewright.train import optimizers
@@ -69,6 +72,16 @@ def check_levers(config: Train, device: torch.device, accumulation: int) -> None
         )
 
 
+def check_spread(config: Train, layout: Layout) -> None:
+    """Refuse what does not go together with the layout of a run."""
+    if layout.tp > 1 or layout.pp > 1 or layout.cp > 1:
+        raise UserError("parallel: tp, pp and cp are not there yet; use dp, with zero 0, 2 or 3.")
+    how = next((name for name in ("compile", "rules") if getattr(config, name) != "none"), "")
+    how = "cuda_graphs" if config.cuda_graphs else how
+    if how and layout.is_sharded:
+        raise UserError(f"{how} does not go together with parallel.zero={layout.zero}; leave one of them out.")
+
+
 def _check_attention(config: Train, device: torch.device) -> None:
     """Refuse kernels of ours that do not take the model's attention on this kind of device."""
     model = config.model
@@ -97,47 +110,67 @@ class Engine:
         model: nn.Module | None = None,
     ) -> None:
         self.config, self.device, self.world = config, device, world
+        layout = world.mesh.layout
         self.precision = precision_of(config, device)
         if config.model.attention == "hopper" and not hopper_forward.is_there(device):
             raise UserError("model.attention=hopper is for a Hopper, and needs NVRTC 13; choose model.attention=auto.")
         _set_global_modes(config, self.precision)
         torch.manual_seed(config.seed)
-        self.model = _gpt(config, device, policies) if model is None else model
+        # What is cut is made on the host: a rank's GPU need not hold all of it.
+        where = torch.device("cpu") if layout.is_sharded else device
+        self.model = _gpt(config, where, policies) if model is None else model
         dtype, _ = optimizers.PRECISIONS[self.precision]
         for parameter in self.model.parameters():  # and not buffers: a table of angles needs its bits
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-        self.optimizer = optimizers.build(self.model, config.optimizer, precision=self.precision, seed=config.seed)
-        self.forward: Any = self.model
+        settings = config.parallel
+        by_position = settings.dropout == "position" or (settings.dropout == "auto" and layout.ranks > 1)
+        policy = Policy(
+            settings.parameters, settings.gradients, settings.reshard, settings.prefetch,
+            overlap=settings.overlap and not config.cuda_graphs,
+        )  # fmt: skip
+        self.spread = Spread(self.model, world.mesh, policy, device, by_position=by_position)
+        parameters = [part.local for part in self.spread.shards.parts]
+        self.optimizer = optimizers.build(parameters, config.optimizer, precision=self.precision, seed=config.seed)
         if config.compile != "none":
             redirect_defaults()
         if config.rules != "none":
             from tilewright.optimize import optimize
 
             self.report = optimize(self.model, rules=config.rules, compile=config.compile)
-        elif config.compile != "none":
-            self.forward = torch.compile(self.model, options=_inductor(config.compile))
+        self.spread.replicate()
+        self.forward: Any = self.spread.forward
+        if config.rules == "none" and config.compile != "none":
+            self.forward = torch.compile(self.forward, options=_inductor(config.compile))
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor, list[int]]] = {}
+        self._step = 0
         self._static: Any = None  # the batch that the graphs read
 
     def tensors(self) -> dict[str, Any]:
         """Everything that a checkpoint must hold, in place."""
-        states = {name: dict(self.optimizer.state[p]) for name, p in self.model.named_parameters()}
-        return {"model": self.model.state_dict(), "optimizer": states}
+        return {"model": self.model.state_dict(), "optimizer": self.spread.shards.state(self.optimizer)}
 
     def seed(self, step: int) -> None:
-        """Let a step draw what (seed, step, rank) says and nothing else, so that no random state has to be saved.
+        """Let a step draw what (seed, step, replica) says and nothing else, so that no random state has to be saved.
 
         Not torch.manual_seed, which takes a stack trace where CUDA was never used.
         """
-        key = repr((self.config.seed, step, self.world.rank)).encode()
-        number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+        self._step, mesh = step, self.world.mesh
+        number = _number(self.config.seed, step, mesh.place("dp") * mesh.layout.cp + mesh.place("cp"))
         torch.default_generator.manual_seed(number)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(number)
 
-    def accumulate(self, tokens: Any, first: bool) -> Tensor:
-        """Add the gradients of a micro batch to those there are, or set them; its mean loss."""
+    def accumulate(self, tokens: Any, first: bool, last: bool = True, number: int = 0) -> Tensor:
+        """Add the gradients of a micro batch to those there are, or set them; its mean loss.
+
+        `number` is its place among those of this rank in the step; by that its dropout is drawn, if by position.
+        """
+        number = number * self.world.mesh.layout.dp + self.world.mesh.place("dp")
+        with self.spread.micro_batch(_number(self.config.seed, self._step, "micro batch", number) >> 1, last=last):
+            return self._accumulate(tokens, first)
+
+    def _accumulate(self, tokens: Any, first: bool) -> Tensor:
         if self.config.cuda_graphs:
             return self._replay(tokens, first)
         if self.config.compile in RECORDING:
@@ -157,6 +190,7 @@ class Engine:
                 return self.model(tokens[:, :-1], tokens[:, 1:])
         finally:
             self.model.train()
+            self.spread.settle()
 
     def _loss(self, tokens: Any) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
@@ -216,11 +250,9 @@ class Engine:
         Skipped, on the device, is a step whose loss or norm is not finite, or whose loss is above `limit`.
         """
         with torch.profiler.record_function("tilewright.optimizer"):
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            self.world.sum_(gradients)
-            summed = accumulation * self.world.ranks
-            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-            norm = torch.linalg.vector_norm(torch.stack(norms)) / summed
+            self.spread.reduce_gradients()
+            summed = accumulation * self.spread.divisor
+            norm = self.spread.shards.norm() / summed
             skipped = 1.0 - (norm.isfinite() & loss.isfinite() & (loss <= limit)).float()
             clip = self.config.optimizer.clip
             scale = summed * (norm / clip).clamp_min(1.0) if clip > 0 else torch.full_like(norm, summed)
@@ -230,8 +262,13 @@ class Engine:
             self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
             self.optimizer.step()
             if not self._graphs:  # a recording writes to the gradients it has found
-                self.optimizer.zero_grad(set_to_none=True)
+                self.spread.shards.drop_gradients()
         return torch.stack((norm, skipped))
+
+
+def _number(*key: Any) -> int:
+    """63 bits that a key stands for."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _gpt(config: Train, device: torch.device, policies: list[str]) -> GPT:

@@ -282,7 +282,7 @@ def _whole(text: str) -> int | None:
 def _check(field: Field, value: Any, where: str) -> None:
     """Refuse a value of the right type that its field rules out."""
     if field.choices and value not in field.choices:
-        names = [name for name in field.choices if name]
+        names = [str(name) for name in field.choices if name != ""]
         near = difflib.get_close_matches(str(value)[:80], names, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else "."
         listed = f"{', '.join(names[:-1])} or {names[-1]}"

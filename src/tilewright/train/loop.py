@@ -24,17 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright import hardware
+from tilewright import __version__, hardware
 from tilewright.errors import UserError
 from tilewright.measure.compile_cache import own_compile_cache
 from tilewright.measure.machine import describe
 from tilewright.measure.results import SCHEMA
+from tilewright.parallel.agree import require_same
+from tilewright.parallel.layout import check as check_layout
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.memory import train as plan_memory
 from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
 from tilewright.train.checkpoint_format import short
 from tilewright.train.data import Batches, first_samples, open_dataset
-from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
+from tilewright.train.engine import Engine, check_levers, check_spread, device_of, precision_of, restored_modes
 from tilewright.train.guard import Watch
 from tilewright.train.load_config import write_yaml
 from tilewright.train.memory_plan import planned, policies, refuse_misfit
@@ -152,16 +154,22 @@ def _sentences() -> Iterator[None]:
 
 class _Run:
     def __init__(self, config: Train, shown: Shown, signals: Signals, closing: contextlib.ExitStack) -> None:
-        self.config, self.signals, self.closing, self.world = config, signals, closing, World.current()
-        self.shown = shown if self.world.speaks else Shown()
+        self.config, self.signals, self.closing = config, signals, closing
         self.device = device_of(config)
         if self.device.type == "cuda":
             closing.enter_context(torch.cuda.device(self.device))
-        self.sizes = config.batch_sizes(self.world.ranks)
+        layout = config.layout(World.size())
+        self.sizes = config.batch_sizes(layout.dp)
         self.records = config.cuda_graphs or config.compile in RECORDING
         check_levers(config, self.device, self.sizes.accumulation)
         self.precision = precision_of(config, self.device)
-        self.plan = planned(config, self.precision, self.sizes.micro, self.sizes.accumulation, self.world.ranks)
+        self.plan = planned(config, self.precision, self.sizes.micro, self.sizes.accumulation, layout)
+        check_layout(layout, from_gpt(config.model), self.plan, optimizer=config.optimizer.name)
+        check_spread(config, layout)
+        self.world = World.current(layout, self.device.type)
+        require_same({"tilewright": __version__, "torch": torch.__version__}, "version")
+        require_same(dataclasses.asdict(config), "configuration")
+        self.shown = shown if self.world.speaks else Shown()
         self.policies = policies(config, self.plan)
         peak, self.peak_source = hardware.peak(
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
@@ -182,6 +190,7 @@ class _Run:
             "data.kind": config.data.kind, "data.seed": config.data.seed, "data.shuffle": config.data.shuffle,
             "eval.held_out": config.eval.share, **self.dataset.fingerprint(),
         }  # fmt: skip
+        require_same(self.data_facts, "data set")
         self.engine = Engine(config, self.device, self.world, self.policies)
         self.watch = Watch(config.guard, self.folder, self.world.rank)
         settings = config.checkpoint
@@ -259,7 +268,7 @@ class _Run:
         """The data's workers, and after them what this run writes."""
         config = self.config
         firsts = first_samples(
-            self.sizes.micro, self.sizes.accumulation, self.world.rank, self.world.ranks, self.samples,
+            self.sizes.micro, self.sizes.accumulation, self.world.mesh.place("dp"), self.sizes.data, self.samples,
             self.samples + (config.steps - self.step) * self.sizes.global_,
         )  # fmt: skip
         self.batches = Batches(self.dataset, firsts, config.data.workers, self.device)
@@ -328,10 +337,11 @@ class _Run:
             tokens = self.batches.next()
             waited += self.batches.waited
             taken.append(tokens)
-            losses.append(self.engine.accumulate(tokens, first=number == 0))
+            first, last = number == 0, number == accumulation - 1
+            losses.append(self.engine.accumulate(tokens, first, last, number))
         self.asked.fill_(float(self.signals.came))
-        summed = torch.stack((torch.stack(losses).float().mean() / self.world.ranks, self.asked))
-        self.world.sum_([summed])
+        mesh = self.world.mesh
+        summed = mesh.sum_(torch.stack((torch.stack(losses).float().mean() * mesh.share, self.asked)))
         rate = learning_rate(self.step, config.steps, config.optimizer.learning_rate, config.schedule)
         self.limit.fill_(self.watch.limit(self.step))
         found = torch.cat((summed, self.engine.update(summed[0], self.limit, rate, accumulation)))
@@ -356,15 +366,18 @@ class _Run:
         began, micro = time.perf_counter(), self.sizes.micro
         count = min(self.config.eval.samples, self.dataset.held)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for first in range(self.world.rank * micro, count, self.world.ranks * micro):
+        ranks, rank = self.sizes.data, self.world.mesh.place("dp")
+        for start in range(0, count, ranks * micro):  # as often on every rank: weights are gathered for it
+            first = start + rank * micro
             rows = min(micro, count - first)
-            tokens = self.dataset.held_out(first, rows).to(self.device).long()
-            total[0] += self.engine.evaluate(tokens) * rows
-            total[1] += rows
-        self.world.sum_([total])
-        loss, rows = total.tolist()
+            tokens = self.dataset.held_out(first if rows > 0 else 0, max(1, rows)).to(self.device).long()
+            loss = self.engine.evaluate(tokens)
+            total[0] += loss * max(0, rows)
+            total[1] += max(0, rows)
+        self.world.mesh.sum_(total.mul_(self.world.mesh.share))
+        summed, seen = total.tolist()
         self.paused = time.perf_counter() - began
-        return loss / rows
+        return summed / seen
 
     def _read_pending(self, behind: _Pending | None = None) -> None:
         """Read the step that is pending, if one is. A bad one ends the run, saved: the device has undone the step."""

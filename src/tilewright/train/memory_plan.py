@@ -8,6 +8,7 @@ import torch
 
 from tilewright.errors import UserError
 from tilewright.measure.machine import host_memory_bytes
+from tilewright.parallel.layout import Layout, split
 from tilewright.plan.decoder import Decoder, from_gpt
 from tilewright.plan.memory import WORKSPACE_BYTES, Training, kept_activations, largest_micro_batch, levers, train
 from tilewright.train.schema import Train
@@ -17,15 +18,18 @@ _DOUBT = 0.1  # of the bytes that the plan predicts; what is over by less is tri
 _FIELDS = {"recompute": "model.recompute", "loss": "model.loss", "gpt_block": "model.gpt_block"}
 
 
-def planned(config: Train, precision: str, micro_batch: int, accumulation: int, ranks: int) -> Training:
+def planned(
+    config: Train, precision: str, micro_batch: int, accumulation: int, layout: Layout | None = None
+) -> Training:  # fmt: skip
     """The run as `tilewright plan` knows it."""
     recompute = "none" if config.model.recompute == "budget" else config.model.recompute
-    return Training(
+    training = Training(
         micro_batch=micro_batch, precision=precision, optimizer=config.optimizer.name, recompute=recompute,
-        residual=config.model.residual, loss=config.model.loss, accumulation=accumulation, data=ranks,
+        residual=config.model.residual, loss=config.model.loss, accumulation=accumulation,
         attention="softmax" if config.model.attention == "math" else "flash", compiled=config.compile != "none",
         mlp_recompute=config.model.mlp == "recompute",
     )  # fmt: skip
+    return training if layout is None else split(training, layout)
 
 
 def policies(config: Train, training: Training) -> list[str]:
@@ -33,7 +37,7 @@ def policies(config: Train, training: Training) -> list[str]:
 
     >>> from tilewright.train.schema import Model
     >>> run = Train(model=Model(layers=4, recompute="budget", recompute_budget=1.0))
-    >>> policies(run, planned(run, "bf16", 8, 1, 1))
+    >>> policies(run, planned(run, "bf16", 8, 1))
     ['none', 'none', 'none', 'none']
     """
     model = config.model

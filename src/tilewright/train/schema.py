@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.errors import UserError
+from tilewright.parallel.layout import Layout, derive
 from tilewright.plan.batches import Batches, batch_sizes
 from tilewright.plan.gpt import CHOICES as MODEL_CHOICES
 from tilewright.plan.gpt import LEVERS as MODEL_LEVERS
@@ -26,8 +27,8 @@ COMPILE = ("none", "default", *RECORDING, "max-autotune-no-cudagraphs")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
-def one_of(default: str, choices: tuple[str, ...], help: str, *, lever: Lever | None = None) -> Any:
-    """A field that takes one of a few words."""
+def one_of(default: str | int, choices: tuple[str | int, ...], help: str, *, lever: Lever | None = None) -> Any:
+    """A field that takes one of a few words or numbers."""
     return field(default=default, metadata={"choices": choices, "help": help, "lever": lever})
 
 
@@ -42,7 +43,8 @@ def check(section: Any, prefix: str = "") -> None:
         value = getattr(section, item.name)
         choices, minimum = item.metadata.get("choices"), item.metadata.get("minimum")
         if choices and value not in choices:
-            raise UserError(f"{prefix}{item.name} is {value!r}; choose {', '.join(choices[:-1])} or {choices[-1]}.")
+            listed = ", ".join(map(str, choices[:-1]))
+            raise UserError(f"{prefix}{item.name} is {value!r}; choose {listed} or {choices[-1]}.")
         if minimum is not None and value < minimum:
             raise UserError(f"{prefix}{item.name} is {value!r}; it must be at least {minimum:g}.")
 
@@ -171,6 +173,43 @@ class Guard:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """How the ranks share the work; what is left out is derived from how many there are."""
+
+    dp: int = told(0, "Ranks that each take their own batches; 0: all that the other sizes leave.", minimum=0)
+    zero: int = one_of(
+        0,
+        (0, 2, 3),
+        "What dp ranks share: 0: nothing, each has all (DDP); 2: optimizer, gradients; 3: weights (FSDP2).",
+    )
+    tp: int = told(1, "Ranks that share every matmul, its heads and the vocabulary.", minimum=1)
+    sp: bool = told(False, "Between matmuls, each rank of tp has a part of the sequence.")
+    pp: int = told(1, "Stages of a pipeline, each with a part of the layers.", minimum=1)
+    cp: int = told(1, "Ranks that share every sequence, attention too.", minimum=1)
+    ep: int = told(1, "Ranks that share the experts of an MLP.", minimum=1)
+    pieces: int = told(1, "Of a pipeline stage, interleaved: more of them idle less and send more.", minimum=1)
+    parameters: str = one_of(
+        "auto", ("auto", "fp32", "bf16"), "What FSDP2 sends of weights; auto: as they are stored."
+    )  # fmt: skip
+    gradients: str = one_of("auto", ("auto", "fp32", "bf16"), "What FSDP2 adds gradients in; auto: as they are stored.")
+    reshard: int = told(
+        0, "With zero 3: so many neighbours keep all weights among them from forward to backward; 0: all ranks do.",
+        minimum=0,
+    )  # fmt: skip
+    prefetch: int = told(1, "Blocks whose weights FSDP2 gathers ahead.", minimum=0)
+    overlap: bool = told(True, "DDP sends gradients while backward goes on; false: all of them after it.")
+    dropout: str = one_of(
+        "auto", ("auto", "generator", "position"),
+        "What dropout is drawn by: torch's generator, or each token's place, which is alike on any mesh; auto: the "
+        "former in one process, the latter in several.",
+    )  # fmt: skip
+    timeout: float = told(600.0, "Seconds after which a rank that waits for others gives up.", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self, "parallel.")
+
+
+@dataclass(frozen=True)
 class Log:
     """What is shown and written."""
 
@@ -247,6 +286,7 @@ class Train:
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     guard: Guard = field(default_factory=Guard)
+    parallel: Parallel = field(default_factory=Parallel)
     log: Log = field(default_factory=Log)
 
     def __post_init__(self) -> None:
@@ -255,6 +295,13 @@ class Train:
             from tilewright.optimize.rules import chosen
 
             chosen(self.rules)
+
+    def layout(self, ranks: int) -> Layout:
+        """How so many processes share the work."""
+        p = self.parallel
+        return derive(
+            ranks, dp=p.dp, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, zero=p.zero, sp=p.sp, pieces=p.pieces
+        )  # fmt: skip
 
     def batch_sizes(self, ranks: int) -> Batches:
         """Micro batch, global batch and accumulation on so many data ranks, each given or derived."""

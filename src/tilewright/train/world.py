@@ -1,20 +1,23 @@
 """The processes that train together: one, unless torch.distributed has been started.
 
-What parallelism needs of the loop goes through here: which rank this is, whether it is rank zero, and means over all
-ranks.
+What parallelism needs of the loop goes through here: which rank this is, whether it is rank zero, and its mesh.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from tilewright.errors import UserError
+from tilewright.parallel.agree import told_once
+from tilewright.parallel.layout import Layout
+from tilewright.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,20 @@ class World:
 
     rank: int = 0
     ranks: int = 1
+    mesh: Mesh = field(default_factory=lambda: Mesh(Layout(), "cpu"), compare=False)
 
     @classmethod
-    def current(cls) -> World:
+    def current(cls, layout: Layout | None = None, device_type: str = "cpu") -> World:
+        """The processes there are; by `layout`, or each with batches of its own."""
         if dist.is_available() and dist.is_initialized():
-            return cls(dist.get_rank(), dist.get_world_size())
+            ranks = dist.get_world_size()
+            return cls(dist.get_rank(), ranks, Mesh(layout or Layout(dp=ranks), device_type))
         return cls()
+
+    @staticmethod
+    def size() -> int:
+        """How many processes there are."""
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
     def speaks(self) -> bool:
@@ -41,8 +52,12 @@ class World:
 
     @staticmethod
     @contextlib.contextmanager
-    def joined() -> Iterator[None]:
-        """Join those that torchrun has started, if it has: each its own GPU, or processes on a CPU."""
+    def joined(timeout: float = 600.0) -> Iterator[None]:
+        """Join those that torchrun has started, if it has: each its own GPU, or processes on a CPU.
+
+        Args:
+            timeout: seconds after which a rank that waits for others gives up.
+        """
         ranks = _number("WORLD_SIZE", 1, least=1)
         if ranks == 1 or dist.is_initialized():
             yield
@@ -62,17 +77,13 @@ class World:
                     f"LOCAL_RANK is {local} and there are {torch.cuda.device_count()} GPUs; start fewer processes."
                 )
             torch.cuda.set_device(local)
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         try:
-            yield
+            with told_once():
+                yield
         finally:
             dist.destroy_process_group()
-
-    def sum_(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Replace each tensor by its sum over all ranks."""
-        if self.ranks > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
 
 
 def _number(name: str, default: int | None, *, least: int) -> int:

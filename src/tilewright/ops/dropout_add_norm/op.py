@@ -26,7 +26,14 @@ import torch
 
 from tilewright.plan.cost import dropout_add_norm as cost
 from tilewright.runtime import dispatch, paths, register
-from tilewright.runtime.philox import draw_seed, drop_threshold, dropout_mask, quantised, split_seed
+from tilewright.runtime.philox import (
+    draw_seed,
+    drop_threshold,
+    dropout_mask,
+    quantised,
+    reference_mask,
+    split_seed,
+)
 
 __all__ = ["cost", "dropout_add_norm", "reference"]
 
@@ -86,8 +93,21 @@ def reference(
     return out.to(out_dtype or x.dtype), residual_out
 
 
-def _draw_masks(x: torch.Tensor, second: torch.Tensor | None, p: float) -> list[torch.Tensor]:
-    return [torch.rand(x.shape, device=x.device) >= p for _ in range(0 if p == 0.0 else 1 if second is None else 2)]
+def _draw_masks(
+    x: torch.Tensor, second: torch.Tensor | None, p: float, seed: int | torch.Tensor | None = None
+) -> list[torch.Tensor]:  # fmt: skip
+    streams = range(0 if p == 0.0 else 1 if second is None else 2)
+    if seed is not None:
+        return [reference_mask(x, seed, p, stream) for stream in streams]
+    return [torch.rand(x.shape, device=x.device) >= p for _ in streams]
+
+
+def _seed(x: torch.Tensor, given: int | torch.Tensor | None, as_tensor: bool) -> int | torch.Tensor:
+    if given is None:
+        return draw_seed(x, as_tensor=as_tensor)
+    if as_tensor and not isinstance(given, torch.Tensor):
+        return torch.full((1,), given, dtype=torch.int64, device=x.device)
+    return given
 
 
 class Inputs(NamedTuple):
@@ -302,6 +322,7 @@ def dropout_add_norm(
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     return_mask: bool = False,
+    seed: int | torch.Tensor | None = None,
 ) -> Any:
     """Dropout, residual add and LayerNorm or RMSNorm, fused.
 
@@ -327,6 +348,7 @@ def dropout_add_norm(
         residual_dtype: dtype of ``residual_out`` where no residual is given; default: that of x.
         out_dtype: dtype of ``out``, also inside ``torch.autocast``; default: autocast's inside of it, else that of x.
         return_mask: also return the boolean mask of what dropout kept, and that of `second` behind it.
+        seed: of the mask, below 2**62, a number or an int64 tensor of one element; default: from torch's generator.
 
     Returns:
         ``out``, or a tuple ``(out, residual_out, mask, second_mask)`` of the parts asked for, in this order.
@@ -355,7 +377,7 @@ def dropout_add_norm(
     traced = path == paths.REGISTERED
     masks: list[torch.Tensor] = []
     if path != paths.REFERENCE:
-        seed = draw_seed(x, as_tensor=traced) if p > 0.0 else None
+        seed = _seed(x, seed, traced) if p > 0.0 else None
         is_alone = residual is second is rowscale is layerscale is x_bias is None and p == 0.0
         if is_alone and not prenorm and residual_dtype == x.dtype:
             residual_dtype = None  # the sum is x: it takes no memory and no pass of its own
@@ -367,7 +389,7 @@ def dropout_add_norm(
         if return_mask:
             masks = [dropout_mask(x, seed, p, stream) for stream in range(1 if second is None else 2)]
     else:
-        masks = _draw_masks(x, second, p)
+        masks = _draw_masks(x, second, p, seed)
         out, residual_out = reference(
             x, residual, weight, bias, second=second, rowscale=rowscale, layerscale=layerscale, x_bias=x_bias, p=p,
             eps=eps, norm=norm, zero_centered=zero_centered, residual_dtype=residual_dtype, out_dtype=out_dtype,

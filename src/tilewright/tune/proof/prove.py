@@ -122,7 +122,7 @@ def _gpt(best: Train, steps: int) -> _Subject:
     batches.close()
 
     def make(run: Train) -> Engine:
-        plan = planned(run, precision_of(run, device), micro, parts, 1)
+        plan = planned(run, precision_of(run, device), micro, parts)
         return Engine(run, device, World(), policies(run, plan))
 
     def micro_batches(batch: Tensor, run: Train) -> list[Tensor]:

@@ -42,7 +42,7 @@ def predict(run: Train, machine: Mapping[str, Any]) -> Prediction:
 
     device, sizes = machine["device"], run.batch_sizes(1)
     precision = run.precision if run.precision != "auto" else "bf16" if device == "cuda" else "fp32"
-    decoder, training = from_gpt(run.model), planned(run, precision, sizes.micro, sizes.accumulation, 1)
+    decoder, training = from_gpt(run.model), planned(run, precision, sizes.micro, sizes.accumulation)
     how = step.How(
         matmuls=precision if precision in ("fp32", "tf32") else "bf16",
         recorded=run.cuda_graphs or run.compile in RECORDING,

@@ -1,0 +1,70 @@
+"""Whether all ranks run the same thing: what differs is found at the start, and not when they wait for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tilewright.errors import UserError
+
+_PATIENCE = 5.0  # seconds that a rank waits for rank zero to have the same problem
+
+
+def require_same(facts: Mapping[str, Any], what: str) -> None:
+    """Refuse, on every rank and in the same words, facts that are not those of rank zero.
+
+    >>> require_same({"steps": 100}, "configuration")
+    """
+    if not dist.is_initialized():
+        return
+    flat = {name: repr(value)[:200] for name, value in _flat(facts)}
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, flat)
+    first = everybody[0]
+    for rank, other in enumerate(everybody):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                raise UserError(
+                    f"Rank {rank} has another {what} than rank 0: {name} is {other.get(name, 'not there')} and there "
+                    f"{first.get(name, 'not there')}; start all ranks alike."
+                )
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+class Silent(Exception):
+    """A problem that rank zero has told already."""
+
+
+@contextlib.contextmanager
+def told_once() -> Iterator[None]:
+    """Let rank zero alone tell a problem that all have; another rank tells what it alone has, and its number."""
+    try:
+        yield
+    except UserError as error:
+        if not dist.is_initialized():
+            raise
+        rank, sentence, same = dist.get_rank(), str(error), False
+        with contextlib.suppress(Exception):  # a store that is gone
+            store = _get_default_store()
+            if rank == 0:
+                store.set("tilewright/problem", sentence)
+                time.sleep(0.5)  # the store may live in this process: others have to read it
+            else:
+                store.wait(["tilewright/problem"], timedelta(seconds=_PATIENCE))
+                same = store.get("tilewright/problem").decode() == sentence
+        if same:
+            raise Silent from error
+        raise UserError(sentence if rank == 0 else f"Rank {rank}: {sentence}") from error

@@ -1,0 +1,63 @@
+"""The ranks of a run as one DeviceMesh, and this rank's place in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tilewright.parallel.layout import Layout
+
+DIMENSIONS = ("pp", "dp", "cp", "tp")
+
+
+class Mesh:
+    """A layout over the processes there are; alone, no process group is needed.
+
+    >>> Mesh(Layout(), "cpu").place("dp")
+    0
+    """
+
+    def __init__(self, layout: Layout, device_type: str) -> None:
+        self.layout = layout
+        self.whole: DeviceMesh | None = None
+        self.replicas: DeviceMesh | None = None
+        if layout.ranks == 1:
+            return
+        sizes = (layout.pp, layout.dp, layout.cp, layout.tp)
+        self.whole = init_device_mesh(device_type, sizes, mesh_dim_names=DIMENSIONS)
+        # Gradients are averaged over, and weights sharded over, all that hold the same part of the model.
+        self.replicas = self.whole["dp", "cp"]._flatten("replicas")
+
+    def place(self, dimension: str) -> int:
+        """This rank's number along a dimension."""
+        return 0 if self.whole is None else self.whole.get_local_rank(dimension)
+
+    def of(self, dimension: str) -> DeviceMesh:
+        """The mesh along one dimension."""
+        assert self.whole is not None
+        return self.whole[dimension]
+
+    def group(self, dimension: str) -> Any:
+        """The process group along a dimension; None where it has one rank."""
+        if self.whole is None or self.whole[dimension].size() == 1:
+            return None
+        return self.whole.get_group(dimension)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank computes the loss: it has the last stage of the pipeline."""
+        return self.place("pp") == self.layout.pp - 1
+
+    @property
+    def share(self) -> float:
+        """The factor by which what this rank has of all sequences goes into a sum over all ranks that is their mean."""
+        return self.layout.pp / self.layout.ranks if self.has_loss else 0.0
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace a tensor by its sum over all ranks."""
+        if self.whole is not None:
+            dist.all_reduce(tensor)
+        return tensor
