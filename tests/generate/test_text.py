@@ -70,6 +70,30 @@ def test_a_character_comes_when_its_last_byte_does():
     assert found == ["a", "", "", "", "\U0001f600", "b", ""]
 
 
+@functools.cache
+def pairs_tokenizer():
+    """A BPE over bytes whose tokens begin and end within characters."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(["\u65e5\u672c\u8a9e\u65e5\u672c \U0001f600\U0001f601 \u00e9\u00e8a" * 3], trainer)
+    return Tokenizer(made.to_str().encode(), 320)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_characters_split_over_tokens_come_whole_and_nothing_is_lost(data):
+    tokenizer = pairs_tokenizer()
+    text = data.draw(st.text("\u65e5\u672c\u8a9e\U0001f600\U0001f602\u00e9 a", max_size=20))
+    found = pieces(tokenizer, tokenizer.encode(text))
+    assert "".join(found) == text and "\ufffd" not in "".join(found)
+    tokens = data.draw(st.lists(st.integers(0, tokenizer._tokenizer.get_vocab_size() - 1), max_size=20))
+    found = pieces(tokenizer, tokens)
+    assert "".join(found) == tokenizer.decode(tokens)  # whatever bytes a model may choose
+
+
 @given(tokens=st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 10]), max_size=20))
 @settings(max_examples=80, deadline=None)
 def test_spaces_at_the_borders_of_words_are_kept(tokens):
