@@ -38,8 +38,10 @@ DTYPES = ("float", "bfloat", "int8", "uint8")
 SCALARS = ["i64", "i64", "i32", "fp64"]  # seed, rows, threshold, scale
 
 
-def resources(launch: dispatch.Launch, types: list[str | None]) -> dict[str, Any]:
-    """Registers, spilled bytes and shared memory of a kernel compiled for compute capability 9.0."""
+def resources(launch: dispatch.Launch, types: list[str | None], vectors: bool = False) -> dict[str, Any]:
+    """Registers, spilled bytes and shared memory of a kernel compiled for compute capability 9.0; the loads of 16 bytes
+    too where `vectors`, for which it is disassembled.
+    """
     names = launch.kernel.arg_names
     signature = {n: t or "constexpr" for n, t in zip(names, types, strict=False)}
     constants = {n: None for n, t in zip(names, types, strict=False) if t is None}
@@ -51,13 +53,11 @@ def resources(launch: dispatch.Launch, types: list[str | None]) -> dict[str, Any
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", "--dump-sass", file.name]
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", *["--dump-sass"][:vectors], file.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = dict(part.split(":")[:2] for part in printed.split() if part.startswith(("REG:", "STACK:")))
-    return {
-        "registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "shared": binary.metadata.shared,
-        "vectors": printed.count("LDG.E.128"),
-    }  # fmt: skip
+    numbers = {"registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "shared": binary.metadata.shared}
+    return numbers | ({"vectors": printed.count("LDG.E.128")} if vectors else {})
 
 
 def dropout_add_norm(x: torch.dtype, residual: torch.dtype, weight: torch.dtype, width: int, norm: str, full: bool):
@@ -241,7 +241,7 @@ def optimizer(rule: str):
         tensors = (single, single, single, square, None, None, None, single)
         numbers = (None, *[None if given is None else single] * 2)
         launch = optimizer_update._launch(H200, tensors, numbers, rule, False, True)
-        yield name, resources(launch, ["*i64", "*i32", None, given, given] + ["fp32"] * 9)
+        yield name, resources(launch, ["*i64", "*i32", None, given, given] + ["fp32"] * 9, vectors=True)
 
 
 def lltm(dtype: torch.dtype, state: int):
@@ -250,7 +250,7 @@ def lltm(dtype: torch.dtype, state: int):
     example = lltm_bench._example()
     for step, tensors in (("forward", 4), ("backward", 6)):
         launch = example._launch(getattr(example, f"tilewright_lltm_{step}"), H200, (dtype,), state)
-        yield step, resources(launch, [POINTER[dtype]] * tensors + ["i64"])
+        yield step, resources(launch, [POINTER[dtype]] * tensors + ["i64"], vectors=True)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ needs_assembler = pytest.mark.skipif(not _assembles(), reason="Triton brings no 
 def compiled(tmp_path_factory):
     """What the compiler makes of a case, in one process for all of them: to begin with torch takes it seconds."""
     errors = tmp_path_factory.mktemp("compiler") / "stderr"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_DISABLE_LINE_INFO": "1"}
     command = [sys.executable, str(SCRIPT)]
     with (
         errors.open("w") as file,
