@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -439,6 +440,53 @@ def memory(result: dict[str, Any]) -> str:
     return f"{machine(result)}\n\n{markdown([*header, ''], rows)}"
 
 
+_CARDS = {"h100_80gb": "H100 80 GB", "a100_80gb": "A100 80 GB", "a100_40gb": "A100 40 GB"}
+
+
+def _ratios(runs: list[dict[str, Any]]) -> str:
+    """Median and ends of estimated over measured MFU, and of how many runs."""
+    found = sorted(run["estimated"] / run["measured"] for run in runs)
+    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f}), {len(found)}" if found else ""
+
+
+def step_time(result: dict[str, Any]) -> str:
+    """Estimated over measured MFU of published runs, by GPU and by model."""
+    runs, rows = result["runs"], []
+    kinds = {"fitted": False, "not seen by the fit": True}
+
+    def row(name: str, chosen: list[dict[str, Any]]) -> list[str]:
+        return [name, *(_ratios([run for run in chosen if run["held_out"] is held]) for held in kinds.values())]
+
+    for gpu, name in _CARDS.items():
+        for fp8 in (False, True):
+            chosen = [run for run in runs if run["gpu"] == gpu and ("fp8" in run["precision"]) is fp8]
+            if chosen:
+                rows.append(row(f"{name}{', fp8' if fp8 else ''}", chosen))
+    for model in dict.fromkeys(run["model"] for run in runs):
+        rows.append(row(model, [run for run in runs if run["model"] == model]))
+    checked, (right, total), (later, of) = result["cross_validation"], *result["ranked"].values()
+    text = markdown(["estimated / measured MFU: median (least to most), runs", *kinds], rows)
+    return (
+        f"{text}\nRanked rightly, of pairs of one model on one kind of GPU more than 3 points apart: {right} of "
+        f"{total}, and {later} of {of} not seen. With each model size left out of the fit: median "
+        f"{checked['median']:.2f}, {checked['least']:.2f} to {checked['most']:.2f}, "
+        f"{checked['within a tenth']:.0%} within a tenth.\n"
+    )
+
+
+def step_time_farthest(result: dict[str, Any]) -> str:
+    """The runs whose estimates are farthest off."""
+    runs = sorted(result["runs"], key=lambda run: -abs(math.log(run["estimated"] / run["measured"])))[:12]
+    rows = [
+        [f"{run['model']}, {run['gpus']} {_CARDS[run['gpu']]}, {run['sequence']:,} tokens, micro batch "
+         f"{run['micro_batch']}",
+         f"{run['measured']:.1f}", f"{run['estimated']:.1f}", f"{run['estimated'] / run['measured']:.2f}",
+         "no" if run["held_out"] else "yes"]
+        for run in runs
+    ]  # fmt: skip
+    return markdown(["farthest off", "measured MFU", "estimated", "ratio", "fitted"], rows)
+
+
 def shapes(result: dict[str, Any]) -> str:
     """Drawn cases of every op: how many are behind, by which clock, and the worst."""
 
@@ -521,6 +569,8 @@ TABLES: dict[str, Callable[..., str]] = {
         rope,
         shapes,
         sites,
+        step_time,
+        step_time_farthest,
         train,
         tune,
         tuned,

@@ -78,6 +78,30 @@ def test_flops_batch_lint_roofline_parallel_answer():
     assert plans[0]["seconds"] <= plans[-1]["seconds"]
 
 
+def test_one_model_times_a_step_whichever_command_asks():
+    run_of = ("1b", "--gpu", "H200-SXM", "--micro-batch", "16", "--precision", "fsdp")
+    step = data("step", *run_of, "--loss", "plain")
+    roofline = data("roofline", *run_of)
+    assert roofline["step_seconds"] == step["seconds"] > roofline["step_floor_seconds"]
+    given = ("--gpus", "1", "--global-batch", "16", "--micro-batch", "16", "--recompute", "none")
+    plan = data("parallel", "1b", "--gpu", "H200-SXM", *given)["plans"][0]
+    assert plan["seconds"] == data("step", *run_of, "--loss", "fused")["seconds"] < step["seconds"]
+    assert sum(step["parts"].values()) == pytest.approx(step["compute"]) == pytest.approx(step["seconds"])
+    assert data("step", *run_of, "--compiled")["seconds"] < step["seconds"]
+
+
+def test_fsdp_users_get_its_own_precision_and_a_given_layout_is_kept(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    sharded = ("train", "7b", "--gpu", "H100-SXM5", "--data", "8", "--zero", "3", "--micro-batch", "4")
+    assert data(*sharded)["training"]["precision"] == "fsdp" and data(*sharded)["fits"]
+    assert "--precision fsdp" in run(*sharded, "--precision", "bf16").stdout
+    layout = ("parallel", "70b", "--gpu", "H100-SXM5", "--gpus", "64", "--global-batch", "64", "--tp", "8", "--pp", "4")
+    for plan in data(*layout)["plans"]:
+        assert (plan["training"]["tensor"], plan["training"]["pipeline"], plan["training"]["data"]) == (8, 4, 2)
+    text = run("parallel", "70b", "--gpu", "H100-SXM5", "--gpus", "8", "--global-batch", "8", "--tp", "8").stdout
+    assert "more than the 84.18 GB that a GPU has" in " ".join(text.split())
+
+
 RUN = """
 model: {preset: 350m, gpt_block: optimized, loss: fused}
 precision: PRECISION

@@ -9,7 +9,7 @@ from tilewright.plan.decoder import Decoder, from_config, from_gpt, load
 from tilewright.plan.flops import DEFAULT, check_possible, conventions, forward_flops, utilisation
 from tilewright.plan.gpt import GPTConfig
 
-ROWS = list(csv.DictReader(Path(__file__).with_name("llm_foundry_mfu.csv").open()))
+ROWS = list(csv.DictReader((Path(__file__).parents[2] / "results/published/llm_foundry.csv").open()))
 
 
 def gpt(width, layers, heads, vocabulary, sequence):

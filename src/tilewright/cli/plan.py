@@ -40,6 +40,7 @@ PRECISION = typer.Option(
 OPTIMIZER = typer.Option(None, help="Default: adamw. Or: " + ", ".join(memory.OPTIMIZERS) + ".")
 RECOMPUTE = typer.Option(None, help="none (the default), selective or full.")
 TENSOR = typer.Option(1, min=1, help="Tensor-parallel ranks.")
+COMPILED = typer.Option(False, "--compiled", help="As torch.compile makes it of the model.")
 
 
 def load_shape(model: str, changes: list[str]) -> Decoder:
@@ -61,6 +62,8 @@ def load_run(model: str, changes: list[str], split: dict[str, Any], **options: A
     """
     given = {name: value for name, value in options.items() if value is not None}
     if not model.endswith((".yaml", ".yml")):
+        if split.get("zero") == 3:
+            given = {"precision": "fsdp", **given}
         return decoder.load(model, changes), memory.Training(**given, **split)
     if given:
         option = next(iter(given)).replace("_", "-")
@@ -118,6 +121,7 @@ def train(
     recompute: str = RECOMPUTE,
     attention: str = typer.Option(None, help="flash (the default), or softmax whose scores are stored."),
     loss: str = typer.Option(None, help="plain (the default), fused or linear_fused."),
+    compiled: bool = COMPILED,
     accumulation: int = typer.Option(None, min=1, help="Micro batches a step; more than 1 keep their gradients."),
     data: int = typer.Option(1, min=1, help="Data-parallel ranks."),
     zero: int = typer.Option(0, min=0, max=3, help="ZeRO stage; 3 is FSDP."),
@@ -145,7 +149,7 @@ def train(
         dict(data=data, zero=zero, tensor=tensor, sequence_parallel=sequence_parallel, pipeline=pipeline,
              interleave=interleave),
         micro_batch=micro_batch, precision=precision, optimizer=optimizer, recompute=recompute, attention=attention,
-        loss=loss, accumulation=accumulation,
+        loss=loss, accumulation=accumulation, compiled=compiled or None,
     )  # fmt: skip
     anatomy = memory.train(shape, how)
     chip = find_gpu(gpu) if gpu else None
@@ -169,6 +173,11 @@ def train(
         Bar(title, [(p.name, p.bytes) for p in anatomy.parts], capacity),
         *notes_of(shape, chip),
     ]
+    if how.zero == 3 and how.is_autocast:
+        report.items.append(
+            "Autocast keeps the stream and what norms take in float32. FSDP's own mixed precision, --precision fsdp, "
+            "keeps neither."
+        )
     if capacity is not None:
         largest = memory.largest_micro_batch(shape, how, capacity)
         report.data |= {"largest_micro_batch": largest, "fits": anatomy.total <= capacity}

@@ -1,4 +1,4 @@
-"""The half of `tilewright plan` that is about time: FLOPs, utilisation, shapes, floors and many GPUs."""
+"""The half of `tilewright plan` that is about one GPU's time: FLOPs, utilisation, shapes, floors and steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import typer
 
 from tilewright import hardware
-from tilewright.cli.output import Grid, Report, count, gigabytes, positive
+from tilewright.cli.output import Grid, Report, count, positive
 from tilewright.cli.plan import (
     AS_JSON,
     CHANGES,
+    COMPILED,
     EXPLAIN,
     GPU,
     MICRO,
@@ -220,6 +221,7 @@ def roofline_command(
     optimizer: str = OPTIMIZER,
     recompute: str = RECOMPUTE,
     tensor: int = TENSOR,
+    compiled: bool = COMPILED,
     achievable: bool = typer.Option(
         False, help="By the best matmul and copy measured, or assumed where nobody has, not by the datasheet."
     ),
@@ -236,10 +238,11 @@ def roofline_command(
     chip = find_gpu(gpu)
     shape, how = load_run(
         model, changes or [], {"tensor": tensor}, micro_batch=micro_batch, precision=precision, optimizer=optimizer,
-        recompute=recompute,
+        recompute=recompute, compiled=compiled or None,
     )  # fmt: skip
     micro_batch = how.micro_batch
     memory.check_parallel(shape, how)
+    expected = parallel.timed(shape, how, parallel.Cluster(chip, how.tensor))
     floors = roofline.roofline(shape, how, chip, achievable=achievable)
     rate, bandwidth = roofline.rates(chip, how, achievable)
     copied = chip.copy_source if achievable else "the datasheet"
@@ -253,7 +256,8 @@ def roofline_command(
     header = ["op", "calls", "FLOPs a byte", "bound", "floor, ms", "share", "FLOPs a call", "bytes read + written"]
     data = {
         "model": model_data(model, shape), "training": dataclasses.asdict(how), "gpu": chip.name,
-        "step_floor_seconds": total, "matmul": dataclasses.asdict(rate), "bytes_per_second": bandwidth,
+        "step_floor_seconds": total, "step_seconds": expected.seconds, "matmul": dataclasses.asdict(rate),
+        "bytes_per_second": bandwidth,
         "bandwidth_source": copied,
         "ops": [{"name": f.op.name, "calls": f.op.calls, "intensity": f.op.intensity, "bound": f.bound,
                  "seconds": f.seconds, "share": f.share} for f in floors],
@@ -267,6 +271,8 @@ def roofline_command(
             f"Matmuls at {rate.flops / 1e12:,.4g} TFLOPS: {rate.source}.",
             f"Memory at {bandwidth / 1e9:,.0f} GB/s: {copied}.",
             f"The step's floor: {total * 1e3:.2f} ms, {tokens / total:,.0f} tokens/s; one GPU, no traffic.",
+            f"Expected: {expected.seconds * 1e3:.2f} ms, {total / expected.seconds:.0%} of it the floor; `plan step` "
+            "says where it goes.",
             *notes_of(shape, chip),
         ],
         _roofline_figure(floors, chip.name, rate.flops, bandwidth),
@@ -292,86 +298,3 @@ def _roofline_figure(floors: list[roofline.Floor], name: str, peak: float, bandw
             "yaxis": {"type": "log", "title": {"text": "TFLOPS"}}, "template": "plotly_white",
         },
     }  # fmt: skip
-
-
-@app.command("parallel")
-def parallel_command(
-    model: str = MODEL,
-    changes: list[str] = CHANGES,
-    gpu: str = GPU,
-    gpus: str = typer.Option(..., help="How many; 16k works."),
-    global_batch: str = typer.Option(..., help="Sequences a step."),
-    node: int = typer.Option(8, min=1, help="GPUs a node."),
-    link: float = typer.Option(None, help="GB/s a GPU inside a node, one direction; default: the table's."),
-    network: float = typer.Option(50.0, help="GB/s a GPU between nodes."),
-    memory_gb: float = typer.Option(None, help="Memory of a GPU in GB, in place of the table's."),
-    precision: str = typer.Option("mixed", help=", ".join(memory.PRECISIONS) + "."),
-    optimizer: str = OPTIMIZER,
-    efficiency: float = typer.Option(0.75, min=0.01, max=1.0, help="Share of the best matmul that computing reaches."),
-    keep: int = typer.Option(10, min=1, help="Plans to show."),
-    as_json: bool = AS_JSON,
-    page: Path = PAGE,
-    explain: bool = EXPLAIN,
-) -> None:
-    """Every way to spread a run over many GPUs that fits, fastest first.
-
-    Example:
-
-        tilewright plan parallel 70b --gpu H100-SXM5 --gpus 512 --global-batch 2048
-    """
-    shape = load_shape(model, changes or [])
-    cluster = parallel.Cluster(
-        accelerator=find_gpu(gpu),
-        gpus=count(gpus),
-        node=node,
-        link=None if link is None else positive("--link", link) * 1e9,
-        network=positive("--network", network) * 1e9,
-        memory=None if memory_gb is None else positive("--memory-gb", memory_gb) * 1e9,
-        efficiency=efficiency,
-    )
-    base = memory.Training(precision=precision, optimizer=optimizer or "adamw", loss="fused")
-    plans = parallel.search(shape, cluster, count(global_batch), keep, base)
-    rows = [
-        [str(p.training.tensor), _stages(p), str(p.training.data), str(p.training.zero), p.training.recompute,
-         f"{p.training.micro_batch} x {p.training.accumulation}", f"{p.seconds:.2f}", f"{p.bubble / p.seconds:.0%}",
-         f"{(p.tensor_traffic + p.pipeline_traffic + p.data_traffic) / p.seconds:.0%}", gigabytes(p.memory),
-         f"{p.mfu:.1%}"]
-        for p in plans
-    ]  # fmt: skip
-    header = ["tensor", "stages", "data", "ZeRO", "recompute", "micro x steps", "s/step", "bubble", "links"]
-    header += ["memory", "MFU"]
-    best, matmul = plans[0], cluster.matmul(precision)
-    report = Report(
-        f"{title_of(model, shape)}; {cluster.gpus:,} {cluster.accelerator.name}, global batch {count(global_batch):,}",
-        {
-            "model": model_data(model, shape),
-            "plans": [dataclasses.asdict(p) for p in plans],
-            "matmul": dataclasses.asdict(matmul),
-            "efficiency": efficiency,
-        },
-        [
-            Grid("Plans, fastest first", header, rows),
-            *(_PARALLEL_FORMULAS if explain else ()),
-            f"Fastest: {best.tokens_per_second:,.0f} tokens/s. An estimate to order plans by: computing at "
-            f"{efficiency:.0%} of {matmul.flops / 1e12:,.4g} TFLOPS, fused loss, links of {cluster.link_rate / 1e9:g} "
-            f"and {network:g} GB/s. MFU is of the datasheet's dense {matmul.dtype} peak.",
-            f"These {matmul.flops / 1e12:,.4g} TFLOPS are {matmul.source}.",
-            *notes_of(shape, cluster.accelerator),
-        ],
-    )
-    report.show(as_json=as_json, explain=explain, page=page)
-
-
-_PARALLEL_FORMULAS = (
-    "step = compute + bubble + traffic; compute = steps x tokens x FLOPs (with recompute) / (tensor x pipeline x rate)",
-    "bubble = (pipeline - 1) x one micro batch / pieces; over the ideal time (p - 1) / (m x pieces)",
-    "tensor traffic = layers x 4 (6 with full recompute) x 2(t - 1)/t x tokens x h x bytes / link, not hidden",
-    "pipeline traffic = steps x pieces x 2 x tokens x h x bytes / t / link or network",
-    "data traffic = 2 gradients x parameters here x (d - 1)/d / rate (ZeRO 2 and 3: for every micro batch), less what "
-    "backward hides; rate = the least of link and network x (GPUs of a node that share a group)",
-)
-
-
-def _stages(plan: parallel.Plan) -> str:
-    pieces = plan.training.interleave
-    return str(plan.training.pipeline) + (f" ({pieces} pieces)" if pieces > 1 else "")

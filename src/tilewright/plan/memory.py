@@ -22,8 +22,8 @@ from tilewright.plan.flops import RECOMPUTE
 
 # The dtype of the matmuls, by precision; of several, the first that a GPU has. The words of `train`, and mixed.
 MATMUL_DTYPES = {
-    "bf16": ("bf16",), "mixed": ("bf16", "fp16"), "bf16_kahan": ("bf16",), "bf16_stochastic": ("bf16",),
-    "tf32": ("tf32",), "fp32": ("fp32",),
+    "bf16": ("bf16",), "fsdp": ("bf16", "fp16"), "mixed": ("bf16", "fp16"), "bf16_kahan": ("bf16",),
+    "bf16_stochastic": ("bf16",), "fp8": ("fp8",), "tf32": ("tf32",), "fp32": ("fp32",),
 }  # fmt: skip
 PRECISIONS = tuple(MATMUL_DTYPES)
 OPTIMIZERS = ("adamw", "adamw_bf16", "adamw_bf16_kahan", "adamw_8bit", "lion", "sgd", "adafactor")
@@ -39,7 +39,8 @@ _LEAST_TOKENS = 1024  # that it has logits of: the matmuls of fewer do not fill 
 _LOOSE = 0.02  # of what is allocated, lost between blocks
 # Bytes a logit of the plain loss at the peak of its forward and of its backward. Measured for bf16, derived else.
 _PLAIN_LOSS = {
-    "bf16": (8, 10), "mixed": (4, 6), "bf16_kahan": (4, 6), "bf16_stochastic": (4, 6), "fp32": (8, 12), "tf32": (8, 12),
+    "bf16": (8, 10), "fsdp": (4, 6), "fp8": (4, 6), "mixed": (4, 6),
+    "bf16_kahan": (4, 6), "bf16_stochastic": (4, 6), "fp32": (8, 12), "tf32": (8, 12),
 }  # fmt: skip
 
 
@@ -49,8 +50,10 @@ class Training:
 
     Precisions, as `train` has them: `bf16` is autocast over float32 parameters; `bf16_kahan` and `bf16_stochastic` have
     16-bit parameters and gradients, and the first carries what rounding cost each parameter; `fp32` and `tf32` have all
-    in float32, and `tf32` rounds what a matmul reads. And `mixed`, as DeepSpeed does it: 16-bit parameters and
-    gradients, and a float32 copy of the parameters in the optimizer.
+    in float32, and `tf32` rounds what a matmul reads. Beside these `fsdp` is FSDP's mixed precision: float32 parameters
+    and states, sharded, and 16-bit copies of a layer at a time, by which all activations are 16-bit. `fp8` is the same
+    with linear layers in 8 bits. And `mixed` is DeepSpeed's: 16-bit parameters and gradients, and a float32 copy of the
+    parameters in the optimizer.
     """
 
     micro_batch: int = 1
@@ -64,6 +67,7 @@ class Training:
     device: str = "cuda"  # or "cpu", whose autocast leaves norms alone and which has no kernels of Tilewright's
     mlp_recompute: bool = False  # the MLP's activation is computed again in backward
     accumulation: int | None = None  # micro batches a step; None: 1, or as many as a pipeline needs
+    reduce: str = "fp32"  # dtype in which FSDP's mixed precision adds up gradients: "fp32" or "bf16"
     data: int = 1  # data-parallel ranks
     zero: int = 0  # ZeRO stage; 3 is FSDP
     tensor: int = 1
@@ -76,7 +80,7 @@ class Training:
             raise UserError("precision is 'amp'; it is called bf16, as in `tilewright train`.")
         for name, allowed in (
             ("precision", PRECISIONS), ("optimizer", OPTIMIZERS), ("recompute", RECOMPUTE), ("attention", ATTENTION),
-            ("loss", LOSSES), ("zero", (0, 1, 2, 3)),
+            ("loss", LOSSES), ("zero", (0, 1, 2, 3)), ("reduce", ("fp32", "bf16")),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} is {getattr(self, name)!r}; choose {', '.join(map(str, allowed))}.")
@@ -93,7 +97,12 @@ class Training:
     @property
     def residual_bytes(self) -> int:
         """Autocast adds a bf16 branch to a float32 stream, which stays float32 unless it begins as bf16."""
-        return 2 if self.residual == "bf16" else self.stored_bytes
+        return 2 if self.residual == "bf16" or self.has_copies else self.stored_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a gradient as ranks send it: FSDP adds up in float32 unless `reduce` says otherwise."""
+        return 2 if self.has_copies and self.reduce == "bf16" else self.stored_bytes
 
     @property
     def stored_bytes(self) -> int:
@@ -103,6 +112,11 @@ class Training:
     @property
     def is_autocast(self) -> bool:
         return self.precision == "bf16"
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether matmuls take 16-bit copies of float32 parameters, and nothing else is float32."""
+        return self.precision in ("fsdp", "fp8")
 
     @property
     def has_16_bit_weights(self) -> bool:
@@ -314,7 +328,8 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     here = (decoder.fullest_stage(layers) + ends) / training.tensor
     stored = training.stored_bytes
     ranks = training.data
-    weights = stored * here / (ranks if training.zero == 3 else 1)
+    # The copies are whole until ZeRO 3, the weights that they are made of are kept where the states are.
+    weights = stored * here / (ranks if training.zero == 3 or (training.zero and training.has_copies) else 1)
     gradients = stored * here / (ranks if training.zero >= 2 else 1)
     states = optimizer_bytes(decoder, training) * here / (ranks if training.zero >= 1 else 1)
 
@@ -323,7 +338,7 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     copies = head_copy = 0.0
     if training.zero == 3 and ranks > 1:
         copies = head_copy = training.compute_bytes * (two_layers + (table / training.tensor if last else 0))
-    elif training.is_autocast:
+    elif training.is_autocast or training.has_copies:
         in_layers = (matmul_weights(decoder) - table) / share
         head_copy = 2 * (table if last else 0) / training.tensor
         copies = 2 * in_layers / training.tensor + head_copy
@@ -349,7 +364,7 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     split = "" if t == 1 and ranks == 1 else f", split over {t} tensor and {ranks} data ranks"
     parts = [
         Part("weights", weights, f"{stored} B x {here:,.0f} parameters{split}"),
-        Part("16-bit copies", copied, "2 B a weight that a matmul uses" if training.is_autocast else "gathered layers"),
+        Part("16-bit copies", copied, "gathered layers" if training.zero == 3 else "2 B a weight that a matmul uses"),
         Part("gradients", grads, f"{stored} B a parameter, where they are there at the peak"),
         Part("optimizer", states, f"{optimizer_bytes(decoder, training):.3g} B a parameter, {training.optimizer}"),
         Part("activations", acts, f"{acts / tokens:,.0f} B x {tokens:,} tokens; {layers} layers, {held:g} in flight"),

@@ -1,9 +1,8 @@
 """How to spread a training run over many GPUs: every split that fits, with an estimate of its step, best first.
 
-A step is what one pipeline stage computes for all its micro batches, its tensor-parallel traffic (nothing hides it),
-the pipeline's bubble, and what of the data-parallel traffic backward cannot hide. It is an estimate to order plans by,
-not a promise: `efficiency` is the share of the best matmul that the computing reaches. Where stages do not divide the
-layers, every stage is counted as large as the largest.
+An estimate is `plan.step` of the fullest rank: its computing, the traffic that nothing hides and the pipeline's bubble.
+It orders plans; docs/plan.md says how near it is to published runs. Where stages do not divide the layers, every stage
+is counted as large as the largest.
 """
 
 from __future__ import annotations
@@ -11,18 +10,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from tilewright.errors import UserError
 from tilewright.hardware import Accelerator, Rate
+from tilewright.plan import calibration
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import DEFAULT, conventions
-from tilewright.plan.memory import MATMUL_DTYPES, Training, split_problem, stage_layers, train
+from tilewright.plan.memory import MATMUL_DTYPES, Training, split_problem, train
+from tilewright.plan.step import How, Rates, Step, step
+from tilewright.plan.traffic import Links
 
 _MOST_GPUS = 1_000_000
 _MOST_PADDED = 1.1  # layers as the largest stage has them, over those there are
-_BACKWARD_SHARE = 2 / 3  # of a step's computing, behind which gradients can travel
+_MOST_MICRO = 64  # sequences that are tried at once; more can be asked for
+_MULTIPROCESSORS = 132  # where the table has no number
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,6 @@ class Cluster:
     link: float | None = None  # bytes a second a GPU to its neighbours, one direction; None: the table's
     network: float = 50e9  # bytes a second a GPU between nodes: 400 Gb/s
     memory: float | None = None  # bytes of a GPU; None: the table's largest
-    efficiency: float = 0.75
 
     @property
     def capacity(self) -> float:
@@ -43,13 +46,20 @@ class Cluster:
 
     @property
     def link_rate(self) -> float:
+        """By the table, where nobody has said; one GPU has no link."""
         rate = self.link or self.accelerator.link_bytes_per_second
         if rate is None:
+            if self.gpus == 1:
+                return math.inf
             raise UserError(f"The table has no link of {self.accelerator.name}; give its GB/s with --link.")
         return rate
 
+    @property
+    def links(self) -> Links:
+        return Links(self.node, self.link_rate, self.network)
+
     def matmul(self, precision: str) -> Rate:
-        """The best matmul to expect in this precision; computing reaches `efficiency` of it."""
+        """The best matmul to expect in this precision."""
         return self.accelerator.matmul(self.accelerator.first_on_record(MATMUL_DTYPES[precision]))
 
 
@@ -59,14 +69,51 @@ class Plan:
 
     training: Training
     seconds: float
-    compute: float
+    compute: float  # kernels, and what the host adds
     tensor_traffic: float
     pipeline_traffic: float
     bubble: float
-    data_traffic: float  # what backward does not hide
+    data_traffic: float  # what forward and backward do not hide
     memory: float
     mfu: float
     tokens_per_second: float
+    fits: bool = True
+    parts: dict[str, float] = field(default_factory=dict)  # of the computing, by category
+
+
+def timed(decoder: Decoder, training: Training, cluster: Cluster) -> Step:
+    """The step of one split, in parts, by the rates of this kind of GPU.
+
+    >>> from tilewright import hardware
+    >>> from tilewright.plan.decoder import load
+    >>> found = timed(load("1b"), Training(micro_batch=16), Cluster(hardware.find("H200-SXM"), 1))
+    >>> round(found.seconds, 2), found.traffic
+    (0.55, {})
+    """
+    chip, rate = cluster.accelerator, cluster.matmul(training.precision)
+    found = calibration.of(chip)
+    how = How(rate.dtype, attention=found.attention, multiprocessors=chip.multiprocessors or _MULTIPROCESSORS)
+    rates = Rates(
+        calibration.flops(chip, rate.dtype), calibration.bytes_per_second(chip), calibration.LAUNCH_SECONDS,
+        calibration.KERNEL_SECONDS, found.reached,
+    )  # fmt: skip
+    return step(decoder, training, how, rates, cluster.links)
+
+
+def estimate(decoder: Decoder, training: Training, cluster: Cluster, memory: float = 0.0) -> Plan:
+    """The step of one split."""
+    found = timed(decoder, training, cluster)
+    tokens = training.micro_batch * decoder.sequence * (training.accumulation or 1) * training.data
+    gpus = training.data * training.tensor * training.pipeline
+    peak = cluster.accelerator.peak_flops[cluster.matmul(training.precision).dtype]
+    model_flops, traffic = conventions(decoder)[DEFAULT].model, found.traffic
+    return Plan(
+        training=training, seconds=found.seconds, compute=sum(found.parts.values()),
+        tensor_traffic=traffic.get("tensor", 0.0), pipeline_traffic=traffic.get("pipeline", 0.0),
+        bubble=traffic.get("bubble", 0.0), data_traffic=traffic.get("data", 0.0), memory=memory,
+        mfu=tokens * model_flops / found.seconds / (gpus * peak), tokens_per_second=tokens / found.seconds,
+        fits=memory <= cluster.capacity, parts=found.parts,
+    )  # fmt: skip
 
 
 def _powers(limit: int) -> Iterator[int]:
@@ -76,124 +123,85 @@ def _powers(limit: int) -> Iterator[int]:
         value *= 2
 
 
-def splits(decoder: Decoder, cluster: Cluster, global_batch: int, base: Training) -> Iterator[Training]:
-    """Every way to cut the model and the batch; not yet asked whether it fits."""
+def splits(
+    decoder: Decoder, cluster: Cluster, global_batch: int, base: Training, given: Mapping[str, int | str]
+) -> Iterator[Training]:
+    """Every way to cut the model and the batch that has what is `given`; not yet asked whether it fits."""
+
+    def choices(name: str, *tried: int | str) -> tuple[int | str, ...]:
+        return (given[name],) if name in given else tried
+
     # Stages that waste no more than a tenth: the largest has one layer more than others.
     stages = [
         p
         for p in range(1, min(decoder.layers, cluster.gpus) + 1)
         if -(-decoder.layers // p) * p <= _MOST_PADDED * decoder.layers
     ]
-    for tensor in _powers(min(cluster.node, decoder.heads, cluster.gpus)):
-        if decoder.tensor_problem(tensor):
+    tensors = choices("tensor", *_powers(min(cluster.node, decoder.heads, cluster.gpus)))
+    for tensor, pipeline in itertools.product(map(int, tensors), map(int, choices("pipeline", *stages))):
+        data, rest = divmod(cluster.gpus, tensor * pipeline)
+        if rest or data not in choices("data", data) or global_batch % data or decoder.tensor_problem(tensor):
             continue
-        for pipeline in stages:
-            if cluster.gpus % (tensor * pipeline):
+        share = global_batch // data
+        micros = [int(micro) for micro in choices("micro_batch", *_powers(min(share, _MOST_MICRO)))]
+        # Under ZeRO 2 and 3 gradients or weights would travel for every micro batch of a pipeline.
+        stages_of_zero = choices("zero", *((0, 1) if pipeline > 1 else (0, 1, 2, 3)) if data > 1 else (0,))
+        recomputes, pieces = choices("recompute", "none", "selective", "full"), choices("interleave", 1, 2, 4)
+        for micro, zero, recompute, interleave in itertools.product(micros, stages_of_zero, recomputes, pieces):
+            if share % micro:
                 continue
-            data = cluster.gpus // (tensor * pipeline)
-            if global_batch % data:
-                continue
-            share = global_batch // data
-            for micro in _powers(min(share, 64)):
-                if share % micro:
-                    continue
-                for zero in (0, 1, 2, 3) if data > 1 else (0,):
-                    if zero >= 2 and pipeline > 1:  # gradients or weights would travel for every micro batch
-                        continue
-                    for recompute, interleave in itertools.product(("none", "selective", "full"), (1, 2, 4)):
-                        split = dataclasses.replace(
-                            base, micro_batch=micro, recompute=recompute, data=data, zero=zero, tensor=tensor,
-                            sequence_parallel=tensor > 1, pipeline=pipeline, interleave=interleave,
-                            accumulation=share // micro,
-                        )  # fmt: skip
-                        if not split_problem(decoder, split):
-                            yield split
-
-
-def estimate(decoder: Decoder, training: Training, cluster: Cluster, memory: float = 0.0) -> Plan:
-    """The step of one split."""
-    accumulation = training.accumulation or 1
-    tokens = training.micro_batch * decoder.sequence
-    model_flops = conventions(decoder)[DEFAULT].model
-    layers = stage_layers(decoder, training)
-    rate = cluster.matmul(training.precision)
-    c = training.compute_bytes
-    # Every stage as large as the largest.
-    decoder = dataclasses.replace(decoder, layers=layers * training.pipeline)
-    # With flash attention selective recompute runs norms and activations again: next to no FLOPs.
-    free = training.recompute == "selective" and training.attention == "flash"
-    hardware = conventions(decoder)[DEFAULT].hardware["none" if free else training.recompute]
-    shards = training.tensor * training.pipeline
-    micro_compute = tokens * hardware / shards / (rate.flops * cluster.efficiency)
-    # Two reductions a layer forward and two backward (a reduce-scatter and an all-gather each with sequence parallel).
-    t = training.tensor
-    reductions = 6 if training.recompute == "full" else 4
-    micro_tensor = (
-        layers * reductions * 2 * (t - 1) / t * tokens * decoder.width * c / cluster.link_rate if t > 1 else 0.0
-    )
-    p = training.pipeline
-    across = cluster.network if t * p > cluster.node else cluster.link_rate
-    micro_pipe = training.interleave * 2 * tokens * decoder.width * c / t / across if p > 1 else 0.0
-    steady = accumulation * (micro_compute + micro_tensor)
-    bubble = (p - 1) * (micro_compute + micro_tensor) / training.interleave
-    d = training.data
-    traffic = 0.0
-    if d > 1:
-        # Ranks of a group that share a node share its cards' bandwidth to the network: a ring crosses nodes once.
-        link = cluster.link_rate
-        if d * t * p > cluster.node:
-            link = min(link, cluster.network * max(1, cluster.node // (t * p)))
-        bytes_here = decoder.parameters / shards * (d - 1) / d
-        g = training.stored_bytes
-        if training.zero == 3:  # for every micro batch weights gathered twice as matmuls take them, gradients scattered
-            traffic = accumulation * (2 * c + g) * bytes_here / link
-        elif training.zero == 2:  # gradients scattered for every micro batch, weights gathered once
-            traffic = (accumulation * g + g) * bytes_here / link
-        else:
-            traffic = 2 * g * bytes_here / link  # gradients scattered and gathered, or weights gathered
-    hidden = _BACKWARD_SHARE * (steady if training.zero >= 2 else micro_compute + micro_tensor)
-    exposed = max(0.0, traffic - hidden)
-    pipe = accumulation * micro_pipe
-    seconds = steady + bubble + exposed + pipe
-    batch_tokens = tokens * accumulation * d
-    peak = cluster.accelerator.peak_flops[rate.dtype]
-    return Plan(
-        training=training, seconds=seconds, compute=accumulation * micro_compute,
-        tensor_traffic=accumulation * micro_tensor, pipeline_traffic=pipe, bubble=bubble, data_traffic=exposed,
-        memory=memory, mfu=batch_tokens * model_flops / seconds / (cluster.gpus * peak),
-        tokens_per_second=batch_tokens / seconds,
-    )  # fmt: skip
+            split = dataclasses.replace(
+                base, micro_batch=micro, accumulation=share // micro, recompute=str(recompute), data=data,
+                zero=int(zero), tensor=tensor, sequence_parallel=tensor > 1, pipeline=pipeline,
+                interleave=int(interleave),
+            )  # fmt: skip
+            if not split_problem(decoder, split):
+                yield split
 
 
 def search(
-    decoder: Decoder, cluster: Cluster, global_batch: int, keep: int = 20, base: Training | None = None
+    decoder: Decoder,
+    cluster: Cluster,
+    global_batch: int,
+    keep: int = 20,
+    base: Training | None = None,
+    given: Mapping[str, int | str] | None = None,
 ) -> list[Plan]:
-    """The best plans that fit, fastest first; `base` has what is not searched: precision, optimizer, loss."""
-    base = base or Training(precision="mixed", loss="fused")
+    """The best plans that fit, fastest first, one of each split with the ZeRO stage that is fastest.
+
+    Args:
+        decoder, cluster, global_batch: what is trained, on what, and sequences a step.
+        keep: how many plans to return.
+        base: what is not searched: precision, optimizer, loss.
+        given: fields of `Training` that are not searched either. Where nothing with them fits, the plan that is nearest
+            to it is returned, whose `fits` is False.
+    """
+    base, given = base or Training(precision="fsdp", loss="fused"), given or {}
     if not 1 <= cluster.gpus <= _MOST_GPUS or global_batch < 1:
         raise UserError(f"GPUs must be 1 to {_MOST_GPUS:,}, and the global batch at least 1.")
     for name, value in (("link", cluster.link_rate), ("network", cluster.network), ("memory", cluster.capacity)):
-        if not 0 < value < math.inf:
+        if not 0 < value < math.inf and not (name == "link" and cluster.gpus == 1):
             raise UserError(f"{name} is {value}; it must be a number above 0.")
     if cluster.gpus > cluster.node and cluster.gpus % cluster.node:
         raise UserError(f"{cluster.gpus} GPUs are not whole nodes of {cluster.node}; give --node.")
-    fits: dict[Training, Plan] = {}  # by split, with the least ZeRO that fits: more of it is never faster
-    smallest, seen = math.inf, False
-    for training in splits(decoder, cluster, global_batch, base):
-        seen = True
+    fits: dict[Training, Plan] = {}  # by split, with the ZeRO stage that is fastest, or the least of those
+    smallest: tuple[float, Training] | None = None
+    for training in splits(decoder, cluster, global_batch, base, given):
         memory = train(decoder, training).total
-        smallest = min(smallest, memory)
-        split = dataclasses.replace(training, zero=0)
-        if memory <= cluster.capacity and split not in fits:
-            fits[split] = estimate(decoder, training, cluster, memory)
-    if not seen:
-        raise UserError(
-            f"No split of {cluster.gpus} GPUs divides {decoder.heads} heads, {decoder.layers} layers and a global "
-            f"batch of {global_batch}; choose a global batch that more ranks divide."
-        )
+        if smallest is None or memory < smallest[0]:
+            smallest = memory, training
+        if memory <= cluster.capacity:
+            split, plan = dataclasses.replace(training, zero=0), estimate(decoder, training, cluster, memory)
+            if split not in fits or plan.seconds < 0.999 * fits[split].seconds:
+                fits[split] = plan
+    if smallest is None:
+        _refuse(decoder, cluster, global_batch, base, given)
+    assert smallest is not None
+    if not fits and given:
+        return [estimate(decoder, smallest[1], cluster, smallest[0])]
     if not fits:
         raise UserError(
-            f"Nothing fits: the smallest split takes {smallest / 1e9:.1f} GB and a GPU has "
+            f"Nothing fits: the smallest split takes {smallest[0] / 1e9:.1f} GB and a GPU has "
             f"{cluster.capacity / 1e9:.0f} GB; take more GPUs, or GPUs with more memory."
         )
 
@@ -203,3 +211,18 @@ def search(
         return round(plan.seconds, 9), -how.micro_batch, how.tensor, how.pipeline
 
     return sorted(fits.values(), key=order)[:keep]
+
+
+def _refuse(
+    decoder: Decoder, cluster: Cluster, global_batch: int, base: Training, given: Mapping[str, int | str]
+) -> None:
+    """Say why no split is possible: what is given alone, or all numbers together."""
+    sizes: dict[str, Any] = {name: int(given[name]) for name in ("tensor", "pipeline", "interleave") if name in given}
+    problem = split_problem(decoder, dataclasses.replace(base, **sizes)) if sizes else ""
+    if problem:
+        raise UserError(problem)
+    layout = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in given.items())
+    raise UserError(
+        f"No split of {cluster.gpus} GPUs{f' with {layout}' if layout else ''} divides {decoder.heads} heads, "
+        f"{decoder.layers} layers and a global batch of {global_batch}; choose a global batch that more ranks divide."
+    )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilewright.hardware import COPY_SHARE, Accelerator, Rate
-from tilewright.plan import cost
 from tilewright.plan.cost import Cost
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.flops import matmuls
-from tilewright.plan.memory import MATMUL_DTYPES, Training, optimizer_bytes
+from tilewright.plan.memory import MATMUL_DTYPES, Training
+from tilewright.plan.work import How, micro_batch_work, update_work
 
 LAUNCH_SECONDS = 2e-6  # below this a kernel's own start and end rule
 
@@ -41,51 +40,16 @@ class Floor:
     share: float  # of the step's floor
 
 
-def step_ops(decoder: Decoder, training: Training) -> Iterator[Op]:
-    """What a step of one micro batch does on one GPU, forward and backward apart."""
-    tokens = training.micro_batch * decoder.sequence
-    c, r, t = training.compute_bytes, training.residual_bytes, training.tensor
-    h, layers, dropout = decoder.width, decoder.layers, decoder.dropout > 0
-    again = 2 if training.recompute == "full" else 1  # forwards of a layer
-    cheap = 1 if training.recompute == "none" else 2  # and of its norms and activation
-    rows = tokens // (t if training.sequence_parallel else 1)
-    norms = decoder.norms * layers + int(decoder.final_norm)
-    fused = decoder.gpt_block == "optimized"
-    norm_cost = cost.dropout_add_norm if fused else cost.separate_dropout_add_norm
-    for backward in (False, True):
-        count = norms if backward else decoder.norms * layers * cheap + int(decoder.final_norm)
-        side = "backward" if backward else "forward"
-        one = norm_cost(rows, h, x_bytes=c, residual_bytes=r, backward=backward, dropout=dropout)
-        yield Op(f"{'fused' if fused else 'separate'} dropout + add + norm, {side}", one, count)
-    for matmul in matmuls(decoder, tokens, t):
-        calls = matmul.count * (again if matmul.name != "logits" else 1)
-        one = cost.matmul(matmul.m, matmul.n, matmul.k, element_bytes=c)
-        yield Op(f"{matmul.name} matmul, forward", one, calls, True)
-        yield Op(f"{matmul.name} matmuls, backward", one, 2 * matmul.count, True)
-    for backward in (False, True):
-        one = cost.attention(
-            training.micro_batch, decoder.sequence, decoder.heads // t, decoder.kv_heads_on(t), decoder.head_dim,
-            context=decoder.context(causal=True), element_bytes=c, backward=backward,
-        )  # fmt: skip
-        yield Op(f"attention, {'backward' if backward else 'forward'}", one, layers * (1 if backward else again), True)
-    dense = layers if decoder.experts == 1 else decoder.dense_layers
-    widths = {"": (decoder.ffn if decoder.experts == 1 else decoder.dense_ffn or decoder.ffn, dense)}
-    widths["expert "] = (decoder.active_experts * decoder.ffn + decoder.shared_ffn, layers - dense)
-    for (kind, (inner, count)), backward in itertools.product(widths.items(), (False, True)):
-        if count:
-            one = cost.activation(tokens, inner // t, gated=decoder.gated, element_bytes=c, backward=backward)
-            name = f"{kind}{'gated ' if decoder.gated else ''}activation, {'backward' if backward else 'forward'}"
-            yield Op(name, one, count * (1 if backward else cheap))
-    if decoder.positions == "rope":
-        heads = decoder.heads // t + decoder.kv_heads_on(t)
-        yield Op("rope", cost.rope(tokens, heads, decoder.head_dim, element_bytes=c), layers * (1 + again))
-    if decoder.head:
-        yield Op("cross-entropy", cost.cross_entropy(tokens, -(-decoder.vocabulary // t), element_bytes=c), 1)
-    yield Op("embedding", cost.elementwise(tokens * h, 2 * r, 1), 2)
-    stored = training.stored_bytes
-    held = decoder.parameters // t // training.pipeline // (training.data if training.zero else 1)
-    states = optimizer_bytes(decoder, training)
-    yield Op("optimizer", Cost(12 * held, int((2 * stored + states) * held), int((stored + states) * held)), 1)
+def step_ops(decoder: Decoder, training: Training, multiprocessors: int = 132) -> Iterator[Op]:
+    """What a step of one micro batch does on one GPU, forward and backward apart: the work that `plan.step` times."""
+    dtype = "fp32" if training.compute_bytes == 4 else "fp8" if training.precision == "fp8" else "bf16"
+    how, one = How(matmuls=dtype, multiprocessors=multiprocessors), dataclasses.replace(training, accumulation=None)
+    kept = decoder.parameters // training.tensor // training.pipeline // (training.data if training.zero else 1)
+    found: dict[tuple[str, Cost, bool], int] = {}
+    for work in (*micro_batch_work(decoder, one, how), *update_work(decoder, one, how, kept)):
+        key = work.name, work.cost, work.is_matmul
+        found[key] = found.get(key, 0) + int(work.calls)
+    return (Op(name, cost, calls, is_matmul) for (name, cost, is_matmul), calls in found.items())
 
 
 def rates(accelerator: Accelerator, training: Training, achievable: bool = False) -> tuple[Rate, float]:

@@ -7,6 +7,7 @@ not begin on 16 bytes cannot be read at full width (alignment).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from tilewright.errors import UserError
@@ -59,6 +60,34 @@ def fit(m: int, n: int, k: int, multiprocessors: int, element_bytes: int = 2) ->
             best = (found.efficiency * speed, found)
     assert best is not None
     return best[1]
+
+
+# Of a matmul's time, what a tile takes beside its multiplications, as if each of its sums were so much longer; and what
+# is left of the speed where few tiles are made more by splitting their sums.
+TILE_ENDS = 24
+SPLIT = 0.97
+_LEAST_SPLIT = 1024  # terms of a sum that is still split
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def reached(m: int, n: int, k: int, multiprocessors: int) -> float:
+    """The share of a matmul's rate that (m x k) by (k x n) reaches, by the tile and the split of its sums that do best.
+
+    >>> round(reached(8192, 8192, 8192, 132), 2), round(reached(512, 512, 512, 132), 2)
+    (0.97, 0.3)
+    """
+    best = 0.0
+    for rows, columns, speed in TILES:
+        tiles, _ = tiles_and_waves(m, n, (rows, columns), multiprocessors)
+        whole = m * n / (tiles * rows * columns)
+        for parts in (1, 2, 4, 8, 16):
+            if parts > 1 and (k < parts * _LEAST_SPLIT or tiles > 2 * multiprocessors):
+                break
+            waves = -(-tiles * parts // multiprocessors)
+            terms = k / parts
+            full = tiles * parts / (waves * multiprocessors) * terms / (terms + TILE_ENDS)
+            best = max(best, speed * whole * full * (SPLIT if parts > 1 else 1.0))
+    return best * (1.0 if n % 8 == 0 and k % 8 == 0 else MISALIGNED)
 
 
 @dataclass(frozen=True)

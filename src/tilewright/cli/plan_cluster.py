@@ -1,0 +1,231 @@
+"""The part of `tilewright plan` that is about a step's expected time, on one GPU or on many."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tilewright.cli.output import Bar, Grid, Report, count, gigabytes, positive
+from tilewright.cli.plan import (
+    AS_JSON,
+    CHANGES,
+    COMPILED,
+    EXPLAIN,
+    GPU,
+    MICRO,
+    MODEL,
+    OPTIMIZER,
+    PAGE,
+    PRECISION,
+    RECOMPUTE,
+    app,
+    find_gpu,
+    load_run,
+    load_shape,
+    model_data,
+    notes_of,
+    title_of,
+)  # fmt: skip
+from tilewright.plan import calibration, memory, parallel
+
+NODE = typer.Option(8, min=1, help="GPUs a node.")
+LINK = typer.Option(None, help="GB/s a GPU inside a node, one direction; default: the table's.")
+NETWORK = typer.Option(50.0, help="GB/s a GPU between nodes.")
+MEMORY = typer.Option(None, help="Memory of a GPU in GB, in place of the table's.")
+GPUS = typer.Option(..., help="How many; 16k works.")
+GLOBAL_BATCH = typer.Option(..., help="Sequences a step.")
+
+
+def make_cluster(
+    gpu: str | None, gpus: int, node: int, link: float | None, network: float, memory_gb: float | None
+) -> parallel.Cluster:
+    """The GPUs that the options describe."""
+    return parallel.Cluster(
+        accelerator=find_gpu(gpu),
+        gpus=gpus,
+        node=node,
+        link=None if link is None else positive("--link", link) * 1e9,
+        network=positive("--network", network) * 1e9,
+        memory=None if memory_gb is None else positive("--memory-gb", memory_gb) * 1e9,
+    )
+
+
+def basis(cluster: parallel.Cluster, how: memory.Training) -> list[Grid | Bar | str]:
+    """What an estimate rests on."""
+    matmul, links = cluster.matmul(how.precision), ""
+    if cluster.gpus > 1:
+        links = f" Links of {cluster.link_rate / 1e9:g} GB/s in a node and {cluster.network / 1e9:g} between nodes."
+    return [
+        f"The best matmul has {matmul.flops / 1e12:,.4g} TFLOPS: {matmul.source}.",
+        f"What kernels reach of it: {calibration.of(cluster.accelerator).source}.{links}",
+    ]
+
+
+@app.command("step")
+def step_command(
+    model: str = MODEL,
+    changes: list[str] = CHANGES,
+    gpu: str = GPU,
+    micro_batch: int = MICRO,
+    precision: str = PRECISION,
+    optimizer: str = OPTIMIZER,
+    recompute: str = RECOMPUTE,
+    loss: str = typer.Option(None, help="plain (the default), fused or linear_fused."),
+    compiled: bool = COMPILED,
+    accumulation: int = typer.Option(None, min=1, help="Micro batches a step."),
+    data: int = typer.Option(1, min=1, help="Data-parallel ranks."),
+    zero: int = typer.Option(0, min=0, max=3, help="ZeRO stage; 3 is FSDP."),
+    tensor: int = typer.Option(1, "--tensor", "--tp", min=1, help="Tensor-parallel ranks."),
+    pipeline: int = typer.Option(1, "--pipeline", "--pp", min=1, help="Pipeline stages."),
+    interleave: int = typer.Option(1, min=1, help="Pieces of a pipeline stage."),
+    node: int = NODE,
+    link: float = LINK,
+    network: float = NETWORK,
+    as_json: bool = AS_JSON,
+    page: Path = PAGE,
+    explain: bool = EXPLAIN,
+) -> None:
+    """How long a step of this run takes, and where the time goes.
+
+    Example:
+
+        tilewright plan step 7b --gpu H100-SXM5 --micro-batch 6 --data 8 --zero 3 --loss fused
+    """
+    split = dict(data=data, zero=zero, tensor=tensor, sequence_parallel=tensor > 1, pipeline=pipeline,
+                 interleave=interleave)  # fmt: skip
+    shape, how = load_run(
+        model, changes or [], split, micro_batch=micro_batch, precision=precision, optimizer=optimizer,
+        recompute=recompute, loss=loss, accumulation=accumulation, compiled=compiled or None,
+    )  # fmt: skip
+    memory.check_parallel(shape, how)
+    cluster = make_cluster(gpu, data * tensor * pipeline, node, link, network, None)
+    found = parallel.estimate(shape, how, cluster, memory.train(shape, how).total)
+    rows = [
+        [name, f"{1e3 * seconds:,.2f}", f"{seconds / found.seconds:.1%}"]
+        for name, seconds in (*found.parts.items(), *_traffic(found).items())
+        if seconds
+    ]
+    report = Report(
+        f"{title_of(model, shape)}; {cluster.gpus:,} {cluster.accelerator.name}, micro batch {how.micro_batch}",
+        {
+            "model": model_data(model, shape), "gpu": cluster.accelerator.name, **dataclasses.asdict(found),
+            "matmul": dataclasses.asdict(cluster.matmul(how.precision)),
+            "calibration": dataclasses.asdict(calibration.of(cluster.accelerator)),
+        },
+        [
+            Grid("Where a step's time goes", ["part", "ms", "share"], rows),
+            f"A step: {1e3 * found.seconds:,.1f} ms, {found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%} of "
+            f"the datasheet; {gigabytes(found.memory)} a GPU{_verdict(found, cluster)}.",
+            *basis(cluster, how),
+            *(_STEP_FORMULAS if explain else ()),
+            *notes_of(shape, cluster.accelerator),
+        ],
+    )  # fmt: skip
+    report.show(as_json=as_json, explain=explain, page=page)
+
+
+def _traffic(plan: parallel.Plan) -> dict[str, float]:
+    """Seconds that are no computing, by the word that tables have for them."""
+    kinds = ("tensor_traffic", "pipeline_traffic", "bubble", "data_traffic")
+    return {kind.replace("_", " "): getattr(plan, kind) for kind in kinds}
+
+
+def _verdict(plan: parallel.Plan, cluster: parallel.Cluster) -> str:
+    return "" if plan.fits else f", more than the {gigabytes(cluster.capacity)} that a GPU has"
+
+
+@app.command("parallel")
+def parallel_command(
+    model: str = MODEL,
+    changes: list[str] = CHANGES,
+    gpu: str = GPU,
+    gpus: str = GPUS,
+    global_batch: str = GLOBAL_BATCH,
+    node: int = NODE,
+    link: float = LINK,
+    network: float = NETWORK,
+    memory_gb: float = MEMORY,
+    precision: str = typer.Option("fsdp", help=", ".join(memory.PRECISIONS) + "."),
+    optimizer: str = OPTIMIZER,
+    compiled: bool = COMPILED,
+    tensor: int = typer.Option(None, "--tensor", "--tp", min=1, help="These tensor-parallel ranks and no others."),
+    pipeline: int = typer.Option(None, "--pipeline", "--pp", min=1, help="These pipeline stages and no others."),
+    interleave: int = typer.Option(None, min=1, help="So many pieces of a stage."),
+    data: int = typer.Option(None, "--data", "--dp", min=1, help="These data-parallel ranks."),
+    zero: int = typer.Option(None, min=0, max=3, help="This ZeRO stage; 3 is FSDP."),
+    recompute: str = typer.Option(None, help="none, selective or full; default: all are tried."),
+    micro_batch: int = typer.Option(None, min=1, help="This micro batch."),
+    keep: int = typer.Option(10, min=1, help="Plans to show."),
+    as_json: bool = AS_JSON,
+    page: Path = PAGE,
+    explain: bool = EXPLAIN,
+) -> None:
+    """Every way to spread a run over many GPUs that fits, fastest first; or those with a given layout.
+
+    Examples:
+
+        tilewright plan parallel 70b --gpu H100-SXM5 --gpus 512 --global-batch 2048
+
+        tilewright plan parallel 70b --gpu H100-SXM5 --gpus 512 --global-batch 2048 --tp 8 --pp 2
+    """
+    shape, cluster = load_shape(model, changes or []), make_cluster(gpu, count(gpus), node, link, network, memory_gb)
+    base = memory.Training(precision=precision, optimizer=optimizer or "adamw", loss="fused", compiled=compiled)
+    given: dict[str, Any] = dict(tensor=tensor, pipeline=pipeline, interleave=interleave, data=data, zero=zero,
+                                 recompute=recompute, micro_batch=micro_batch)  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None}
+    plans = parallel.search(shape, cluster, count(global_batch), keep, base, given)
+    report = Report(
+        f"{title_of(model, shape)}; {cluster.gpus:,} {cluster.accelerator.name}, global batch {count(global_batch):,}",
+        {
+            "model": model_data(model, shape),
+            "plans": [dataclasses.asdict(p) for p in plans],
+            "matmul": dataclasses.asdict(cluster.matmul(precision)),
+            "calibration": dataclasses.asdict(calibration.of(cluster.accelerator)),
+        },
+        [
+            _plans_grid(plans),
+            *(_PARALLEL_FORMULAS if explain else ()),
+            f"Fastest: {plans[0].tokens_per_second:,.0f} tokens/s, with the fused loss"
+            f"{_verdict(plans[0], cluster)}. MFU is of the datasheet's dense {cluster.matmul(precision).dtype} peak.",
+            *basis(cluster, base),
+            *notes_of(shape, cluster.accelerator),
+        ],
+    )
+    report.show(as_json=as_json, explain=explain, page=page)
+
+
+def _plans_grid(plans: list[parallel.Plan]) -> Grid:
+    rows = [
+        [str(p.training.tensor), _stages(p), str(p.training.data), str(p.training.zero), p.training.recompute,
+         f"{p.training.micro_batch} x {p.training.accumulation}", f"{p.seconds:.2f}", f"{p.bubble / p.seconds:.0%}",
+         f"{(p.tensor_traffic + p.pipeline_traffic + p.data_traffic) / p.seconds:.0%}", gigabytes(p.memory),
+         f"{p.mfu:.1%}"]
+        for p in plans
+    ]  # fmt: skip
+    header = ["tensor", "stages", "data", "ZeRO", "recompute", "micro x steps", "s/step", "bubble", "links"]
+    return Grid("Plans, fastest first", [*header, "memory", "MFU"], rows)
+
+
+def _stages(plan: parallel.Plan) -> str:
+    pieces = plan.training.interleave
+    return str(plan.training.pipeline) + (f" ({pieces} pieces)" if pieces > 1 else "")
+
+
+_STEP_FORMULAS = (
+    "op = max(FLOPs / matmul, bytes / copy) / share; a matmul's share falls with tiles that stick out and waves that "
+    "are not full, attention's with short sequences",
+    "idle = what the host needs to launch a step's ops beyond what the device needs to run them",
+)
+_PARALLEL_FORMULAS = (
+    "step = compute of the fullest rank (`plan step`) + bubble + traffic that nothing hides",
+    "bubble = (pipeline - 1) x one micro batch / pieces; over the ideal time (p - 1) / (m x pieces)",
+    "ring of r ranks = (r - 1)/r x bytes / rate + (r - 1) x latency; rate = 3/4 of the least of link and network x "
+    "(GPUs of a node that share a group)",
+    "tensor traffic = layers x 4 (6 with full recompute) x 2 rings of the tokens' width, not hidden",
+    "pipeline traffic = steps x pieces x 2 x tokens x h x bytes / t / rate",
+    "data traffic = rings of gradients, under ZeRO 3 of weights before each layer: what is longer than the computing "
+    "beside it, and what both cost each other",
+)

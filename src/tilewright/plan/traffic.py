@@ -1,0 +1,112 @@
+"""What ranks send each other in a step, and how much of the time that takes nothing hides.
+
+A collective over r ranks is a ring: each rank sends (r - 1)/r of the tensor, in r - 1 rounds. Where the ring crosses
+nodes, the ranks of a group that share a node share their cards to the network, and a round takes the latency of one.
+
+    FSDP      a layer's weights are gathered while the layer before it computes, in forward and in backward; its
+              gradients are scattered while the next one computes. In the open: the first gather, the last scatter, what
+              is longer than the computing, and what copies take from the computing beside them.
+    DDP       gradients travel by buckets, behind the backward of the last micro batch.
+    tensor    nothing hides it: two reductions a layer forward and two backward.
+    pipeline  activations from stage to stage in the open, and the bubble.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.plan.calibration import FITTED
+from tilewright.plan.decoder import Decoder
+from tilewright.plan.memory import Training, stage_layers
+
+LINK_SHARE = 0.75  # of a link's or a card's datasheet, what a collective reaches
+BUCKET_BYTES = 25e6  # of DDP, at least; with many ranks Megatron makes them larger, for the rounds of their rings
+_BUCKET_BYTES_A_RANK = 2e6
+
+
+@dataclass(frozen=True)
+class Links:
+    """What ranks are joined by: bytes a second of a GPU, one direction."""
+
+    node: int = 8  # GPUs
+    link: float = 450e9  # to its neighbours in the node, by the datasheet
+    network: float = 50e9  # between nodes
+
+    def rate(self, ranks: int, apart: int) -> float:
+        """Of a ring over so many ranks, each `apart` GPUs from the next."""
+        if ranks * apart <= self.node:
+            return LINK_SHARE * self.link
+        return LINK_SHARE * min(self.link, self.network * max(1, self.node // apart))
+
+    def ring(self, size: float, ranks: int, apart: int = 1) -> float:
+        """Seconds of an all-gather or a reduce-scatter of a tensor of `size` bytes; an all-reduce takes two.
+
+        >>> Links().ring(1e9, 1), Links().ring(1e9, 8) < Links().ring(1e9, 16)
+        (0.0, True)
+        """
+        if ranks == 1:
+            return 0.0
+        nodes = -(-ranks * apart // self.node)
+        rounds = (ranks - 1 - (nodes - 1)) / 3 + (nodes - 1)
+        return size * (ranks - 1) / ranks / self.rate(ranks, apart) + rounds * FITTED["round seconds"]
+
+
+def beside(computing: float, traffic: float) -> float:
+    """Seconds that traffic adds to the computing beside it: what sticks out, and what each costs the other.
+
+    >>> beside(1.0, 0.0), beside(0.0, 1.0), 2.0 < beside(1.0, 3.0) < 3.0
+    (0.0, 1.0, True)
+    """
+    return max(0.0, traffic - computing) + FITTED["contention"] * min(computing, traffic)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds that one micro batch computes on a rank."""
+
+    forward: float
+    backward: float
+
+
+def exposed(decoder: Decoder, training: Training, links: Links, phases: Phases) -> dict[str, float]:
+    """Seconds of a step, by kind, in which ranks wait for each other."""
+    found = {}
+    micro_batches = training.accumulation or 1
+    tokens, c = training.micro_batch * decoder.sequence, training.compute_bytes
+    t, p, d = training.tensor, training.pipeline, training.data
+    layers = stage_layers(decoder, training)
+    one = tokens * decoder.width * c
+    if t > 1:
+        # Two reductions a layer forward and two backward, each a scatter and a gather.
+        reductions = 6 if training.recompute == "full" else 4
+        found["tensor"] = micro_batches * layers * reductions * 2 * links.ring(one, t)
+    if p > 1:
+        late = FITTED["round seconds"] / (1 if p * t > links.node else 3)
+        sent = 2 * (one / t / links.rate(p, t) + late)
+        found["pipeline"] = micro_batches * training.interleave * sent
+        each = phases.forward + phases.backward + found.get("tensor", 0.0) / micro_batches
+        found["bubble"] = (p - 1) * each / training.interleave
+    if d > 1:
+        found["data"] = _data(decoder, training, links, phases)
+    return found
+
+
+def _data(decoder: Decoder, training: Training, links: Links, phases: Phases) -> float:
+    """What backward, and under FSDP forward, does not hide."""
+    d, apart, micro_batches = training.data, training.tensor * training.pipeline, training.accumulation or 1
+    layers = stage_layers(decoder, training)
+    here = decoder.parameters / training.tensor / training.pipeline / layers
+    gather = links.ring(training.compute_bytes * here, d, apart)
+    scatter = links.ring(training.gradient_bytes * here, d, apart)
+    if training.zero == 3:
+        forward = gather + beside(phases.forward, (layers - 1) * gather)
+        backward = scatter + beside(phases.backward, layers * gather + (layers - 1) * scatter)
+        return micro_batches * (forward + backward)
+    if training.zero == 2:  # gradients scattered for every micro batch, weights gathered once
+        return micro_batches * (scatter + beside(phases.backward, (layers - 1) * scatter)) + layers * gather
+    # Gradients scattered and gathered or, from where the states are, weights gathered.
+    back = training.compute_bytes if training.zero and training.has_copies else training.gradient_bytes
+    sent = (training.gradient_bytes + back) / 2 * here * layers
+    buckets = max(1.0, sent / max(BUCKET_BYTES, _BUCKET_BYTES_A_RANK * d))
+    whole = 2 * links.ring(sent / buckets, d, apart)
+    return whole + beside(phases.backward, (buckets - 1) * whole)
