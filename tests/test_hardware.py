@@ -12,7 +12,7 @@ def test_every_driver_name_leads_to_its_own_row_only():
             assert hardware.by_driver_name(name) is accelerator
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "NVIDIA H100 NVL", "NVIDIA H20", "nvidia h200", "", "A100"])
+@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "NVIDIA H100 NVL", "NVIDIA H30", "nvidia h200", "", "A100"])
 def test_a_card_the_table_does_not_know_is_never_taken_for_another(name):
     assert hardware.by_driver_name(name) is None
 

@@ -39,6 +39,7 @@ class Accelerator:
     l2_bytes: float
     ecc_in_memory: bool  # GDDR6 that keeps its error correction, a sixteenth, in the memory itself
     link_bytes_per_second: float | None  # to its neighbours in a node, one direction
+    watts: float  # its power limit as delivered
     note: str
 
     @property
@@ -118,6 +119,7 @@ def _parse(row: dict[str, str]) -> Accelerator:
         l2_bytes=float(row["l2_mb"]) * 1e6,
         ecc_in_memory=row["ecc_in_memory"] == "yes",
         link_bytes_per_second=float(row["link_gbs"]) * 1e9 if row["link_gbs"] else None,
+        watts=float(row["watts"]),
         note=row["note"] or "",
     )
 

@@ -212,3 +212,13 @@ def test_planning_starts_without_torch_and_at_once():
         libraries.append(cpu_seconds("import typer, rich.console, omegaconf, yaml"))
         times.append(cpu_seconds(code))
     assert min(times) < max(0.6, 3.5 * min(libraries, default=0.0))
+
+
+def test_a_run_is_sized_in_days_hours_dollars_and_energy():
+    on = ("parallel", "7b", "--gpu", "H200-SXM", "--gpus", "64", "--global-batch", "512", "--keep", "1")
+    found = data(*on, "--tokens", "1T", "--price", "2.5")
+    assert found["budget"]["dollars"] == pytest.approx(2.5 * found["budget"]["gpu_hours"])
+    assert found["budget"]["gpu_hours"] == pytest.approx(64e12 / found["plans"][0]["tokens_per_second"] / 3600)
+    assert "GPU-hours" in run(*on, "--tokens", "1T").stdout
+    assert "give its --tokens" in str(run(*on, "--price", "2").exception)
+    assert data("train", "7b")["checkpoint"]["whole"] == 12 * 6_658_859_008

@@ -14,7 +14,7 @@ import typer
 from tilewright import hardware
 from tilewright.cli.output import Bar, Grid, Report, count, gigabytes, positive
 from tilewright.errors import UserError
-from tilewright.plan import batches, decode, decoder, memory
+from tilewright.plan import batches, budget, decode, decoder, memory
 from tilewright.plan.decoder import Decoder
 
 app = typer.Typer(
@@ -186,6 +186,12 @@ def train(
             report.items.append(f"{verdict} The largest micro batch that does: {largest}.")
         else:
             report.items.append("Not even one sequence fits; pull a lever, or split the model (`plan parallel`).")
+    kept = budget.checkpoint(shape, how)
+    report.data["checkpoint"] = dataclasses.asdict(kept)
+    report.items.append(
+        f"A checkpoint takes {gigabytes(kept.whole)}, of which {gigabytes(kept.weights)} are weights: "
+        f"{kept.whole / 1e9:,.0f} s at a GB/s."
+    )
     if saved:
         levers = [
             [

@@ -29,7 +29,8 @@ from tilewright.cli.plan import (
     notes_of,
     title_of,
 )  # fmt: skip
-from tilewright.plan import calibration, memory, parallel
+from tilewright.errors import UserError
+from tilewright.plan import budget, calibration, memory, parallel
 
 NODE = typer.Option(8, min=1, help="GPUs a node.")
 LINK = typer.Option(None, help="GB/s a GPU inside a node, one direction; default: the table's.")
@@ -37,6 +38,35 @@ NETWORK = typer.Option(50.0, help="GB/s a GPU between nodes.")
 MEMORY = typer.Option(None, help="Memory of a GPU in GB, in place of the table's.")
 GPUS = typer.Option(..., help="How many; 16k works.")
 GLOBAL_BATCH = typer.Option(..., help="Sequences a step.")
+
+
+TOKENS = typer.Option(None, help="Of the whole run; 15T works. Gives days, GPU-hours and energy.")
+PRICE = typer.Option(None, help="Dollars a GPU-hour, with --tokens.")
+GOODPUT = typer.Option(1.0, help="Share of the time in which the GPUs train; `plan simulate` estimates it.")
+POWER = typer.Option(budget.POWER_OVERHEAD, help="Power of nodes and cooling over that of the GPUs at their limit.")
+
+
+def add_budget(
+    report: Report, plan: parallel.Plan, cluster: parallel.Cluster, tokens: str | None, price: float | None,
+    goodput: float, power_overhead: float,
+) -> None:  # fmt: skip
+    """What the whole run takes, if somebody has said how many tokens it has."""
+    if tokens is None:
+        if price is not None:
+            raise UserError("--price is of a whole run; give its --tokens, too.")
+        return
+    found = budget.budget(
+        count(tokens), plan.tokens_per_second, cluster.gpus, cluster.accelerator.watts, price=price, goodput=goodput,
+        power_overhead=power_overhead,
+    )  # fmt: skip
+    report.data["budget"] = dataclasses.asdict(found)
+    dollars = "n/a" if found.dollars is None else f"{found.dollars:,.0f}"
+    row = [f"{found.days:,.1f}", f"{found.gpu_hours:,.0f}", dollars, f"{found.megawatt_hours:,.1f}"]
+    report.items += [
+        Grid(f"For {count(tokens):,} tokens", ["days", "GPU-hours", "dollars", "MWh"], [row]),
+        f"At {goodput:.0%} goodput; GPUs at their limit of {cluster.accelerator.watts:g} W, and {power_overhead:g} "
+        "times that with nodes and cooling.",
+    ]
 
 
 def make_cluster(
@@ -84,6 +114,10 @@ def step_command(
     node: int = NODE,
     link: float = LINK,
     network: float = NETWORK,
+    tokens: str = TOKENS,
+    price: float = PRICE,
+    goodput: float = GOODPUT,
+    power_overhead: float = POWER,
     as_json: bool = AS_JSON,
     page: Path = PAGE,
     explain: bool = EXPLAIN,
@@ -124,6 +158,7 @@ def step_command(
             *notes_of(shape, cluster.accelerator),
         ],
     )  # fmt: skip
+    add_budget(report, found, cluster, tokens, price, goodput, power_overhead)
     report.show(as_json=as_json, explain=explain, page=page)
 
 
@@ -159,6 +194,10 @@ def parallel_command(
     recompute: str = typer.Option(None, help="none, selective or full; default: all are tried."),
     micro_batch: int = typer.Option(None, min=1, help="This micro batch."),
     keep: int = typer.Option(10, min=1, help="Plans to show."),
+    tokens: str = TOKENS,
+    price: float = PRICE,
+    goodput: float = GOODPUT,
+    power_overhead: float = POWER,
     as_json: bool = AS_JSON,
     page: Path = PAGE,
     explain: bool = EXPLAIN,
@@ -170,6 +209,8 @@ def parallel_command(
         tilewright plan parallel 70b --gpu H100-SXM5 --gpus 512 --global-batch 2048
 
         tilewright plan parallel 70b --gpu H100-SXM5 --gpus 512 --global-batch 2048 --tp 8 --pp 2
+
+        tilewright plan parallel 7b --gpu H200-SXM --gpus 64 --global-batch 512 --tokens 1T --price 2.5
     """
     shape, cluster = load_shape(model, changes or []), make_cluster(gpu, count(gpus), node, link, network, memory_gb)
     base = memory.Training(precision=precision, optimizer=optimizer or "adamw", loss="fused", compiled=compiled)
@@ -194,6 +235,7 @@ def parallel_command(
             *notes_of(shape, cluster.accelerator),
         ],
     )
+    add_budget(report, plans[0], cluster, tokens, price, goodput, power_overhead)
     report.show(as_json=as_json, explain=explain, page=page)
 
 
