@@ -21,6 +21,7 @@ from tilewright.runtime.log import log
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # and no subclass of them
+OF_COMPILERS = ("FakeTensor", "FunctionalTensor")  # stand for plain tensors
 
 # Read once: Triton itself decides between interpreter and compiler when a kernel is decorated.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -57,6 +58,12 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
         if tensor is not None and type(tensor) not in PLAIN:
             return True
     return torch.compiler.is_compiling() or has_mode()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of no subclass, but for those that stand for plain ones where a compiler traces."""
+    kind = type(tensor)
+    return kind in PLAIN or (kind.__name__ in OF_COMPILERS and torch.compiler.is_compiling())
 
 
 def has_mode() -> bool:

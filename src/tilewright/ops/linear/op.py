@@ -274,7 +274,7 @@ def _why_not(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None)
     if 2 * x.numel() * features_out < cublaslt.WORTH_CHOOSING:
         return "the matmul is too small for a choice of algorithms to pay"
     for tensor in (x, weight, bias):
-        if tensor is not None and type(tensor) not in dispatch.PLAIN:
+        if tensor is not None and not dispatch.is_plain(tensor):
             return f"{type(tensor).__name__} is a tensor subclass"
     for parameter in (weight, bias):
         if parameter is not None and parameter.dtype not in (dtype, torch.float32):
