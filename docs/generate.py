@@ -238,7 +238,7 @@ def gelu_mlp(result: dict[str, Any]) -> str:
     """Every size."""
     return _op(
         result, "bf16: tokens, width, inner width", ("tilewright-lean", "eager", "compile"),
-        lambda case: f"{case['tokens']}, {case['width']}, {case['inner']}",
+        lambda case: f"{case['tokens']}, {case['width']}, {case['inner']}" + ", erf" * ("approximate" in case),
     )  # fmt: skip
 
 

@@ -102,8 +102,8 @@ def test_the_real_compiler_takes_the_kernels_and_an_h200_can_hold_them(case, spi
     assert {"forward"} < {kernel["kernel"] for kernel in kernels}
     for kernel in kernels:
         assert kernel["shared"] <= 232_448, kernel
-        # A few spilled words are in the noise (Triton 3.6: 22 of them in int4 with float16); a tile of them is what made
-        # backward at 16384 slow.
+        # A few spilled words are in the noise (22 of them in int4 with float16 by Triton 3.6); a tile of them is what
+        # made backward at 16384 slow.
         assert not spill_free or kernel["spilled"] <= 96, kernel
 
 

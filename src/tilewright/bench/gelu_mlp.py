@@ -20,6 +20,9 @@ def cases(quick: bool) -> Iterator[Case]:
     """Every case measured."""
     for tokens, width in SIZES[:1] if quick else SIZES:
         yield {"dtype": "bf16", "tokens": tokens, "width": width, "inner": 4 * width}
+    if not quick:
+        tokens, width = SIZES[0]
+        yield {"dtype": "bf16", "approximate": "none", "tokens": tokens, "width": width, "inner": 4 * width}
 
 
 def prepare(case: Case) -> Prepared:
@@ -30,9 +33,13 @@ def prepare(case: Case) -> Prepared:
         (torch.randn(shape, device="cuda") * (shape[-1] ** -0.5 if i % 2 else 1.0)).bfloat16().requires_grad_()
         for i, shape in enumerate(shapes)
     ]
-    functions: dict[str, Callable[..., Any]] = {"tilewright": gelu_mlp, "eager": reference}
-    functions["tilewright-lean"] = partial(fused_gelu_mlp, lean=True)
-    functions["compile"] = torch.compile(reference, dynamic=False)
+    approximate = case.get("approximate", "tanh")
+    plain = partial(reference, approximate=approximate)
+    functions: dict[str, Callable[..., Any]] = {
+        "tilewright": partial(gelu_mlp, approximate=approximate), "eager": plain,
+        "tilewright-lean": partial(fused_gelu_mlp, approximate=approximate, lean=True),
+        "compile": torch.compile(plain, dynamic=False),
+    }  # fmt: skip
 
     def make(function: Callable[..., Any]) -> dict[str, Pass]:
         for _ in range(4):  # matmuls that come again choose their algorithm
@@ -50,7 +57,7 @@ def _limits(case: Case) -> dict[str, Cost]:
 
 
 def _label(case: Case) -> str:
-    return f"{case['tokens']} tokens, {case['width']} wide"
+    return f"{case['tokens']} tokens, {case['width']} wide, {'erf' if 'approximate' in case else 'tanh'}"
 
 
 def run(ask: Ask) -> Case:

@@ -6,7 +6,7 @@ A rule only nominates. `probe` decides, in float64, forward and gradients, wheth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,12 @@ class View:
     state: Mapping[Node, State]
     has_gradients: bool
     sources: Mapping[Node, Node] = field(default_factory=dict)  # of the inputs of a body: what they are outside
+
+
+def draw(generator: torch.Generator, shapes: Sequence[tuple[int, ...] | None]) -> list[torch.Tensor | None]:
+    """Return random inputs of the probe of these shapes; None where there is none."""
+    drawn = (None if each is None else torch.randn(each, generator=generator) for each in shapes)
+    return [None if each is None else each.double() for each in drawn]
 
 
 Find = Callable[[View], Iterator[Candidate | Declined]]

@@ -85,7 +85,7 @@ def compile_ahead(device: torch.device, source: Path | None = None, macros: dict
         nvrtc.compile_ahead(source, device.index, macros or {})
         return
     for name in gemms():
-        if "lean" not in name:  # the lean ones are for recompute alone
+        if "lean" not in name and "erf" not in name:  # those are for recompute, and for another GELU than our GPT's
             compile_ahead(device, *gemm(name))
 
 

@@ -283,6 +283,7 @@ inline uint16_t narrow(float x) {
 }
 inline u32 pack(float low, float high) { return narrow(low) | (u32)narrow(high) << 16; }
 inline float power_of_two(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 
 // Runs `kernel` for each block, one after the other. What stopped it, or nothing.
 static void (*body)();

@@ -3,30 +3,14 @@
 //   value       z = left right^T + bias     stores gelu(z) and its slope; lean, z and not the slope
 //   gradient    g = (left right) slope      stores g, and its sum over 128 rows; lean, it takes z, has the slope of it,
 //                                           and stores gelu(z) once more
+#include "gelu.cuh"
 #include "gemm.cuh"
-
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-constexpr float TANH = 1.5957691216057308f, CUBIC = 0.07135481627260025f;
 
 // Slopes are stored times 7/8. Many lie between 1 and 1.13, where bfloat16 is at its coarsest; below 1 it is twice as fine.
 constexpr float SCALE = 0.875f, UNSCALE = 1.0f / SCALE;
 
-// The GELU by tanh is z sigmoid(v), v = 2 sqrt(2 / pi) (z + 0.044715 z^3). Beyond 1e19, where z^2 is infinite, there is no
-// slope, as there is none in PyTorch. The slope is times `scale`.
-__device__ __forceinline__ void activate(float z, float scale, float& value, float& slope) {
-  float square = z * z;
-  float share = reciprocal(1.0f + power_of_two(z * fmaf(-LOG2E * CUBIC, square, -LOG2E * TANH)));
-  value = z * share;
-  slope = fmaf(fmaf(-value, share, value), fmaf(3.0f * scale * CUBIC, square, scale * TANH), scale * share);
-}
-
 // Values in one buffer and slopes, or sums, in the next, and while copies read those two, more go to two others.
-template <bool LEAN>
+template <bool LEAN, bool ERF>
 __device__ __forceinline__ void finish_value(float (&sum)[2][96], const Place& at, const Map* kept_map,
                                              const Map* value_map) {
   const int lane = at.thread % 32;
@@ -54,8 +38,8 @@ __device__ __forceinline__ void finish_value(float (&sum)[2][96], const Place& a
             kept[k] = pack(first, second);
             first = low(kept[k]), second = high(kept[k]);
           }
-          activate(first, SCALE, y[2 * k], slope[2 * k]);
-          activate(second, SCALE, y[2 * k + 1], slope[2 * k + 1]);
+          activate<ERF>(first, SCALE, y[2 * k], slope[2 * k]);
+          activate<ERF>(second, SCALE, y[2 * k + 1], slope[2 * k + 1]);
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -99,7 +83,7 @@ __device__ __forceinline__ float reduce(const float (&total)[4], int lane) {
 
 // Gradients take the place of what was kept. LEAN: values go to the buffers behind, two of half the size. What comes next
 // is loaded in the middle of a chunk, when the copy of the one before has long been read.
-template <bool LEAN>
+template <bool LEAN, bool ERF>
 __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place& at, const Map* kept_map,
                                                 const Map* value_map, const Map* out_map, float* sums, int columns,
                                                 u32& parity) {
@@ -130,8 +114,8 @@ __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place
           float first, second;
           if (LEAN) {
             float y[2];
-            activate(low(kept[k]), 1.0f, y[0], first);
-            activate(high(kept[k]), 1.0f, y[1], second);
+            activate<ERF>(low(kept[k]), 1.0f, y[0], first);
+            activate<ERF>(high(kept[k]), 1.0f, y[1], second);
             values[k] = pack(y[0], y[1]);
             first *= x[2 * k], second *= x[2 * k + 1];
           } else {
@@ -169,7 +153,7 @@ __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place
   }
 }
 
-template <bool LEAN>
+template <bool LEAN, bool ERF>
 struct Value : Epilogue {
   const Map *kept, *value;
   const float* bias;  // or null
@@ -178,11 +162,11 @@ struct Value : Epilogue {
       : kept(kept), value(value), bias(bias), columns(columns) {}
   __device__ __forceinline__ void load(const Place& at) const { load_bias(at, bias, columns); }
   __device__ __forceinline__ void finish(float (&sum)[2][96], const Place& at, u32& parity) const {
-    finish_value<LEAN>(sum, at, kept, value);
+    finish_value<LEAN, ERF>(sum, at, kept, value);
   }
 };
 
-template <bool LEAN>
+template <bool LEAN, bool ERF>
 struct Gradient : Epilogue {
   static constexpr bool RIGHT_ACROSS = true;
   const Map *kept, *value, *out;
@@ -196,29 +180,39 @@ struct Gradient : Epilogue {
     for (int chunk = 0; chunk < BUFFERS; chunk++) load_kept<LEAN ? NARROW : CHUNK>(at, kept, chunk);
   }
   __device__ __forceinline__ void finish(float (&sum)[2][96], const Place& at, u32& parity) const {
-    finish_gradient<LEAN>(sum, at, kept, value, out, sums, columns, parity);
+    finish_gradient<LEAN, ERF>(sum, at, kept, value, out, sums, columns, parity);
   }
 };
 
-#define GELU_MLP_VALUE(name, LEAN)                                                                                   \
+#define GELU_MLP_VALUE(name, LEAN, ERF)                                                                              \
   KERNEL name(MAP(left), MAP(right), MAP(kept), MAP(value), float* bias, int rows, int columns, int inner) {         \
-    run(Value<LEAN>(&kept, &value, bias, columns), &left, &right, rows, columns, inner);                             \
+    run(Value<LEAN, ERF>(&kept, &value, bias, columns), &left, &right, rows, columns, inner);                        \
+  }
+#define GELU_MLP_LEAN_GRADIENT(name, ERF)                                                                            \
+  KERNEL name(MAP(left), MAP(right), MAP(sum), MAP(value), MAP(out), float* sums, int rows, int columns, int inner) { \
+    run(Gradient<true, ERF>(&sum, &value, &out, sums, columns), &left, &right, rows, columns, inner);                \
   }
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_VALUE)
-GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_value, false)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_value, false, false)
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_VALUE)
-GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_lean_value, true)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_lean_value, true, false)
+#endif
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_ERF_VALUE)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_erf_value, false, true)
+#endif
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_ERF_VALUE)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_lean_erf_value, true, true)
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_GRADIENT)
 KERNEL tilewright_gelu_mlp_matmul_gradient(MAP(left), MAP(right), MAP(slope), MAP(out), float* sums, int rows,
                                            int columns, int inner) {
-  run(Gradient<false>(&slope, nullptr, &out, sums, columns), &left, &right, rows, columns, inner);
+  run(Gradient<false, false>(&slope, nullptr, &out, sums, columns), &left, &right, rows, columns, inner);
 }
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_GRADIENT)
-KERNEL tilewright_gelu_mlp_matmul_lean_gradient(MAP(left), MAP(right), MAP(sum), MAP(value), MAP(out), float* sums,
-                                                int rows, int columns, int inner) {
-  run(Gradient<true>(&sum, &value, &out, sums, columns), &left, &right, rows, columns, inner);
-}
+GELU_MLP_LEAN_GRADIENT(tilewright_gelu_mlp_matmul_lean_gradient, false)
+#endif
+#if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_ERF_GRADIENT)
+GELU_MLP_LEAN_GRADIENT(tilewright_gelu_mlp_matmul_lean_erf_gradient, true)
 #endif

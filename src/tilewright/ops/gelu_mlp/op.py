@@ -59,7 +59,13 @@ def reference(
     return F.linear(F.gelu(F.linear(x, up, up_bias), approximate=approximate), down, down_bias)
 
 
-def _value(x: Tensor, up: Tensor, bias: Tensor | None, lean: bool) -> tuple[Tensor, Tensor]:
+def _kernel(what: str, lean: bool, erf: bool) -> str:
+    """The name of a kernel. Not lean, the gradient takes the slope as it is, whatever the GELU."""
+    erf = erf and (lean or what == "value")
+    return f"tilewright_{_NAME}_matmul_{'lean_' * lean}{'erf_' * erf}{what}"
+
+
+def _value(x: Tensor, up: Tensor, bias: Tensor | None, lean: bool, erf: bool) -> tuple[Tensor, Tensor]:
     """gelu(x @ up^T + bias) and its derivative, or lean what it is the GELU of; `bias` is in float32."""
     (rows, inner), columns = x.shape, up.shape[0]
     out, kept = (x.new_empty((rows, columns)) for _ in range(2))
@@ -68,11 +74,11 @@ def _value(x: Tensor, up: Tensor, bias: Tensor | None, lean: bool) -> tuple[Tens
             nvrtc.tensor_map(x, 64, 128), nvrtc.tensor_map(up, 64, hopper.COLUMNS // 2),
             nvrtc.tensor_map(kept, 32, 128), nvrtc.tensor_map(out, 32, 128),
         )  # fmt: skip
-        hopper.start(f"tilewright_{_NAME}_matmul_{'lean_' * lean}value", maps, bias, (rows, columns, inner), x.device)
+        hopper.start(_kernel("value", lean, erf), maps, bias, (rows, columns, inner), x.device)
     return out, kept
 
 
-def _gradient(dy: Tensor, down: Tensor, kept: Tensor, lean: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _gradient(dy: Tensor, down: Tensor, kept: Tensor, lean: bool, erf: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dy @ down) * slope, its sum over the rows, the latter in float32, and lean the GELU again."""
     from tilewright.ops.linear.kernels import add_up
 
@@ -86,9 +92,7 @@ def _gradient(dy: Tensor, down: Tensor, kept: Tensor, lean: bool) -> tuple[Tenso
             nvrtc.tensor_map(dy, 64, 128), nvrtc.tensor_map(down, 64, 32),
             *[nvrtc.tensor_map(tensor, wide, 128) for tensor in (kept, value, out) if tensor is not None],
         )  # fmt: skip
-        hopper.start(
-            f"tilewright_{_NAME}_matmul_{'lean_' * lean}gradient", maps, sums, (rows, columns, inner), dy.device
-        )
+        hopper.start(_kernel("gradient", lean, erf), maps, sums, (rows, columns, inner), dy.device)
     return out, add_up(sums), value
 
 
@@ -103,54 +107,95 @@ class Inputs(NamedTuple):
     up_cast: Tensor
     down_cast: Tensor
     lean: bool
+    erf: bool
+
+
+class Gradient(NamedTuple):
+    """What backward takes; lean there is no `activated`.
+
+    `full`: which gradients of parameters are in float32; `needs`: which of x and the parameters are wanted.
+    """
+
+    dy: Tensor
+    x: Tensor
+    activated: Tensor | None
+    kept: Tensor
+    up_cast: Tensor
+    down_cast: Tensor
+    full: Sequence[bool]
+    needs: Sequence[bool]
+    erf: bool
 
 
 def _launch(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """The result, what goes into the second matmul, and what is kept beside it."""
     x, up_bias = inputs.x, inputs.up_bias
     bias = None if up_bias is None else dispatch.packed((up_bias.detach().float(),))[0]
-    activated, kept = _value(as_matrix(x), as_matrix(inputs.up_cast), bias, inputs.lean)
+    activated, kept = _value(as_matrix(x), as_matrix(inputs.up_cast), bias, inputs.lean, inputs.erf)
     layer = linear_launch.Inputs(
         activated.view(*x.shape[:-1], -1), inputs.down, inputs.down_bias, inputs.down_cast
     )  # fmt: skip
     return linear_launch.forward(layer), activated, kept
 
 
-def _save(ctx: Any, inputs: Inputs, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    from tilewright.ops.linear.kernels import foresee_add_up
-
-    _, activated, kept = output
-    foresee_add_up(activated.device, activated.shape[1])
-    ctx.save_for_backward(inputs.x, None if inputs.lean else activated, kept, inputs.up_cast, inputs.down_cast)
-    layers = (inputs.up, inputs.up_bias), (inputs.down, inputs.down_bias)
-    ctx.full = [[t is not None and t.dtype == torch.float32 for t in layer] for layer in layers]
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, _: Any, dy: Any) -> Sequence[Tensor | None]:
-    register.refuse_second_derivative(_NAME)
-    if dy is None:
-        return ()
-    x, activated, kept, up_cast, down_cast = ctx.saved_tensors
-    full_up, full_down = ctx.full
-    needs_x, needs_up, needs_up_bias, needs_down, needs_down_bias, *_ = ctx.needs_input_grad
-    rows, dup_bias = as_matrix(dy), None
-    kept = dispatch.packed((kept,))[0]
-    dz, sums, again = _gradient(rows, as_matrix(down_cast), kept, lean=activated is None)
-    activated = activated if again is None else again
+def _launch_backward(inputs: Gradient) -> list[Tensor | None]:
+    needs_x, needs_up, needs_up_bias, needs_down, needs_down_bias = inputs.needs
+    full_up, full_up_bias, *full_down = inputs.full
+    rows, up_cast, down_cast = as_matrix(inputs.dy), inputs.up_cast, inputs.down_cast
+    kept = dispatch.packed((inputs.kept,))[0]
+    dz, sums, again = _gradient(rows, as_matrix(down_cast), kept, inputs.activated is None, inputs.erf)
+    activated = again if inputs.activated is None else inputs.activated
+    assert activated is not None
     _, ddown, ddown_bias = linear_launch.backward(
         linear_launch.Gradient(rows, activated, down_cast, full_down, [False, needs_down, needs_down_bias])
     )
     del activated, again
-    if needs_up_bias:
-        dup_bias = sums.to(torch.float32 if full_up[1] else dy.dtype)
+    dup_bias = sums.to(torch.float32 if full_up_bias else rows.dtype) if needs_up_bias else None
     dx, dup, _ = linear_launch.backward(
-        linear_launch.Gradient(dz, x, up_cast, full_up, [needs_x, needs_up, False])
-    )  # fmt: skip
-    return dx, dup, dup_bias, ddown, ddown_bias
+        linear_launch.Gradient(dz, inputs.x, up_cast, [full_up, False], [needs_x, needs_up, False])
+    )
+    return [dx, dup, dup_bias, ddown, ddown_bias]
 
 
-_eager = register.make_eager(_launch, _save, _differentiate, outputs=1)
+def _fake(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    x, between = inputs.x, (inputs.x.numel() // inputs.x.shape[-1], inputs.up.shape[0])
+    return x.new_empty((*x.shape[:-1], inputs.down.shape[0])), x.new_empty(between), x.new_empty(between)
+
+
+def _fake_backward(inputs: Gradient) -> list[Tensor | None]:
+    up, down = inputs.up_cast, inputs.down_cast
+    shapes = inputs.x.shape, up.shape, up.shape[:1], down.shape, down.shape[:1]
+    return [
+        torch.empty(shape, dtype=torch.float32 if full else inputs.x.dtype, device=up.device) if need else None
+        for shape, full, need in zip(shapes, (False, *inputs.full), inputs.needs, strict=True)
+    ]
+
+
+def _save(ctx: Any, inputs: Inputs, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, activated, kept = output
+    if not dispatch.is_traced(activated):
+        from tilewright.ops.linear.kernels import foresee_add_up
+
+        foresee_add_up(activated.device, activated.shape[1])
+    ctx.save_for_backward(inputs.x, None if inputs.lean else activated, kept, inputs.up_cast, inputs.down_cast)
+    parameters = inputs.up, inputs.up_bias, inputs.down, inputs.down_bias
+    ctx.full, ctx.erf = [t is not None and t.dtype == torch.float32 for t in parameters], inputs.erf
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, run: Any, dy: Any, *_: Any) -> Sequence[Tensor | None]:
+    register.refuse_second_derivative(_NAME)
+    if dy is None:
+        return ()
+    x, activated, kept, up_cast, down_cast = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:5])
+    gradients: list[Tensor | None] = run(Gradient(dy, x, activated, kept, up_cast, down_cast, ctx.full, needs, ctx.erf))
+    return gradients
+
+
+_BACKWARD = register.Op(f"{_NAME}_backward", _launch_backward, _fake_backward)
+_OP = register.Op(_NAME, _launch, _fake)
+_eager, _registered = _OP.differentiate(_save, _differentiate, _BACKWARD, outputs=1), _OP.registered
 
 
 def gelu_mlp(
@@ -168,9 +213,9 @@ def gelu_mlp(
         down_bias: ``(width out,)``, likewise.
         approximate: ``"tanh"`` or ``"none"``, as in ``torch.nn.functional.gelu``.
 
-    Fused are bfloat16 and the GELU by tanh on a Hopper GPU (H100, H200), where all widths are multiples of 8, a matmul
-    has at least 20 GFLOP and tiles of 256 x 192 that keep 83 % of the processors busy, both weights are trained and
-    torch has its NVRTC; everything else, and under torch.compile all, is `linear`, `bias_gelu`, `linear`.
+    Fused is bfloat16 on a Hopper GPU (H100, H200), where all widths are multiples of 8, a matmul has at least 20 GFLOP
+    and tiles of 256 x 192 that keep 83 % of the processors busy, both weights are trained and torch has its NVRTC;
+    everything else, and where Dynamo captures the call all, is `linear`, `bias_gelu`, `linear`.
 
     >>> import torch
     >>> x, up, down = torch.randn(2, 3, 8), torch.randn(32, 8), torch.randn(8, 32)
@@ -206,34 +251,31 @@ def fused_gelu_mlp(
         paths.note(_NAME, paths.PARTS, layer)
         return None
     paths.note(_NAME, paths.KERNEL)
-    inputs = Inputs(
-        layer.x, up, up_bias, down, down_bias, layer.cast, cast_weight(down, torch.bfloat16), lean
-    )  # fmt: skip
-    (y,) = _eager(*inputs)
+    casts = layer.cast, cast_weight(down, torch.bfloat16)
+    inputs = Inputs(layer.x, up, up_bias, down, down_bias, *casts, lean, approximate == "none")
+    y, *_ = (_registered if dispatch.is_traced(*inputs[:5]) else _eager)(*inputs)
     return y  # type: ignore[no-any-return]
 
 
 def _why_not(x: Tensor, up: Tensor, down: Tensor, down_bias: Tensor | None, approximate: str, lean: bool) -> str:
     """Say why the fused kernels do not take it; nothing if all but the first matmul fits."""
-    if approximate != "tanh":
-        return "the kernels have the GELU by tanh only"
     if not (torch.is_grad_enabled() and up.requires_grad and down.requires_grad):
         return "the kernels pay where there is a backward of both weights"
-    if torch.compiler.is_compiling():
-        return "a compiler fuses by itself"
+    if torch.compiler.is_dynamo_compiling():
+        return "Dynamo cannot capture whether there are kernels"
     if down.shape[0] % 8 or not x.numel():
         return "a size is no multiple of 8, or 0"
     for tensor in (x, down, down_bias):
         if tensor is not None and matmul_dtype(tensor) != torch.bfloat16:
             return "the kernels are for bfloat16"
-    if type(down) not in dispatch.PLAIN or (down_bias is not None and type(down_bias) not in dispatch.PLAIN):
+    if not all(dispatch.is_plain(each) for each in (down, down_bias) if each is not None):
         return "a parameter is a tensor subclass"
     if 2 * (x.numel() // x.shape[-1]) * down.numel() < cublaslt.WORTH_CHOOSING:
         return "the matmuls are small"
     if not lean and hopper.busy_share(x.numel() // x.shape[-1], down.shape[1], x.device) < _LEAST_BUSY:
         return "its large tiles would leave too many processors idle"
-    kind = f"tilewright_{_NAME}_matmul_{'lean_' * lean}"
-    ready = hopper.ready(x.device, f"{kind}value", f"{kind}gradient")
+    erf = approximate == "none"
+    ready = hopper.ready(x.device, _kernel("value", lean, erf), _kernel("gradient", lean, erf))
     return "" if ready else "the kernels are for a Hopper, and need NVRTC"
 
 

@@ -16,6 +16,7 @@ from tilewright.optimize.rules import (
     cross_entropy,
     embedding,
     gelu,
+    gelu_mlp,
     glu,
     linear,
     linear_cross_entropy,
@@ -27,7 +28,8 @@ from tilewright.optimize.rules import (
 ALL: dict[str, Rule] = {
     each.RULE.name: each.RULE
     for each in (
-        linear_cross_entropy, cross_entropy, add_norm, norm, glu, gelu, rope, embedding, mask, attention, linear,
+        linear_cross_entropy, cross_entropy, add_norm, norm, glu, gelu_mlp, gelu, rope, embedding, mask, attention,
+        linear,
     )
 }  # fmt: skip
 

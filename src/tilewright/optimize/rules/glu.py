@@ -20,7 +20,7 @@ from torch.fx import Node
 from tilewright.nn.recompute import forgetting, if_unchanged, is_memory_of
 from tilewright.ops import geglu, linear, swiglu
 from tilewright.optimize import graph as g
-from tilewright.optimize.rule import Candidate, Choice, Declined, Rule, View
+from tilewright.optimize.rule import Candidate, Choice, Declined, Rule, View, draw
 from tilewright.optimize.rules.gelu import KINDS, activations
 from tilewright.optimize.rules.linear_cross_entropy import loss_of_head
 from tilewright.runtime import dispatch
@@ -80,9 +80,7 @@ def _with_projection(found: Candidate) -> Candidate | None:
 
     def sample(generator: torch.Generator) -> list[Tensor | None]:
         inputs = [(2, 3, 2 * inner), None] if is_packed else [(2, 3, inner), (2, 3, inner)]
-        shapes = [*inputs, (5, inner), (5,) if has_bias else None]
-        drawn = (None if each is None else torch.randn(each, generator=generator) for each in shapes)
-        return [None if each is None else each.double() for each in drawn]
+        return draw(generator, [*inputs, (5, inner), (5,) if has_bias else None])
 
     return Candidate(user, (user,), tuple(map(extend, found.choices)), sample=sample, is_guess=True)
 

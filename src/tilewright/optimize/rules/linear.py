@@ -16,12 +16,14 @@ from torch.fx import Node
 from tilewright.ops import linear, linear_group
 from tilewright.ops.linear.group import MOST
 from tilewright.optimize import graph as g
-from tilewright.optimize.rule import Candidate, Choice, Declined, Rule, View
+from tilewright.optimize.rule import Candidate, Choice, Declined, Rule, View, draw
 
 _LEAST = 20e9  # FLOPs from which on `ops.linear` searches for an algorithm
 
 
-class _Layer(NamedTuple):
+class Layer(NamedTuple):
+    """A matmul that is large enough."""
+
     node: Node
     inputs: tuple[Node, Node, Node | None]  # x, weight, bias
     width: int
@@ -29,8 +31,8 @@ class _Layer(NamedTuple):
 
 
 def _find(view: View) -> Iterator[Candidate | Declined]:
-    layers = [layer for node in view.graph.nodes if (layer := _read(node)) is not None]
-    readers: dict[Node, list[_Layer]] = {}
+    layers = [layer for node in view.graph.nodes if (layer := read(node)) is not None]
+    readers: dict[Node, list[Layer]] = {}
     for layer in layers:
         readers.setdefault(layer.inputs[0], []).append(layer)
     for together in readers.values():
@@ -42,8 +44,8 @@ def _find(view: View) -> Iterator[Candidate | Declined]:
         yield _nominate([layer])
 
 
-def _read(node: Node) -> _Layer | None:
-    """A matmul that is large enough."""
+def read(node: Node) -> Layer | None:
+    """Return the layer that a node is; None where it is none, or too small."""
     if not g.calls(node, F.linear, torch._C._nn.linear) or not node.users:
         return None
     given: dict[str, Any] = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
@@ -58,10 +60,10 @@ def _read(node: Node) -> _Layer | None:
         flops *= size
     if flops < _LEAST:
         return None
-    return _Layer(node, (given["input"], given["weight"], given.get("bias")), int(weight.shape[1]), flops)
+    return Layer(node, (given["input"], given["weight"], given.get("bias")), int(weight.shape[1]), flops)
 
 
-def _nominate(layers: list[_Layer], is_guess: bool = False) -> Candidate:
+def _nominate(layers: list[Layer], is_guess: bool = False) -> Candidate:
     """A layer, or the layers of one input."""
     x = layers[0].inputs[0]
     parameters = [each for layer in layers for each in layer.inputs[1:]]
@@ -74,8 +76,7 @@ def _nominate(layers: list[_Layer], is_guess: bool = False) -> Candidate:
         width, shapes = layers[0].width, list[tuple[int, ...] | None]([(2, 3, layers[0].width)])
         for features, layer in enumerate(layers, 5):
             shapes += [(features, width), None if layer.inputs[2] is None else (features,)]
-        drawn = (None if each is None else torch.randn(each, generator=generator) for each in shapes)
-        return [None if each is None else each.double() for each in drawn]
+        return draw(generator, shapes)
 
     return Candidate(outputs[0], outputs, (choice,), sample=sample, is_writable=True, is_guess=is_guess)
 
