@@ -21,14 +21,15 @@ from tilewright.tilesync import (
 )
 
 POLICIES = (None, StageSync(), RowSync(), TileSync(), StridedSync(2), GroupSync(2))
+KINDS = ("gemm", "gated", "split", "elementwise", "norm", "attention", "conv")
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 
 
 @st.composite
-def graphs(draw, stages=5, kinds=("gemm", "gated", "split", "elementwise", "norm", "attention", "conv"), rows=None):
+def graphs(draw, stages=5, kinds=KINDS, for_gpu=False):
     """Chains with fan-out and fan-in; every stage reads tensors that were made before it."""
-    rows = rows or draw(st.integers(1, 24))
-    small = st.integers(1, 24)
+    rows = draw(st.integers(1, 24))
+    small = st.integers(1, 8).map(lambda count: 8 * count) if for_gpu else st.integers(1, 24)
     inputs, made, columns, found = {"x": (rows, draw(small))}, [], {}, []
     columns["x"] = inputs["x"][1]
     used = set()
@@ -38,8 +39,11 @@ def graphs(draw, stages=5, kinds=("gemm", "gated", "split", "elementwise", "norm
         inputs[name] = shape
         return name
 
-    def tile(limit=17):
-        return draw(st.integers(3, limit)), draw(st.integers(5, limit))
+    def tile(gated=False):
+        if not for_gpu:
+            return draw(st.integers(3, 17)), draw(st.integers(5, 17))
+        down, across = draw(st.sampled_from(((8, 16), (32, 16), (24, 48), (64, 64))))
+        return down, across // (1 + gated)
 
     def sync(*names):
         used.update(names)
@@ -60,8 +64,8 @@ def graphs(draw, stages=5, kinds=("gemm", "gated", "split", "elementwise", "norm
             w = weight(count * (1 + gated), width)
             bias = None if gated else draw(st.sampled_from([None, "bias"]))
             bias = weight(count) if bias else None
-            stage = Gemm(name, x, w, (rows, count, width), tile=tile(), activation=activation, gated=gated, bias=bias,
-                         residual=residual, **more)  # fmt: skip
+            stage = Gemm(name, x, w, (rows, count, width), tile=tile(gated), activation=activation, gated=gated,
+                         bias=bias, residual=residual, **more)  # fmt: skip
         elif kind == "split":
             splits, gated = draw(st.integers(2, 3)), draw(st.booleans())
             partial = f"{name}s"

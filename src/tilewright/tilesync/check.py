@@ -316,6 +316,14 @@ def _check_reads_of(program: Program, number: int, before: int, writers: _Writer
     for region in program.stages[task.stage].reads(task.tile):
         if region.tensor not in graph.producers:
             continue
+        shape = graph.shape(region.tensor)
+        if len(shape) != len(region.box) or any(
+            start < 0 or stop > size for (start, stop), size in zip(region.box, shape, strict=True)
+        ):
+            raise GraphError(
+                f"{_start(program, number)} reads {_say(np.array(region.box))} of {region.tensor}, which has the shape "
+                f"{tuple(shape)}."
+            )
         tasks, covered = writers.of(region)
         part = f"{_start(program, number)} reads {_say(np.array(region.box))} of {region.tensor},"
         if region.tensor not in graph.inputs and covered < volume(region.box):

@@ -1,0 +1,233 @@
+"""A program as `run.cu` takes it: stages, tasks, waits and posts as numbers, and what the kernel is compiled for."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import c_int, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewright.tilesync.check import Program
+from tilewright.tilesync.graph import Graph, GraphError, Stage
+from tilewright.tilesync.stages import ACTIVATIONS, Attention, Conv2d, Elementwise, Gemm, Norm, Reduction
+
+SOURCE = Path(__file__).with_name("run.cu")
+KERNEL = "tilewright_tilesync_run"
+THREADS = 256
+APART = 32  # numbers of 4 bytes from a semaphore to the next
+X_BYTES = 160 * 1024  # of shared memory, for x of few rows
+FEW, MANY, COMBINE, NORM, ATTEND = range(5)
+WAITS, DEPENDENT, TIMES = 1, 2, 4
+MOST_FEW_ROWS = 32
+_HEAD_BYTES = 128
+_MOST_TENSORS = 400  # of a launch's arguments
+
+STAGE = np.dtype(
+    [(name, "i4") for name in (
+        "kind", "rows", "columns", "inner", "tile_rows", "tile_columns", "splits", "activation", "x", "weight", "bias",
+        "residual", "y", "gated", "height", "width", "channels", "kernel")]
+    + [("eps", "f4"), ("more", "i4", 5)]
+)  # fmt: skip
+TASK = np.dtype([(name, "i4") for name in (
+    "stage", "split", "row", "column", "first_wait", "waits", "first_post", "posts")])  # fmt: skip
+WAIT = np.dtype([(name, "u4") for name in ("semaphore", "value", "total", "unused")])
+POST = np.dtype([(name, "u4") for name in ("semaphore", "amount")])
+TIME = np.dtype([("processor", "u4"), ("unused", "u4"), ("start", "u8"), ("ready", "u8"), ("end", "u8")])
+FAILURE = np.dtype([(name, "u4") for name in ("is_there", "task", "semaphore", "wanted", "found")])
+
+
+class ProgramArgument(ctypes.Structure):
+    """As the kernel has it."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("stages", "tasks", "waits", "posts", "control", "failure", "times")),
+        ("patience", c_uint64),
+        *((name, c_int) for name in ("first", "count", "semaphores", "flags")),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceProgram:
+    """The tables of a program, which names its tensors by slots."""
+
+    program: Program
+    stages: np.ndarray
+    tasks: np.ndarray
+    waits: np.ndarray
+    posts: np.ndarray
+    slots: tuple[str, ...]  # the tensor of each slot
+    macros: dict[str, int]
+    shared_bytes: int
+
+    @property
+    def control_words(self) -> int:
+        """Numbers of 4 bytes for the control block and the semaphores."""
+        return APART * (1 + len(self.program.semaphores))
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the first task and the number of tasks of each stage, where each stage's tasks follow each other."""
+        numbers = self.tasks["stage"]
+        starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        if len(starts) != len(self.stages):
+            raise GraphError("Stages whose tiles are interleaved cannot run one after the other; leave out `order`.")
+        return list(zip(starts.tolist(), np.diff(starts, append=len(numbers)).tolist(), strict=True))
+
+    def failure_sentence(self, found: np.ndarray) -> str:
+        """Say which wait took too long."""
+        task, semaphore = self.program.label(int(found["task"])), self.program.semaphores[int(found["semaphore"])]
+        return (
+            f"{task[0].upper()}{task[1:]} waited too long: semaphore {semaphore} stands at {int(found['found'])} of "
+            f"{int(found['wanted'])}. Nothing was computed after that; the next call starts anew."
+        )
+
+
+def lower(program: Program, dtype: torch.dtype) -> DeviceProgram:
+    """Make the tables of a program; raise a `GraphError` where the kernel has no such stage."""
+    if why := why_not(program, dtype):
+        raise GraphError(why)
+    graph = program.graph
+    slots = tuple(dict.fromkeys([*graph.inputs, *(name for stage in program.stages for name in stage.outputs)]))
+    slot = {name: number for number, name in enumerate(slots)}
+    stages = np.zeros(len(program.stages), STAGE)
+    for row, stage in zip(stages, program.stages, strict=True):
+        for field, value in _describe(stage, slot, graph).items():
+            row[field] = value
+    totals = np.zeros(len(program.semaphores), np.int64)
+    tasks: list[tuple[int, ...]] = []
+    waits: list[tuple[int, ...]] = []
+    posts: list[tuple[int, ...]] = []
+    for task in program.tasks:
+        for post in task.posts:
+            totals[post.semaphore] += post.amount
+    for task in program.tasks:
+        split, down, across = task.tile if len(task.tile) == 3 else (0, *task.tile, 0)[:3]
+        first = len(waits), len(task.waits), len(posts), len(task.posts)
+        tasks.append((task.stage, split, down, across, *first))
+        waits += [(wait.semaphore, wait.value, totals[wait.semaphore], 0) for wait in task.waits]
+        posts += [(post.semaphore, post.amount) for post in task.posts]
+    macros = _macros(stages, dtype, len(slots))
+    return DeviceProgram(
+        program,
+        stages,
+        np.array(tasks, TASK),
+        np.array(waits, WAIT),
+        np.array(posts, POST),
+        slots,
+        macros,
+        _shared_bytes(macros),
+    )
+
+
+def why_not(program: Program, dtype: torch.dtype) -> str:
+    """Say why the kernel does not take a program; nothing where it does."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"The kernel computes in bfloat16 and float16, and the tensors are {dtype}."
+    graph = program.graph
+    if sum(len(stage.outputs) for stage in program.stages) + len(graph.inputs) > _MOST_TENSORS:
+        return f"The graph has more than {_MOST_TENSORS} tensors."
+    if changed := [name for name in graph.inputs if name in graph.producers]:
+        return f"The graph changes its input {changed[0]} in place."
+    return next(filter(None, (_why_no_stage(stage, graph.producers) for stage in program.stages)), "")
+
+
+def _why_no_stage(stage: Stage, produced: object) -> str:
+    if type(stage) not in (Gemm, Conv2d, Reduction, Elementwise, Norm, Attention):
+        return f"The kernel has no stage such as {stage.name} ({type(stage).__name__})."
+    if isinstance(stage, Elementwise) and (not isinstance(stage.function, str) or len(stage.inputs) > 2):
+        return f"Stage {stage.name}: the kernel has activations of one or two inputs, no other functions."
+    if isinstance(stage, Attention) and stage.head_dim > 256:
+        return f"Stage {stage.name}: the kernel has heads of up to 256, not {stage.head_dim}."
+    if isinstance(stage, Gemm | Conv2d):
+        inner = stage.sizes[2] if isinstance(stage, Gemm) else stage.channels[0]
+        if inner % 8:
+            return f"Stage {stage.name}: {inner} inputs are no multiple of 8."
+        if stage.weight in produced:  # type: ignore[operator]
+            return f"Stage {stage.name}: its weight {stage.weight} is computed by another stage."
+        if not _is_few(stage) and (
+            stage.tile[0] > 128 or stage.tile[1] * (1 + _gated(stage)) > 128 or stage.tile[1] % 8
+        ):
+            return f"Stage {stage.name}: a tile has up to 128 rows and 128 columns (gated: 64), by 8."
+    return ""
+
+
+def _gated(stage: Gemm | Conv2d) -> bool:
+    return isinstance(stage, Gemm) and stage.gated
+
+
+def _is_few(stage: Stage) -> bool:
+    """Whether the tile is one of `few_rows.cuh`: 16 rows of the weight."""
+    return type(stage) is Gemm and stage.tile[0] <= MOST_FEW_ROWS and stage.tile[1] * (1 + stage.gated) == 16
+
+
+def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any]:
+    """Return the fields of a stage that are not 0."""
+    row: dict[str, Any] = {"y": slot[stage.name], "splits": getattr(stage, "splits", 1)}
+    row |= {name: slot.get(getattr(stage, name, None) or "", -1) for name in ("x", "weight", "bias", "residual")}
+    row["activation"] = list(ACTIVATIONS).index(getattr(stage, "activation", "none"))
+    tile = stage.tile if isinstance(stage.tile, tuple) else (stage.tile, 1)  # type: ignore[attr-defined]
+    row["tile_rows"], row["tile_columns"] = tile
+    if isinstance(stage, Gemm):
+        row["kind"], row["gated"] = FEW if _is_few(stage) else MANY, stage.gated
+        row["rows"], row["columns"], row["inner"] = stage.sizes
+    elif isinstance(stage, Conv2d):
+        row |= {"kind": MANY, "rows": stage.pixels, "columns": stage.channels[1]}
+        row |= {"inner": stage.kernel**2 * stage.channels[0], "channels": stage.channels[0], "kernel": stage.kernel}
+        row |= {"height": stage.height, "width": stage.width}
+    elif isinstance(stage, Reduction):
+        row |= {"kind": COMBINE, "gated": stage.gated, "x": slot[stage.sums], "more": (1, 0, 0, 0, 0)}
+        row["rows"], row["columns"] = stage.sizes
+    elif isinstance(stage, Elementwise):
+        row |= {"kind": COMBINE, "gated": len(stage.inputs) == 2, "x": slot[stage.inputs[0]]}
+        row["weight"] = slot[stage.inputs[1]] if len(stage.inputs) == 2 else -1
+        row["rows"], row["columns"] = stage.sizes
+        row["activation"] = list(ACTIVATIONS).index(str(stage.function))
+    elif isinstance(stage, Norm):
+        row |= {"kind": NORM, "eps": stage.eps}
+        row["rows"], row["columns"] = stage.sizes
+    elif isinstance(stage, Attention):
+        row |= {"kind": ATTEND, "rows": stage.rows, "columns": stage.heads * stage.head_dim, "inner": stage.context}
+        row["x"], row["weight"], row["bias"] = (slot[name] for name in stage.names)
+        row["height"], row["width"], row["gated"] = (graph.shape(name)[1] for name in stage.names)
+        row |= {"channels": stage.head_dim, "kernel": stage.heads // stage.key_heads, "eps": stage.scale}
+        row["more"] = (stage.causal, *stage.offsets, 0)
+    return row
+
+
+def _macros(stages: np.ndarray, dtype: torch.dtype, tensors: int) -> dict[str, int]:
+    kinds = set(stages["kind"].tolist())
+    few, many = stages[stages["kind"] == FEW], stages[stages["kind"] == MANY]
+    rows = np.minimum(few["tile_rows"], few["rows"])
+    columns = many["tile_columns"] * (1 + many["gated"])
+    return {
+        "TENSORS": tensors, "HALF": int(dtype == torch.float16), "X_BYTES": X_BYTES,
+        "FEW_TILES": next(count for count in (1, 2, 4) if rows.max() <= 8 * count) if len(few) else 0,
+        "MANY_ROWS": (64 if many["tile_rows"].max() <= 64 else 128) if len(many) else 0,
+        "MANY_COLUMNS": (64 if columns.max() <= 64 else 128) if len(many) else 0,
+        "COMBINES": int(COMBINE in kinds), "NORMS": int(NORM in kinds), "ATTENTION": int(ATTEND in kinds),
+    }  # fmt: skip
+
+
+def _shared_bytes(macros: dict[str, int]) -> int:
+    few = (8 * macros["FEW_TILES"] * 8 * 16 * 4 + X_BYTES + 64 * 64) if macros["FEW_TILES"] else 0
+    many_rows, many_columns = macros["MANY_ROWS"], macros["MANY_COLUMNS"]
+    many = 4 * (many_rows + many_columns) * (64 * 2 + 16) + many_rows * (many_columns + 8) * 4
+    attention = 8 * 258 * 4 * macros["ATTENTION"]
+    return _HEAD_BYTES + max(few, many, attention)
+
+
+@functools.cache
+def tensors_argument(count: int) -> type[ctypes.Structure]:
+    """Return the structure that has the address of each slot."""
+    return type("Tensors", (ctypes.Structure,), {"_fields_": (("at", c_void_p * count),)})
+
+
+def fill_tensors(addresses: Sequence[int]) -> ctypes.Structure:
+    """Return the kernel's argument of these addresses."""
+    kind = tensors_argument(len(addresses))
+    return kind((c_void_p * len(addresses))(*addresses))

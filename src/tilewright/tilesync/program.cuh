@@ -1,0 +1,74 @@
+// A program as a GPU has it: `tilesync/device.py` writes the same structures.
+#pragma once
+#include "sync.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int APART = 32;  // numbers from a semaphore to the next: each has 128 bytes to itself
+constexpr int HEAD_BYTES = 128;  // of shared memory, for what all threads of a block must know
+
+enum Activation { NONE, GELU, GELU_TANH, SILU, RELU };
+enum Flags { WAITS = 1, DEPENDENT = 2, TIMES = 4 };
+
+struct Stage {
+  int kind, rows, columns, inner;          // of its output, and of the sums in it
+  int tile_rows, tile_columns, splits, activation;
+  int x, weight, bias, residual, y, gated;  // slots of tensors; -1 for none
+  int height, width, channels, kernel;      // of a convolution
+  float eps;
+  int more[5];
+};
+struct Task { int stage, split, row, column, first_wait, waits, first_post, posts; };
+struct Wait { u32 semaphore, value, total, unused; };  // total: what a launch adds to it
+struct Post { u32 semaphore, amount; };
+struct Control { u32 epoch, ticket, finished, failed, unused[APART - 4]; };  // in front of the semaphores
+struct Failure { u32 is_there, task, semaphore, wanted, found; };
+struct Time { u32 processor, unused; u64 start, ready, end; };
+
+struct Program {
+  const Stage* stages;
+  const Task* tasks;
+  const Wait* waits;
+  const Post* posts;
+  Control* control;
+  Failure* failure;
+  Time* times;
+  u64 patience;  // nanoseconds
+  int first, count, semaphores, flags;
+};
+struct Tensors { void* at[TENSORS]; };
+
+__device__ __forceinline__ float activate(float x, int activation) {
+  switch (activation) {
+    case GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+    case GELU_TANH: return x / (1.0f + __expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    case SILU: return x / (1.0f + __expf(-x));
+    case RELU: return x > 0.0f ? x : 0.0f;
+  }
+  return x;
+}
+
+// What happens to a sum on its way to memory.
+struct Epilogue {
+  const Stage& stage;
+  const Tensors& tensors;
+  int split;
+
+  __device__ __forceinline__ void write(int row, int column, float sum, float up) const {
+    if (row >= stage.rows || column >= stage.columns) return;
+    const long long at = (long long)row * stage.columns + column;
+    if (stage.splits > 1) {
+      write_number((float*)tensors.at[stage.y] + (long long)split * stage.rows * stage.columns + at, sum);
+      return;
+    }
+    if (stage.bias >= 0) sum += widen(read_number((const u16*)tensors.at[stage.bias] + column));
+    sum = activate(sum, stage.activation);
+    if (stage.gated) sum *= up;
+    if (stage.residual >= 0) sum += widen(read_number((const u16*)tensors.at[stage.residual] + at));
+    write_number((u16*)tensors.at[stage.y] + at, narrow(sum));
+  }
+};
+
+// Where a split begins, in steps of 64 of the inner dimension.
+__device__ __forceinline__ int split_begin(const Stage& stage, int split) {
+  return min(stage.inner, (stage.inner + 63) / 64 * split / stage.splits * 64);
+}

@@ -1,0 +1,165 @@
+// Runs the tiles of a program: all stages in one launch, which wait for each other by semaphores, or a part in each.
+//
+// Blocks take tiles by a ticket, in the program's order, one ahead of what they compute. A tile waits only for tiles of
+// earlier tickets, and a block computes its own in their order. So the first tile that is not finished belongs to a block
+// that computes it, and waits for nothing: there is no deadlock, however few blocks are resident.
+//
+// Nothing is cleared between launches. Semaphores only grow, by the same amount in each launch, and the epoch counts
+// launches; the last block to leave begins the next. A wait that takes longer than `patience` says so in `failure`; then
+// all blocks take what tickets are left, compute nothing, and the last one sets everything to 0: the next launch is sound.
+#include "few_rows.cuh"
+#include "many_rows.cuh"
+#include "small_stages.cuh"
+#if HAS_USER_STAGES
+#include "user_stages.cuh"
+#endif
+
+enum Kind { FEW, MANY, COMBINE, NORM, ATTEND, USER };
+
+struct Head {  // in shared memory
+  u32 epoch, ticket, waited, left;
+};
+
+struct Blocks {
+  const Program& program;
+  Head* head;
+  char* memory;
+  u32 epoch = 0;
+  int turn = 0;
+  bool stopped = false;
+
+  // The next task of this block; `count` or more where there is none. By one thread.
+  __device__ __forceinline__ u32 next_task() {
+    if (program.flags & WAITS) return take(&program.control->ticket) - epoch * (u32)(program.count + gridDim.x);
+    return blockIdx.x + gridDim.x * turn++;
+  }
+  __device__ __forceinline__ u32* semaphores() const { return (u32*)(program.control + 1); }
+
+  // By one thread: false if it takes too long, here or elsewhere.
+  __device__ __forceinline__ bool wait(u32 number, const Task& task) const {
+    for (int i = 0; i < task.waits; i++) {
+      const Wait& it = program.waits[task.first_wait + i];
+      const u32* at = semaphores() + (long long)it.semaphore * APART;
+      const u32 wanted = epoch * it.total + it.value;
+      u64 begin = 0;
+      for (u32 polls = 0; (int)(acquire(at) - wanted) < 0; polls++) {
+        if (polls % 64 != 63) continue;
+        pause();
+        if (acquire(&program.control->failed)) return false;
+        const u64 now = nanoseconds();
+        if (begin == 0) begin = now;
+        if (now - begin < program.patience) continue;
+        if (claim(&program.failure->is_there)) {
+          Failure& failure = *program.failure;
+          failure.task = number, failure.semaphore = it.semaphore, failure.wanted = it.value;
+          failure.found = acquire(at) - epoch * it.total;
+        }
+        release_set(&program.control->failed, 1);
+        return false;
+      }
+    }
+    return true;
+  }
+  __device__ __forceinline__ void post(const Task& task) const {
+    for (int i = 0; i < task.posts; i++) {
+      const Post& it = program.posts[task.first_post + i];
+      release_add(semaphores() + (long long)it.semaphore * APART, it.amount);
+    }
+  }
+  // The last block begins the next epoch, or, after a failure, the first.
+  __device__ __forceinline__ void leave() {
+    Control& control = *program.control;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const bool is_last = take_last(&control.finished) + 1 == (epoch + 1) * gridDim.x;
+      head->left = is_last ? (acquire(&control.failed) ? 2 : 1) : 0;
+    }
+    __syncthreads();
+    if (head->left == 2)
+      for (int i = threadIdx.x; i < program.semaphores; i += THREADS) semaphores()[(long long)i * APART] = 0;
+    __syncthreads();
+    if (threadIdx.x == 0 && head->left == 2) control.ticket = control.finished = control.failed = 0, control.epoch = 0;
+    if (threadIdx.x == 0 && head->left == 1) control.epoch = epoch + 1;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+tilewright_tilesync_run(const __grid_constant__ Program program, const __grid_constant__ Tensors tensors) {
+  char* whole = block_memory();
+  Blocks blocks{program, (Head*)whole, whole + HEAD_BYTES};
+#if FEW_TILES
+  FewRows few;
+  bool few_begun = false;
+#endif
+#if MANY_ROWS
+  ManyRows many;
+#endif
+  if (program.flags & DEPENDENT) let_next_kernel_begin();
+  if (threadIdx.x == 0) {
+    if (program.flags & WAITS) blocks.epoch = acquire(&program.control->epoch);
+    blocks.head->epoch = blocks.epoch;
+    blocks.head->ticket = blocks.next_task();
+  }
+  __syncthreads();
+  blocks.epoch = blocks.head->epoch;
+  u32 ticket = blocks.head->ticket;
+  __syncthreads();  // all have read it
+  bool is_first = true;
+  while (ticket < (u32)program.count) {
+    const u32 number = program.first + ticket;
+    const Task task = program.tasks[number];
+    const Stage& stage = program.stages[task.stage];
+    u64 start = 0;
+    if (program.flags & TIMES) start = nanoseconds();
+    if (!blocks.stopped) {
+#if FEW_TILES
+      if (stage.kind == FEW && !few_begun) few.begin(stage, task, tensors);
+#endif
+#if MANY_ROWS
+      if (stage.kind == MANY) many.begin(stage, task, tensors, blocks.memory);
+#endif
+    }
+    if (threadIdx.x == 0) {
+      blocks.head->waited = !blocks.stopped && (!(program.flags & WAITS) || blocks.wait(number, task));
+      blocks.head->ticket = blocks.next_task();
+    }
+    if (is_first && program.flags & DEPENDENT) wait_for_previous_kernel();
+    is_first = false;
+    __syncthreads();
+    ticket = blocks.head->ticket;
+    blocks.stopped = !blocks.head->waited;
+    u64 ready = 0;
+    if (program.flags & TIMES) ready = nanoseconds();
+    if (!blocks.stopped) {
+      const Task* next = ticket < (u32)program.count ? program.tasks + program.first + ticket : nullptr;
+      const Stage* next_stage = next ? program.stages + next->stage : nullptr;
+      if (next && next_stage->kind != stage.kind) next = nullptr;
+#if FEW_TILES
+      if (stage.kind == FEW) few.run(stage, task, next_stage, next, tensors, blocks.memory);
+      if (stage.kind != FEW) few.held_stage = -1;
+      few_begun = stage.kind == FEW && next;
+#endif
+#if MANY_ROWS
+      if (stage.kind == MANY) many.run(stage, task, next_stage, next, tensors, blocks.memory);
+#endif
+#if COMBINES
+      if (stage.kind == COMBINE) combine(stage, task, tensors);
+#endif
+#if NORMS
+      if (stage.kind == NORM) norm(stage, task, tensors);
+#endif
+#if ATTENTION
+      if (stage.kind == ATTEND) attend(stage, task, tensors, blocks.memory);
+#endif
+#if HAS_USER_STAGES
+      if (stage.kind >= USER) compute_user_tile(stage.kind - USER, stage, task, tensors, blocks.memory);
+#endif
+    }
+    __syncthreads();  // all have written what the tile computes, and read what is shared
+    if (threadIdx.x == 0) {
+      if (!blocks.stopped && program.flags & WAITS) blocks.post(task);
+      if (program.flags & TIMES) program.times[number] = Time{processor(), 0, start, ready, nanoseconds()};
+    }
+  }
+  if (program.flags & WAITS) blocks.leave();
+}

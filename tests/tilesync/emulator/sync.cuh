@@ -1,0 +1,153 @@
+// `tilesync/sync.cuh` on a CPU: all blocks are there at once, as fibers, and stand still for random times.
+//
+// What a block writes is seen by others, at the latest that is allowed: when it posts. What it copies to shared memory
+// is read when the copy begins or when it is waited for, and is there only then. So a post or a wait that is missing, or
+// comes too early, shows as a wrong result.
+#pragma once
+#include <tuple>
+
+#include "warp.cuh"
+using std::max;
+
+typedef uint64_t u64;
+#define __grid_constant__
+
+struct Size { int x; };
+static Size gridDim;
+
+inline int block() { return current / block_threads; }
+static std::map<int, std::vector<std::tuple<void*, u32, int>>> written;  // by each block, and not seen yet: 2 or 4 bytes
+inline void publish() {
+  for (auto& [to, bits, bytes] : written[block()]) memcpy(to, &bits, bytes);
+  written[block()].clear();
+  moved = true;
+}
+inline void write_number(u16* to, u16 x) { written[block()].push_back({to, x, 2}); }
+inline void write_number(float* to, float x) {
+  u32 bits;
+  memcpy(&bits, &x, 4);
+  written[block()].push_back({to, bits, 4});
+}
+inline float read_number(const float* from) { return *from; }
+inline u16 read_number(const u16* from) { return *from; }
+inline uint4 read_four(const void* from) {
+  if ((uintptr_t)from % 16) throw std::runtime_error("a read is not aligned");
+  return *(const uint4*)from;
+}
+
+static u64 now;
+static int lost_post = -1, posts_done;  // which post of all gets lost
+inline u32 acquire(const u32* at) {
+  yield();
+  return *at;
+}
+inline void release_add(u32* at, u32 amount) {
+  publish();
+  if (posts_done++ != lost_post) *at += amount;
+}
+inline void release_set(u32* at, u32 value) { *at = value, moved = true; }
+inline u32 take(u32* at) { return (*at)++; }
+inline u32 take_last(u32* at) {
+  publish();
+  return (*at)++;
+}
+inline bool claim(u32* at) { return *at == 0 ? (*at = 1, true) : false; }
+inline u64 nanoseconds() { return now; }
+inline u32 processor() { return block(); }
+inline void pause() {}
+
+struct Copy {
+  char* to;
+  const void* from;
+  std::array<char, 16> read;
+  bool there, is_read;
+};
+static std::vector<std::vector<std::vector<Copy>>> copies;  // of each fiber and group
+inline void copy_sixteen(char* to, const void* from, bool there) {
+  if ((uintptr_t)from % 16 || (to - blocks_memory.data()) % 16) throw std::runtime_error("a copy is not aligned");
+  Copy copy{to, from, {}, there, dice() % 2 == 0};
+  if (there && copy.is_read) memcpy(copy.read.data(), from, 16);
+  copies[current].back().push_back(copy);
+}
+inline void commit_copies() { copies[current].emplace_back(); }
+template <int LEFT>
+inline void wait_copies() {
+  auto& mine = copies[current];
+  for (size_t group = 0; group + 1 + LEFT < mine.size(); group++) {
+    for (Copy& copy : mine[group]) {
+      if (copy.there && !copy.is_read) memcpy(copy.read.data(), copy.from, 16);
+      memcpy(copy.to, copy.read.data(), 16);
+    }
+    mine[group].clear();
+  }
+}
+
+template <typename T>
+inline std::array<T, 32> from_lanes(T value) {
+  static std::map<int, std::array<T, 32>> slots;
+  const int warp = current / 32;
+  slots[warp][current % 32] = value;
+  gather(1000 + warp, 32);
+  const std::array<T, 32> all = slots[warp];
+  gather(2000 + warp, 32);
+  return all;
+}
+inline void read_matrices(const char* at, u32 (&x)[4]) {
+  const auto rows = from_lanes(at);
+  for (int i = 0; i < 4; i++) memcpy(&x[i], rows[8 * i + current % 32 / 4] + current % 4 * 4, 4);
+  gather(3000 + current / 32, 32);
+}
+inline float sum_of_warp(float x) {
+  float sum = 0;
+  for (float each : from_lanes(x)) sum += each;
+  return sum;
+}
+inline float __expf(float x) { return expf(x); }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+
+// Runs `kernel` on blocks that are all there, or on `resident` of them, the next one when one has ended.
+inline const char* run_all(int blocks, int resident, int threads, void (*kernel)()) {
+  body = kernel, failure = nullptr, block_threads = threads, first_block = 0, gridDim.x = blocks;
+  blocks_memory.assign((size_t)blocks * BLOCK_BYTES, (char)0xFF);  // NaN
+  gatherings.clear(), written.clear();
+  copies.assign(blocks * threads, {{}});
+  fibers = std::vector<Fiber>(blocks * threads);
+  for (Fiber& fiber : fibers) {
+    getcontext(&fiber.context);
+    fiber.stack.resize(1 << 16);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_link = &scheduler;
+    makecontext(&fiber.context, enter, 0);
+  }
+  std::vector<int> rest(blocks), left(blocks, threads);  // turns for which a block stands still; fibers that have not ended
+  for (int idle = 0;; now++) {
+    bool running = false;
+    int there = 0;
+    moved = false;
+    for (int b = 0; b < blocks; b++) {
+      if (left[b] == 0) continue;
+      running = true;
+      if (++there > resident) break;
+      if (rest[b] > 0) {
+        rest[b]--, moved = true;
+        continue;
+      }
+      if (dice() % 8 == 0) rest[b] = dice() % 20;
+      const int first = dice() % threads;
+      for (int i = 0; i < threads; i++) {
+        const int fiber = b * threads + (first + i) % threads;
+        if (fibers[fiber].ended) continue;
+        become(fiber);
+        swapcontext(&scheduler, &fibers[fiber].context);
+        if (failure) return failure;
+        if (fibers[fiber].ended && --left[b] == 0) {
+          become(fiber);
+          publish();
+        }
+      }
+    }
+    if (!running) return nullptr;
+    idle = moved ? 0 : idle + 1;
+    if (idle > 100000) return "nobody can go on";
+  }
+}

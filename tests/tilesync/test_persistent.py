@@ -1,0 +1,156 @@
+"""The persistent kernel's own source on the CPU, against the stages in plain PyTorch, in racy interleavings."""
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tilesync.emulated import MACROS, Emulated, build
+from tilesync.graphs import graphs, tensors
+from tilewright.runtime import nvrtc
+from tilewright.tilesync import Custom, Gemm, Graph, GraphError, RowSync, TileSync, check, device
+from tilewright.tilesync.check import lower
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++, which compiles the kernel's source for the CPU")
+    return build(tmp_path_factory.mktemp("tilesync"))
+
+
+def serial(graph, given_tensors):
+    values = dict(given_tensors)
+    for stage in graph.ordered:
+        values[stage.name] = stage.compute(*(values[name] for name in stage.inputs))
+    return values
+
+
+def compare(values, truth, graph):
+    for name in graph.specs:
+        scale = truth[name].float().abs().max().clamp(min=1e-3)
+        error = (values[name].float() - truth[name].float()).abs().max() / scale
+        assert error < 0.03, f"{name}: {error}"
+
+
+def two_layers(rows=5, width=520, inner=72, tile=(8, 8), down_tile=(8, 16), sync=None):
+    up = Gemm("h", "x", "up", (rows, inner, width), tile=tile, gated=True, activation="silu")
+    down = Gemm("y", "h", "down", (rows, 40, inner), tile=down_tile, residual="r", sync={"h": sync} if sync else None)
+    inputs = {"x": (rows, width), "up": (2 * inner, width), "down": (40, inner), "r": (rows, 40)}
+    return Graph(inputs, [up, down], ["y"])
+
+
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@given(graphs(stages=4, for_gpu=True), st.integers(1, 3), st.integers(0, 99))
+def test_random_graphs(library, graph, blocks, seed):
+    program, given_tensors = check(graph), tensors(graph, seed, torch.bfloat16)
+    values = Emulated(library, program)(given_tensors, blocks, seed=seed)
+    compare(values, serial(graph, given_tensors), graph)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        two_layers(sync=TileSync()), two_layers(32, 2200, 24, (32, 8), (32, 16)),
+        two_layers(70, 200, 40, (64, 32), (64, 24)),
+        two_layers(5, 200, 40, (8, 32), (8, 16)),
+    ],
+    ids=["few", "few with panels", "many", "both"],
+)  # fmt: skip
+def test_launches_follow_each_other_and_nothing_is_cleared(library, graph):
+    """Bit-equal whatever the interleaving, and by any number of blocks, of which few are there at a time."""
+    given_tensors = tensors(graph, 1, torch.bfloat16)
+    run = Emulated(library, check(graph))
+    first = run(given_tensors, blocks=3, seed=1)
+    compare(first, serial(graph, given_tensors), graph)
+    for seed in (2, 3):
+        assert torch.equal(run(given_tensors, blocks=3, seed=seed)["y"], first["y"])
+    assert run.control[0] == 3  # launches
+    assert torch.equal(Emulated(library, check(graph))(given_tensors, blocks=5, resident=2, seed=4)["y"], first["y"])
+    parts = run.lowered.ranges()
+    one_by_one = Emulated(library, check(graph))
+    assert torch.equal(one_by_one(given_tensors, blocks=2, flags=0, parts=parts)["y"], first["y"])
+    assert not one_by_one.control.any()
+
+
+def test_numbers_may_wrap_around(library):
+    graph = two_layers()
+    given_tensors, run = tensors(graph, 1, torch.bfloat16), Emulated(library, check(graph))
+    truth = run(given_tensors, blocks=2)["y"]
+    epoch, tasks = 2**32 - 1, len(run.lowered.tasks)
+    run.control[:3] = epoch, epoch * (tasks + 2) % 2**32, epoch * 2 % 2**32
+    for number, total in {(wait["semaphore"], wait["total"]) for wait in run.lowered.waits}:
+        run.control[device.APART * (1 + number)] = epoch * int(total) % 2**32
+    for launches in (0, 1):
+        assert torch.equal(run(given_tensors, blocks=2, seed=launches)["y"], truth) and run.control[0] == launches
+
+
+@pytest.mark.parametrize("lost", [0, 4, 8])
+def test_a_post_that_is_lost_ends_in_an_error_that_names_tile_and_semaphore_and_the_next_launch_is_sound(library, lost):
+    graph = two_layers(sync=RowSync())
+    given_tensors, run = tensors(graph, 1, torch.bfloat16), Emulated(library, check(graph))
+    truth = run(given_tensors, seed=1)
+    run(given_tensors, lost=lost, seed=2, patience=300)
+    assert run.failure["is_there"] == 1 and not run.control.any()
+    said = run.lowered.failure_sentence(run.failure[0])
+    assert "of stage y waited too long: semaphore 0 of RowSync on h stands at 8 of 9." in said and said.startswith(
+        "Tile (0,"
+    )
+    run.failure[:] = 0
+    for seed in (3, 4):
+        assert torch.equal(run(given_tensors, seed=seed)["y"], truth["y"]) and not run.failure["is_there"]
+
+
+def test_without_the_proof_a_wait_for_too_much_ends_by_itself(library):
+    class OneTooMany(RowSync):
+        def waits(self, edge, tile):
+            return [(name, value + 1) for name, value in super().waits(edge, tile)]
+
+    graph = two_layers(sync=OneTooMany())
+    with pytest.raises(GraphError, match="it would never begin"):
+        check(graph)
+    run = Emulated(library, lower(graph))
+    run(tensors(graph, 1, torch.bfloat16), patience=300)
+    assert (
+        "of stage y waited too long: semaphore 0 of OneTooMany on h stands at 9 of 10"
+        in run.lowered.failure_sentence(run.failure[0])
+    )
+
+
+def test_times_are_kept_of_every_tile(library):
+    graph = two_layers()
+    run = Emulated(library, check(graph))
+    run(tensors(graph, 1, torch.bfloat16), flags=device.WAITS | device.TIMES)
+    times = run.times
+    assert (
+        (times["start"] <= times["ready"]).all() and (times["ready"] <= times["end"]).all() and times["end"].min() > 0
+    )
+    assert set(times["processor"].tolist()) == {0, 1, 2}
+
+
+def test_what_the_kernel_has_not_is_a_sentence():
+    def one(stage, **inputs):
+        return check(Graph({"x": (8, 8), "w": (8, 8), **inputs}, [stage], ["y"]))
+
+    half = torch.bfloat16
+    fine = one(Gemm("y", "x", "w", (8, 8, 8), tile=(8, 8)))
+    assert device.why_not(fine, half) == "" and "torch.float32" in device.why_not(fine, torch.float32)
+    odd = one(Gemm("y", "x", "w", (8, 8, 9), tile=(8, 8)), x=(8, 9), w=(8, 9))
+    assert "9 inputs are no multiple of 8" in device.why_not(odd, half)
+    large = one(Gemm("y", "x", "w", (8, 8, 8), tile=(136, 64)))
+    assert "up to 128 rows" in device.why_not(large, half)
+    own = one(Custom("y", ["x"], (8, 8), tile=(8, 8), reads=lambda tile: [], compute=lambda x: x))
+    with pytest.raises(GraphError, match=r"no stage such as y \(Custom\)"):
+        device.lower(own, half)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
+def test_the_compiler_takes_it_and_spills_nothing(tmp_path):
+    given_macros = {**MACROS, "FEW_TILES": 2, "MANY_ROWS": 128, "MANY_COLUMNS": 128}
+    command = ["nvcc", "-std=c++17", "-arch=sm_90a", "-cubin", "-Xptxas", "-v", "-o", tmp_path / "run.cubin"]
+    command += [f"-I{nvrtc._HEADERS}", *(f"-D{name}={value}" for name, value in given_macros.items()), device.SOURCE]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in said, said
