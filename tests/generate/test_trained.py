@@ -37,7 +37,9 @@ def test_256_greedy_tokens_in_bf16_are_those_of_transformers(folder, request):
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_the_command_writes_the_text_in_under_a_minute(folder, monkeypatch, capsys):
     arguments = ["generate", str(folder), bytes(PROMPT).decode(), "--max-tokens", "64", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["tilewright", *arguments, "--kv-cache", "fp8", "--speculate", "4"])
+    monkeypatch.setattr(
+        sys, "argv", ["tilewright", *arguments, "--kv-cache", "fp8", "--speculate", "4", "--weights", "int8"]
+    )
     began = time.monotonic()
     with pytest.raises(SystemExit) as ended:
         main()

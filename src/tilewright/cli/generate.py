@@ -35,6 +35,7 @@ def generate(
     graph: bool = typer.Option(None, help="One CUDA graph for each step. [default: on a GPU]"),
     compile: bool = typer.Option(False, help="Have torch.compile compile a step as well."),
     kv_cache: str = typer.Option("", help="int8 or fp8 for keys and values of 8 bits. [default: the model's dtype]"),
+    weights: str = typer.Option("", help="int8, fp8 or int4: quantize the weights as they are loaded."),
     dtype: str = typer.Option("", help=f"{', '.join(_DTYPES)}. [default: as it was saved]"),
     device: str = typer.Option("", help="cuda or cpu. [default: cuda where there is one]"),
     as_json: bool = typer.Option(False, "--json", help="Print text, tokens and metrics as JSON at the end."),
@@ -50,7 +51,7 @@ def generate(
 
         tilewright generate runs/default "def main(" --temperature 0.8 --top-p 0.95 --seed 1 --stop "def "
     """
-    options: dict[str, Any] = {"kv_cache": kv_cache or None, "graph": graph, "compile": compile}
+    options: dict[str, Any] = {"kv_cache": kv_cache or None, "graph": graph, "compile": compile, "weights": weights}
     if draft is not None:
         options["draft"], speculate = _open(draft, dtype, device), speculate or _DRAFTED
     generator = _open(folder, dtype, device, **options)
@@ -87,8 +88,6 @@ def _open(folder: Path, dtype: str, device: str, **options: Any) -> Generator:
     """The generator of a Hugging Face folder, or of a run."""
     import torch
 
-    from tilewright.generate import Generator, Tokenizer, from_gpt
-
     if dtype and dtype not in _DTYPES:
         raise UserError(f"--dtype is {dtype!r}; choose {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}.")
     if device not in ("", "cpu", "cuda"):
@@ -99,15 +98,9 @@ def _open(folder: Path, dtype: str, device: str, **options: Any) -> Generator:
     if options.get("graph") and (device == "cpu" or not torch.cuda.is_available()):
         raise UserError("--graph needs a GPU; leave it out.")
     place, kind = device or ("cuda" if torch.cuda.is_available() else "cpu"), kinds.get(dtype)
-    if not folder.is_dir() or (folder / "config.json").exists():
-        return Generator.from_folder(folder, device=place, dtype=kind, **options)
-    from tilewright.train.export import load_model, tokenizer_of
+    from tilewright.train.export import generator_of
 
-    model = from_gpt(load_model(folder), device=place, dtype=kind)
-    content, why = tokenizer_of(folder)
-    if content is None:
-        raise UserError(why)
-    return Generator(model, Tokenizer(content, model.config.shape.vocabulary), **options)
+    return generator_of(folder, device=place, dtype=kind, **options)
 
 
 def _facts(generator: Generator) -> dict[str, Any]:

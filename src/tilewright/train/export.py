@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from tilewright.train.checkpoint import newest, read
 from tilewright.train.checkpoint_format import read_facts
 from tilewright.train.huggingface import parts, to_json
 from tilewright.train.load_config import from_dict
+
+if TYPE_CHECKING:
+    from tilewright.generate import Generator
 
 MOST_POSITIONS = 1 << 28  # times the size of a head: two million with heads of 128
 
@@ -67,6 +70,33 @@ def export_huggingface(model: GPT, folder: Path, tokenizer: bytes | None = None)
             write_json(temporary / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
     write_whole(folder, write)
+
+
+def generator_of(
+    folder: Path, *, device: torch.device | str, dtype: torch.dtype | None = None, weights: str = "", **options: Any
+) -> Generator:
+    """The generator of a Hugging Face folder, or of a run of `tilewright train` or one of its checkpoints.
+
+    Args:
+        folder: of the model.
+        device, dtype: where and as what it is loaded.
+        weights: "int8", "fp8" or "int4" to quantize it as it is loaded.
+        options: of `Generator`.
+    """
+    from tilewright.generate import Generator, Tokenizer, from_gpt
+    from tilewright.generate.weights import narrow
+
+    if not folder.is_dir() or (folder / "config.json").exists():
+        generator = Generator.from_folder(folder, device=device, dtype=dtype, **options)
+    else:
+        model = from_gpt(load_model(folder), device=device, dtype=dtype)
+        content, why = tokenizer_of(folder)
+        if content is None:
+            raise UserError(why)
+        generator = Generator(model, Tokenizer(content, model.config.shape.vocabulary), **options)
+    if weights:
+        narrow(generator.model, weights)
+    return generator
 
 
 def tokenizer_of(source: Path) -> tuple[bytes | None, str]:
