@@ -94,6 +94,17 @@ class Emulator:
         self.launched.append((tuple(sizes), stream, numbers))
         return 0
 
+    def cuLaunchKernelEx(self, config, function, arguments, extra):
+        if self.context != CONTEXT:
+            return 201
+        config = config._obj
+        attribute = nvrtc._LaunchAttribute.from_address(config.attributes)
+        assert (config.count, attribute.id, attribute.value[0]) == (1, 6, 1) and extra is None
+        sizes = *config.grid, *config.block, config.shared_bytes
+        numbers = [cast(address, POINTER(c_int))[0] for address in arguments]
+        self.launched.append((sizes, config.stream, numbers, "early"))
+        return 0
+
     def cuTensorMapEncodeTiled(self, to, kind, rank, address, sizes, strides, box, steps, *rest):
         assert ctypes.addressof(to._obj) % 128 == 0 and ctypes.sizeof(to._obj) == 128
         if self.context != CONTEXT:
@@ -137,6 +148,13 @@ def test_a_kernel_is_compiled_for_its_device_and_started_with_its_arguments(emul
     assert emulator.shared == 1000
     kernel(5, (c_int(3), c_int(4)))
     assert emulator.launched == [((5, 1, 1, 384, 1, 1, 1000), STREAM, [3, 4])]
+
+
+def test_a_kernel_may_begin_before_the_one_in_front_of_it_has_ended(emulator, source):
+    kernel = nvrtc.Module(source, 0, {}).kernel("known", threads=256, shared_bytes=64)
+    emulator.context = None
+    kernel(7, (c_int(3),), begins_early=True)
+    assert emulator.launched == [((7, 1, 1, 256, 1, 1, 64), STREAM, [3], "early")]
 
 
 def test_a_thread_without_a_context_gets_the_modules(emulator, source):
@@ -309,6 +327,7 @@ def test_the_constants_and_arguments_are_those_of_the_header(tmp_path):
     (tmp_path / "check.cu").write_text(
         f"""
 #include <cuda.h>
+#include <cstddef>
 #include <initializer_list>
 template <class F> struct Sizes;
 template <class... A> struct Sizes<CUresult(A...)> {{
@@ -327,6 +346,13 @@ static_assert(CU_TENSOR_MAP_SWIZZLE_64B == {nvrtc._SWIZZLES[64]});
 static_assert(CU_TENSOR_MAP_SWIZZLE_128B == {nvrtc._SWIZZLES[128]});
 static_assert(CU_TENSOR_MAP_L2_PROMOTION_L2_256B == {nvrtc._L2_256B});
 static_assert(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES == {nvrtc._MAX_DYNAMIC_SHARED_SIZE_BYTES});
+static_assert(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == {nvrtc._PROGRAMMATIC_STREAM_SERIALIZATION});
+static_assert(sizeof(CUlaunchConfig) == {ctypes.sizeof(nvrtc._LaunchConfig)});
+static_assert(offsetof(CUlaunchConfig, hStream) == {nvrtc._LaunchConfig.stream.offset});
+static_assert(offsetof(CUlaunchConfig, attrs) == {nvrtc._LaunchConfig.attributes.offset});
+static_assert(offsetof(CUlaunchConfig, numAttrs) == {nvrtc._LaunchConfig.count.offset});
+static_assert(sizeof(CUlaunchAttribute) == {ctypes.sizeof(nvrtc._LaunchAttribute)});
+static_assert(offsetof(CUlaunchAttribute, value) == {nvrtc._LaunchAttribute.value.offset});
 static_assert(CUDA_ERROR_INVALID_CONTEXT == {nvrtc._INVALID_CONTEXT});
 static_assert(sizeof(CUtensorMap) == {nvrtc._MAP_BYTES} && {nvrtc._MAP_ALIGNMENT} % alignof(CUtensorMap) == 0);
 """

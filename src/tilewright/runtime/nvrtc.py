@@ -27,6 +27,7 @@ _KINDS = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_*B
 _L2_256B = 3  # CU_TENSOR_MAP_L2_PROMOTION_*
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_*
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_*
 _INVALID_CONTEXT = 201  # CUDA_ERROR_*
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 128
 _HEADERS = Path(__file__).with_name("cuda")  # that kernels share
@@ -48,8 +49,23 @@ _DRIVER = {
     "cuModuleGetFunction": (c_void_p, c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
     "cuLaunchKernel": (c_void_p, *(c_uint32,) * 7, c_void_p, c_void_p, c_void_p),
+    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
     "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint32, *(c_void_p,) * 5, c_int, c_int, c_int, c_int),
 }
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = (("id", c_int), ("unused", c_int), ("value", c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid", c_uint32 * 3), ("block", c_uint32 * 3), ("shared_bytes", c_uint32), ("stream", c_void_p),
+        ("attributes", c_void_p), ("count", c_uint32),
+    )  # fmt: skip
+
+
+_BEGINS_EARLY = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (c_int * 16)(1))
 
 
 def _declared(library: Any, signatures: dict[str, tuple[Any, ...]]) -> Any:
@@ -220,14 +236,24 @@ class Kernel:
         self.module, self.function, self.threads, self.shared_bytes = module, function, threads, shared_bytes
         self.start = _driver().cuLaunchKernel
 
-    def __call__(self, programs: int, arguments: Sequence[Any]) -> None:
-        """On the device's current stream. `arguments` are ctypes values and tensor maps, in the kernel's order."""
+    def __call__(self, programs: int, arguments: Sequence[Any], *, begins_early: bool = False) -> None:
+        """On the device's current stream. `arguments` are ctypes values and tensor maps, in the kernel's order.
+
+        A kernel that begins early does so when the one before it on the stream lets it (programmatic dependent launch),
+        and must wait for its end (`griddepcontrol.wait`) before it touches what that one reads or writes.
+        """
         device = self.module.device
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self(programs, arguments)
+                return self(programs, arguments, begins_early=begins_early)
         addresses = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = torch._C._cuda_getCurrentRawStream(device)
+        if begins_early:
+            config = _LaunchConfig(
+                (programs, 1, 1), (self.threads, 1, 1), self.shared_bytes, stream, ctypes.addressof(_BEGINS_EARLY), 1
+            )
+            launch = _driver().cuLaunchKernelEx
+            return _must_in_context(lambda: launch(byref(config), self.function, addresses, None), "start a kernel")
         sizes = programs, 1, 1, self.threads, 1, 1, self.shared_bytes
         _must_in_context(lambda: self.start(self.function, *sizes, stream, addresses, None), "start a kernel")
 
