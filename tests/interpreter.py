@@ -4,7 +4,9 @@ It makes anew, at every operation, what is the same at every one, and computes w
 """
 
 import dataclasses
+import functools
 import inspect
+import types
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ def quicken() -> None:
         _call_builtins_directly()
         _convert_whole_arrays()
         _leave_out_unread_checks()
+        _check_sizes_once()
+        _bind_arguments_once()
     if hasattr(interpreter.interpreter_semantic, "_cast_to_computation_type"):
         _combine_types_once()
 
@@ -32,10 +36,13 @@ def _patch_once_a_launch() -> None:
     from triton import language
     from triton.runtime import interpreter
 
-    patch, patched = interpreter._patch_lang, set()
+    patch, patched, seen = interpreter._patch_lang, set(), {}
 
     def patch_once(function):
-        langs = {id(value) for value in function.__globals__.values() if value is language or value is language.core}
+        if function not in seen:
+            values = function.__globals__.values()
+            seen[function] = {id(value) for value in values if value is language or value is language.core}
+        langs = seen[function]
         if langs <= patched:
             return interpreter._LangPatchScope()
         scope, outermost = patch(function), not patched
@@ -62,9 +69,10 @@ def _remember_types() -> None:
     whole = {int, float, bool, str, type(None), core.dtype, core.block_type, core.tensor}
 
     def new_type(cls, element_ty, shape):
-        if type(element_ty) is not core.dtype:  # what a pointer points to has more than a name
+        if type(element_ty) not in (core.dtype, core.pointer_type):
             return object.__new__(cls)
-        key = element_ty.name, *[getattr(size, "value", size) for size in getattr(shape, "values", shape)]
+        sizes = [getattr(size, "value", size) for size in getattr(shape, "values", shape)]
+        key = element_ty.name, getattr(element_ty, "address_space", None), *sizes
         if key not in types:
             types[key] = object.__new__(cls)
         return types[key]
@@ -84,8 +92,6 @@ def _remember_types() -> None:
 
     def find_dtype_once(of):
         scalar = of.element_ty if type(of) is core.block_type else of
-        if type(scalar) is not core.dtype:
-            return find_dtype(of)
         if scalar.name not in dtypes:
             dtypes[scalar.name] = find_dtype(of)
         return dtypes[scalar.name]
@@ -137,6 +143,43 @@ def _leave_out_unread_checks() -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
+def _check_sizes_once() -> None:
+    """Whether a result is of its dtype's size is looked at twice for every result."""
+    from triton.runtime import interpreter
+
+    builder, handle_of, fits = interpreter.interpreter_builder, interpreter.TensorHandle, {}
+    compute = builder.binary_op
+
+    def binary_op(lhs, rhs, op):
+        if lhs.data.dtype == rhs.data.dtype == np.bool_:
+            return compute(lhs, rhs, op)
+        output, dtype = op(lhs.data, rhs.data), lhs.dtype.scalar
+        key = output.dtype, dtype.name
+        if key not in fits:
+            fits[key] = interpreter._validate_np_data_size(output, dtype)
+        handle = object.__new__(handle_of)
+        handle.data = output if fits[key] else output.astype(interpreter._get_np_dtype(dtype))
+        handle.dtype, handle.attr = dtype, {}
+        return handle
+
+    builder.binary_op = binary_op
+
+
+def _bind_arguments_once() -> None:
+    """A kernel's parameters are read from its signature twice a launch."""
+    from triton.runtime import interpreter
+
+    read = functools.cache(inspect.getfullargspec)
+
+    def bind(function, *args, **kwargs):
+        given = dict(zip(read(function).args, args, strict=False)) | kwargs
+        if len(given) == len(args) + len(kwargs) and list(given) == read(function).args:
+            return given
+        return inspect.getcallargs(function, *args, **kwargs)
+
+    interpreter.inspect = types.SimpleNamespace(**vars(inspect) | {"getfullargspec": read, "getcallargs": bind})
+
+
 def _convert_whole_arrays() -> None:
     """erf is computed by Python, number by number, and bfloat16 converted from its exponent and significand."""
     from triton.runtime import interpreter
@@ -169,6 +212,7 @@ def _combine_types_once() -> None:
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     check, cast, broadcast = semantic.binary_op_type_checking_impl, semantic.cast, semantic.broadcast_impl_value
     block_to_ir, promoted, constants, combined = core.block_type.to_ir, {}, {}, {}
+    numbers = frozenset((int, float, bool))
 
     def cast_what_differs(input, dst_ty, *rounding, **kwargs):
         return input if input.dtype is dst_ty.scalar else cast(input, dst_ty, *rounding, **kwargs)
@@ -220,18 +264,18 @@ def _combine_types_once() -> None:
         return broadcast_once(constant, tensor) if number_first else broadcast_once(tensor, constant)
 
     def check_once(lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
-        numbers = type(lhs) in (int, float, bool), type(rhs) in (int, float, bool)
-        typed = [operand.dtype for operand, is_number in zip((lhs, rhs), numbers, strict=True) if not is_number]
-        if not typed or not arithmetic_check or any(type(dtype) is not core.dtype for dtype in typed):
-            return check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-        if numbers[0]:
+        if arithmetic_check and type(lhs) is core.tensor:
+            left, right = lhs.dtype, getattr(rhs, "dtype", None)
+            if type(right) is core.dtype and type(left) is core.dtype:
+                if left is not right or div_or_mod:
+                    dtype = promote(left, False, right, False, div_or_mod)
+                    lhs, rhs = cast_what_differs(lhs, dtype), cast_what_differs(rhs, dtype)
+                return broadcast_once(lhs, rhs)
+            if type(left) is core.dtype and type(rhs) in numbers:
+                return with_number(lhs, rhs, False, div_or_mod)
+        elif arithmetic_check and type(lhs) in numbers and type(getattr(rhs, "dtype", None)) is core.dtype:
             return with_number(rhs, lhs, True, div_or_mod)
-        if numbers[1]:
-            return with_number(lhs, rhs, False, div_or_mod)
-        if typed[0] is not typed[1] or div_or_mod:
-            dtype = promote(typed[0], False, typed[1], False, div_or_mod)
-            lhs, rhs = cast_what_differs(lhs, dtype), cast_what_differs(rhs, dtype)
-        return broadcast_once(lhs, rhs)
+        return check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     def create_splat(block, scalar):
         return interpreter.TensorHandle(
@@ -241,6 +285,7 @@ def _combine_types_once() -> None:
     def block_to_ir_itself(self, of):
         return self if of is builder and type(self.element_ty) is core.dtype else block_to_ir(self, of)
 
+    semantic.make_tensor = core.tensor
     semantic.binary_op_type_checking_impl, semantic.cast = check_once, cast_what_differs
     semantic.broadcast_impl_value, builder.create_splat = broadcast_once, create_splat
     core.block_type.to_ir = block_to_ir_itself
