@@ -184,8 +184,8 @@ def test_a_change_that_makes_no_model_is_one_sentence(change, message):
 
 
 def test_attention_of_another_kind_is_refused_and_not_miscounted():
-    with pytest.raises(UserError, match="does not know the architecture 'deepseek_v3'"):
-        from_config(changed(model_type="deepseek_v3", kv_lora_rank=512, n_routed_experts=256))
+    with pytest.raises(UserError, match="does not know the architecture 'deepseek_v4'"):
+        from_config(changed(model_type="deepseek_v4", kv_lora_rank=512, n_routed_experts=256))
     with pytest.raises(UserError, match="another architecture"):
         from_config(changed(kv_lora_rank=512))
 

@@ -9,9 +9,9 @@ import pytest
 
 from tilewright.errors import UserError
 from tilewright.plan.decoder import from_config
-from tilewright.plan.flops import forward_flops
+from tilewright.plan.flops import conventions, forward_flops
 from tilewright.plan.huggingface import KNOWN
-from tilewright.plan.memory import Training, infer, train
+from tilewright.plan.memory import Training, infer, kv_bytes_per_token, train
 from tilewright.plan.roofline import step_ops
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert")
@@ -78,6 +78,34 @@ PUBLISHED = {
                 "vocab_size": 50432, "max_seq_len": 2048, "no_bias": True}, 6_649_286_656),
     "gpt-j-6b": ({"model_type": "gptj", "n_embd": 4096, "n_layer": 28, "n_head": 16, "vocab_size": 50400},
                  6_050_882_784),
+    "DeepSeek-V3": (  # 671B with 37B active, as its makers say, without the layers that predict more tokens
+        {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+         "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280,
+         "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+         "max_position_embeddings": 163840},
+        671_026_404_352,
+    ),
+    "DeepSeek-V2-Lite": (
+        {"model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
+         "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 102400, "n_routed_experts": 64,
+         "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None,
+         "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+         "max_position_embeddings": 163840},
+        15_706_484_224,
+    ),
+    "Llama-4-Scout-17B-16E": (  # its text decoder
+        {"model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+         "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "vocab_size": 202048,
+         "max_position_embeddings": 10485760},
+        107_769_861_120,
+    ),
+    "falcon-40b": (
+        {"model_type": "falcon", "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128,
+         "num_kv_heads": 8, "new_decoder_architecture": True, "bias": False, "vocab_size": 65024},
+        41_303_293_952,
+    ),
     "OLMo-2-1124-7B": (
         {"model_type": "olmo2", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
          "intermediate_size": 11008, "vocab_size": 100352, "max_position_embeddings": 4096},
@@ -98,7 +126,7 @@ def test_published_models_are_counted_exactly(name):
     assert from_config(config).parameters == parameters
 
 
-UNKNOWN = ("t5", "vit", "deepseek_v2", "deepseek_v3", "mamba", "qwen3_next", "llama4_text", "clip", "newllama",
+UNKNOWN = ("t5", "vit", "deepseek_v4", "mamba", "qwen3_next", "llama5_text", "clip", "newllama",
            "x" * 999)  # fmt: skip
 
 
@@ -145,6 +173,31 @@ def test_an_encoder_sees_every_token_and_has_no_logits_and_no_cache():
     assert "head for a task" in bert.note
 
 
+def test_latent_attention_takes_the_flops_and_the_cache_that_its_makers_say():
+    """250 GFLOPs a token to train at 4,096 tokens, and 70.272 kB of cache a token: arXiv 2505.09343."""
+    model = dataclasses.replace(from_config(PUBLISHED["DeepSeek-V3"][0]), sequence=4096)
+    assert conventions(model)["matmuls, causal"].model == pytest.approx(250e9, rel=0.005)
+    assert kv_bytes_per_token(model) == 70_272
+    assert model.active_parameters == pytest.approx(37.5e9, rel=0.01)
+    # Every rank keeps all latents; its weights and those of the experts are shared.
+    one, eight = (infer(model, 16, 4096, tensor=ranks) for ranks in (1, 8))
+    assert one["KV cache"] == eight["KV cache"] and one["weights"] == 8 * eight["weights"]
+    plain = dataclasses.replace(model, kv_rank=0, q_rank=0, rope_dim=0, value_dim=0)
+    assert kv_bytes_per_token(plain) > 80 * kv_bytes_per_token(model)
+    ops = {op.name: op for op in step_ops(model, Training())}
+    assert ops["kv up matmul, forward"].cost.flops == 2 * 4096 * 512 * 128 * (128 + 128)
+    with pytest.raises(UserError, match="give kv_rank"):
+        dataclasses.replace(model, kv_rank=0)
+
+
+def test_attention_in_chunks_looks_back_to_the_beginning_of_its_own():
+    scout = from_config(PUBLISHED["Llama-4-Scout-17B-16E"][0])
+    assert (scout.windowed_layers, scout.window, scout.chunked) == (36, 8192, True)
+    seen = [1 + i % 4 for i in range(10)]  # tokens that each sees in chunks of 4
+    short = dataclasses.replace(scout, sequence=10, window=4, windowed_layers=scout.layers)
+    assert short.context(causal=True) == pytest.approx(sum(seen) / 10 - 0.5)
+
+
 def test_the_text_decoder_of_a_multimodal_model_is_named_as_such():
     text = {**PUBLISHED["phi-2"][0]}
     found = from_config({"model_type": "imaginary_vision", "text_config": text})
@@ -183,6 +236,20 @@ def draw(kind, rng):
     if kind == "falcon":
         return {**base, "num_kv_heads": kv_heads, "new_decoder_architecture": flag(), "multi_query": flag(),
                 "parallel_attn": flag(), "bias": flag(), "alibi": flag(), **tied}  # fmt: skip
+    if kind.startswith("deepseek"):
+        return {**base, "n_group": 1, "topk_group": 1, "intermediate_size": ffn, "num_key_value_heads": heads,
+                "moe_intermediate_size": rng.randint(4, 50), "n_routed_experts": 4 * rng.randint(1, 2),
+                "n_shared_experts": rng.randint(1, 3), "first_k_dense_replace": rng.randint(0, 3),
+                "num_experts_per_tok": rng.randint(1, 3), "kv_lora_rank": 2 * rng.randint(2, 20),
+                "q_lora_rank": 2 * rng.randint(2, 20) if kind.endswith("3") or flag() else None,
+                "qk_nope_head_dim": 2 * rng.randint(2, 20), "qk_rope_head_dim": 2 * rng.randint(2, 20),
+                "v_head_dim": 2 * rng.randint(2, 20), **tied}  # fmt: skip
+    if kind == "llama4_text":
+        return {**base, "intermediate_size": ffn, "intermediate_size_mlp": rng.randint(4, 50), "pad_token_id": 0,
+                "num_key_value_heads": kv_heads, "head_dim": 2 * rng.randint(2, 20), "attention_bias": flag(),
+                "num_local_experts": rng.randint(2, 5), "num_experts_per_tok": 1, "attention_chunk_size": 16,
+                "interleave_moe_layer_step": rng.randint(1, 3), "no_rope_layer_interval": rng.randint(1, 4),
+                **tied}  # fmt: skip
     base |= {"intermediate_size": ffn, "num_key_value_heads": kv_heads, "attention_bias": flag(), "mlp_bias": flag(),
              "use_bias": flag(), "use_qkv_bias": flag(), "use_qk_norm": flag(), "use_parallel_residual": flag(),
              "sliding_window": 16, "use_sliding_window": flag(), "pad_token_id": 0, **tied}  # fmt: skip
@@ -255,6 +322,8 @@ def test_a_random_model_has_the_flops_that_torch_counts(kind):
             print(type(error).__name__, error)
             continue
         found = dataclasses.replace(from_config(raw), sequence=tokens, window=0, windowed_layers=0)
+        if kind == "llama4_text":  # transformers computes every expert for every token
+            found = dataclasses.replace(found, active_experts=found.experts)
         pooler = 2 * found.width**2 if found.pooler else 0  # for one token of a sequence
         assert tokens * forward_flops(found) + pooler == pytest.approx(counter.get_total_flops(), rel=1e-4), (seed, raw)
         compared += 1

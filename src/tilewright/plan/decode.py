@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tilewright.hardware import Accelerator
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import matmuls
-from tilewright.plan.memory import WEIGHT_BYTES, infer, kv_cache_bytes
+from tilewright.plan.memory import WEIGHT_BYTES, cache_ranks, infer, kv_cache_bytes
 
 # Bytes of a weight that a step reads, where not all of those that are kept: the float32 copy of `mixed` is not.
 _READ_BYTES = {**WEIGHT_BYTES, "mixed": 2.0}
@@ -50,11 +50,13 @@ def decode(
     accelerator.first_on_record(_DTYPES[weights])
     dtype = max(_DTYPES[weights], key=lambda dtype: accelerator.peak_flops.get(dtype, 0.0))
     read = _READ_BYTES[weights] * decoder.parameters_read(batch) / tensor
-    read += kv_cache_bytes(decoder, batch, tokens, kv_bytes) / min(tensor, decoder.kv_heads)
+    read += kv_cache_bytes(decoder, batch, tokens, kv_bytes) / cache_ranks(decoder, tensor)
     full = decoder.layers - decoder.windowed_layers
     seen = full * tokens + decoder.windowed_layers * min(tokens, decoder.window or tokens)
     of_matmuls = sum(matmul.flops_per_token for matmul in matmuls(decoder, 1))
-    flops = batch * (of_matmuls + 4 * decoder.heads * decoder.head_dim * seen) / tensor
+    # Over latents, where there are some: a head's scores and its sum are taken in their space.
+    each = decoder.kv_rank + decoder.latent if decoder.kv_rank else 2 * decoder.attention_dim
+    flops = batch * (of_matmuls + 2 * decoder.heads * each * seen) / tensor
     memory, arithmetic = read / accelerator.bytes_per_second, flops / accelerator.peak_flops[dtype]
     bound = "memory" if memory >= arithmetic else "arithmetic"
     return Decode(max(memory, arithmetic), bound, read, flops, dtype, decoder.experts_read(batch))

@@ -64,10 +64,18 @@ class Decoder:
     active_experts: int = 1
     router_bias: bool = False
     shared_ffn: int = 0  # width of an expert that every token takes
+    shared_gate: bool = True  # which weighs that expert by a gate of its own
     dense_layers: int = 0  # of `layers`, without experts, in a mixture of experts
     dense_ffn: int = 0  # and their width
     window: int = 0  # tokens a windowed layer looks back on; 0: all
     windowed_layers: int = 0
+    chunked: bool = False  # windows are chunks: a token sees those before it in its own
+    # Multi-head latent attention: keys and values are made of `kv_rank` numbers a token, and so many more that rotary
+    # positions turn and all heads share; 0: there is none. Queries are made of `q_rank` numbers, or 0: of the width.
+    kv_rank: int = 0
+    q_rank: int = 0
+    rope_dim: int = 0
+    value_dim: int = 0  # of a head's values; 0: as of its keys
     dropout: float = 0.0
     gpt_block: str = "standard"
     note: str = ""  # what had to be assumed
@@ -99,6 +107,10 @@ class Decoder:
             raise UserError("shared_ffn, dense_layers and dense_ffn are a mixture's; give experts of at least 2.")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}; it must lie in [0, 1).")
+        if (self.q_rank or self.rope_dim or self.value_dim) and not self.kv_rank:
+            raise UserError("q_rank, rope_dim and value_dim are latent attention's; give kv_rank.")
+        if self.rope_dim >= self.head_dim or (self.kv_rank and self.kv_heads != self.heads):
+            raise UserError("Latent attention has as many key heads as heads, and rope_dim is less than head_dim.")
         self.check_length(self.sequence, "sequence")
 
     def check_length(self, tokens: int, name: str) -> None:
@@ -108,8 +120,35 @@ class Decoder:
 
     @property
     def attention_weights(self) -> int:
-        """Weights of one layer's four projections: 2h·a·d + 2h·k·d."""
-        return 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        """Weights of one layer's projections: 2h·a·d + 2h·k·d, or those of latent attention."""
+        return sum(columns * rows for _, columns, rows in self.projections(1))
+
+    @property
+    def values(self) -> int:
+        """Numbers of a head's values."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def attention_dim(self) -> float:
+        """The mean width of attention's two matmuls, over keys and over values."""
+        return (self.head_dim + self.values) / 2
+
+    @property
+    def latent(self) -> int:
+        """Numbers a token that latent attention keeps in place of keys and values."""
+        return self.kv_rank + self.rope_dim
+
+    def projections(self, ranks: int) -> list[tuple[str, int, int]]:
+        """Name, outputs and inputs of attention's matmuls with weights, on one of the tensor-parallel ranks."""
+        heads = self.heads // ranks
+        out = ("out", self.width, heads * self.values)
+        if not self.kv_rank:
+            return [("qkv", (heads + 2 * self.kv_heads_on(ranks)) * self.head_dim, self.width), out]
+        queries = heads * self.head_dim
+        ways = [("q down", self.q_rank, self.width), ("q up", queries, self.q_rank)] if self.q_rank else []
+        up = heads * (self.head_dim - self.rope_dim + self.values)
+        ways = ways or [("q", queries, self.width)]
+        return [*ways, ("kv down", self.latent, self.width), ("kv up", up, self.kv_rank), out]
 
     def mlp_weights(self, ffn: int) -> int:
         """Weights of one MLP of this inner width: (2 or 3)·h·f."""
@@ -123,7 +162,12 @@ class Decoder:
         """h for each expert, and for the gate of a shared one; with a bias, 1 more for each expert."""
         if self.experts == 1:
             return 0
-        return (self.experts + (1 if self.shared_ffn else 0)) * self.width + (self.experts if self.router_bias else 0)
+        return (self.experts + self.expert_gates) * self.width + (self.experts if self.router_bias else 0)
+
+    @property
+    def expert_gates(self) -> int:
+        """Of experts that every token takes."""
+        return 1 if self.shared_ffn and self.shared_gate else 0
 
     @property
     def _norm_weights(self) -> int:
@@ -134,13 +178,15 @@ class Decoder:
         """Weights and biases of every norm."""
         heads = self.heads + self.kv_heads if self.wide_qk_norm else 2
         layer = self.norms * self._norm_weights + (heads * self.head_dim if self.qk_norm else 0)
+        layer += self.q_rank + self.kv_rank  # latents have norms of their own
         return self.layers * layer + (self.final_norm + self.embedding_norm) * self._norm_weights
 
     @property
     def _layer_biases(self) -> int:
         """Of attention's projections, and what else a layer has that is no matrix."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        biases = (queries + 2 * keys if self.qkv_bias else 0) + (self.width if self.out_bias else 0)
+        first = queries + 2 * keys if not self.kv_rank else self.q_rank + self.latent
+        biases = (first if self.qkv_bias else 0) + (self.width if self.out_bias else 0)
         return biases + (self.heads if self.sinks else 0)
 
     def _mlp(self, experts: float) -> tuple[float, float]:
@@ -209,6 +255,8 @@ class Decoder:
         causal = causal and self.causal
         s, w = self.sequence, min(self.window or self.sequence, self.sequence)
         full, windowed = (s / 2, w - w * w / (2 * s)) if causal else (float(s), float(w))
+        if self.chunked:
+            windowed = (s // w * w * w + (s % w) ** 2) / s / (2 if causal else 1)
         return (self.windowed_layers * windowed + (self.layers - self.windowed_layers) * full) / self.layers
 
     def tensor_problem(self, ranks: int) -> str:

@@ -41,14 +41,12 @@ def matmuls(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Matmul]:
     [('up', 3072, 768, 12), ('down', 768, 3072, 12), ('logits', 50368, 768, 1)]
     """
     h, layers = decoder.width, decoder.layers
-    queries, keys = decoder.heads * decoder.head_dim // tensor, decoder.kv_heads_on(tensor) * decoder.head_dim
-    yield Matmul("qkv", tokens, queries + 2 * keys, h, layers)
-    yield Matmul("out", tokens, h, queries, layers)
+    for name, columns, rows in decoder.projections(tensor):
+        yield Matmul(name, tokens, columns, rows, layers)
     ups = 2 if decoder.gated else 1
     sparse = layers - decoder.dense_layers
     if decoder.experts > 1:
-        gates = decoder.experts + (1 if decoder.shared_ffn else 0)  # a shared expert has a gate of its own
-        yield Matmul("router", tokens, gates, h, sparse)
+        yield Matmul("router", tokens, decoder.experts + decoder.expert_gates, h, sparse)
         met = min(decoder.experts, tokens * decoder.active_experts)  # experts that work: few tokens cannot meet all
         seen = -(-tokens * decoder.active_experts // met)  # tokens that one of them sees
         active = decoder.active_experts / met
@@ -68,7 +66,7 @@ def matmuls(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Matmul]:
 
 def attention_flops(decoder: Decoder, causal: bool = False) -> float:
     """Forward FLOPs a token of the two matmuls inside attention, all layers: 4·L·a·d·s, half of it under the mask."""
-    return 4 * decoder.layers * decoder.heads * decoder.head_dim * decoder.context(causal)
+    return 4 * decoder.layers * decoder.heads * decoder.attention_dim * decoder.context(causal)
 
 
 def forward_flops(decoder: Decoder, causal: bool = False) -> float:

@@ -201,7 +201,10 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     norms = min(before, kept_sums) * r * h + masks if cheap else before * (n * h + c * h + statistics + masks)
     norms += (decoder.norms - before) * (c * h + statistics)  # norms behind a branch keep their input
     queries, keys = heads * decoder.head_dim, t * decoder.kv_heads_on(t) * decoder.head_dim  # repeated for more ranks
-    attention = c * (queries + 2 * keys) + c * queries
+    values = keys * decoder.values // decoder.head_dim
+    attention = c * (queries + keys + values) + c * heads * decoder.values
+    if decoder.kv_rank:  # latents, and their norms' inputs; on every rank
+        attention += t * (n + c) * (decoder.q_rank + decoder.latent)
     if training.attention == "flash":
         attention += 4 * heads  # log-sum-exp of each row
     elif not selective:
@@ -430,18 +433,28 @@ _WEIGHTS = "{} B a parameter, without scales; every expert of a mixture"
 
 
 def kv_bytes_per_token(decoder: Decoder, element_bytes: float = 2.0) -> float:
-    """2·L·k·d·bytes, every layer; a windowed layer stops growing at its window.
+    """2·L·k·d·bytes, or of latents, every layer; a windowed layer stops growing at its window.
 
     >>> from tilewright.plan.decoder import load
     >>> kv_bytes_per_token(load("7b"))
     524288.0
     """
-    return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * element_bytes
+    return decoder.layers * _cached(decoder) * element_bytes
+
+
+def _cached(decoder: Decoder) -> int:
+    """Numbers a token that a layer keeps: keys and values, or the latents they are made of."""
+    return decoder.latent or 2 * decoder.kv_heads * decoder.head_dim
+
+
+def cache_ranks(decoder: Decoder, tensor: int) -> int:
+    """Tensor-parallel ranks that share the cache: by heads; every one keeps all latents."""
+    return 1 if decoder.kv_rank else min(tensor, decoder.kv_heads)
 
 
 def kv_cache_bytes(decoder: Decoder, batch: int, tokens: int, element_bytes: float = 2.0) -> float:
     """The cache of `batch` sequences of `tokens` tokens."""
-    one = 2 * decoder.kv_heads * decoder.head_dim * element_bytes
+    one = _cached(decoder) * element_bytes
     windowed = decoder.windowed_layers * min(tokens, decoder.window or tokens)
     return batch * one * (windowed + (decoder.layers - decoder.windowed_layers) * tokens)
 
@@ -464,9 +477,9 @@ def infer(
         Part("weights", WEIGHT_BYTES[weights] * decoder.parameters / tensor, _WEIGHTS.format(WEIGHT_BYTES[weights])),
         Part(
             "KV cache",
-            kv_cache_bytes(decoder, batch, tokens, kv_bytes) / min(tensor, decoder.kv_heads),
+            kv_cache_bytes(decoder, batch, tokens, kv_bytes) / cache_ranks(decoder, tensor),
             f"{kv_bytes_per_token(decoder, kv_bytes):,.0f} B a token x {batch} x {tokens:,}{window}; over "
-            f"{min(tensor, decoder.kv_heads)} ranks",
+            f"{cache_ranks(decoder, tensor)} ranks",
         ),
         Part("activations", 2.0 * batch * (widest + 2 * decoder.vocabulary), "one token a sequence, logits in float32"),
     ]

@@ -197,7 +197,7 @@ def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     for side in ("forward", *again, "backward"):
         backward, phase = side == "backward", "forward" if side == "forward" else "backward"
         one = cost.attention(
-            b, s, heads, kv_heads, decoder.head_dim, context=decoder.context(causal=True), element_bytes=c,
+            b, s, heads, kv_heads, round(decoder.attention_dim), context=decoder.context(causal=True), element_bytes=c,
             backward=backward,
         )  # fmt: skip
         width = 128 if decoder.head_dim > 64 else 64
@@ -222,7 +222,8 @@ def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     yield Work("gradients of q, k, v packed", category, "backward", one, decoder.layers, SHARES[style], style=style)
     if decoder.positions == "rope":
         style, category = _style(decoder, training, how)
-        one = cost.rope(b * s, heads + kv_heads, decoder.head_dim, element_bytes=c)
+        turned = (heads + 1, decoder.rope_dim) if decoder.kv_rank else (heads + kv_heads, decoder.head_dim)
+        one = cost.rope(b * s, *turned, element_bytes=c)
         share = SHARES["eager rope" if style == "eager" else style]
         yield Work("rope, forward", category, "forward", one, decoder.layers, share, style=style)
         calls = decoder.layers * (1 + len(again))
@@ -237,7 +238,8 @@ def _rising(sequence: int) -> float:
 
 def _qkv(decoder: Decoder, ranks: int) -> int:
     """Features of queries, keys and values together, on one of the tensor-parallel ranks."""
-    return (decoder.heads // ranks + 2 * decoder.kv_heads_on(ranks)) * decoder.head_dim
+    keys = decoder.kv_heads_on(ranks) * (decoder.head_dim + decoder.values)
+    return decoder.heads // ranks * decoder.head_dim + keys
 
 
 def _packs(decoder: Decoder, training: Training, how: How) -> bool:
