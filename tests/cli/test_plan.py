@@ -215,10 +215,38 @@ def test_planning_starts_without_torch_and_at_once():
 
 
 def test_a_run_is_sized_in_days_hours_dollars_and_energy():
-    on = ("parallel", "7b", "--gpu", "H200-SXM", "--gpus", "64", "--global-batch", "512", "--keep", "1")
+    on = ("parallel", "7b", "--gpu", "H200-SXM", "--gpus", "64", "--global-batch", "512", "--pp", "1", "--tp", "1")
     found = data(*on, "--tokens", "1T", "--price", "2.5")
     assert found["budget"]["dollars"] == pytest.approx(2.5 * found["budget"]["gpu_hours"])
     assert found["budget"]["gpu_hours"] == pytest.approx(64e12 / found["plans"][0]["tokens_per_second"] / 3600)
     assert "GPU-hours" in run(*on, "--tokens", "1T").stdout
     assert "give its --tokens" in str(run(*on, "--price", "2").exception)
     assert data("train", "7b")["checkpoint"]["whole"] == 12 * 6_658_859_008
+
+
+def test_a_small_run_is_simulated_at_many_sizes(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    on = ("simulate", "7b", "--gpu", "H100-SXM5", "--micro-batch", "6", "--gpus", "8,512,16k")
+    found = data(*on)["sizes"]
+    assert [row["gpus"] for row in found] == [8, 512, 16000]
+    assert found[0]["goodput"] > found[1]["goodput"] > found[2]["goodput"] > 0.5
+    assert found[0]["mfu"] > found[1]["mfu"] > found[2]["mfu"]
+    same = data(
+        "step", "7b", "--gpu", "H100-SXM5", "--micro-batch", "6", "--data", "8", "--zero", "3", "--loss", "fused"
+    )
+    assert found[0]["step_seconds"] == same["seconds"]
+    text = run(*on).stdout
+    assert "Assumed: one failure in 50,677 GPU-hours" in text and "goodput" in text
+    assert all(len(line) <= 80 for line in text.splitlines() if line[:1] in "┃│┏└")
+    events = {"gpus": 8, "tokens": 98304, "events": [{"name": "step", "seconds": 1.5}]}
+    (tmp_path / "run.json").write_text(json.dumps(events))
+    replayed = data(*on, "--events", str(tmp_path / "run.json"))["sizes"]
+    assert [row["step_seconds"] for row in replayed] == [1.5, 1.5, 1.5]
+    assert replayed[1]["tokens_per_second"] == pytest.approx(98304 * 64 / 1.5)
+    for bad, message in (
+        (("--gpus", ""), "give 1 to 32 sizes"),
+        (("--gpus", "12", "--tp", "8"), "do not divide"),
+        (("--storage", "0"), "--storage"),
+        (("--events", "none.json"), "Cannot read none.json"),
+    ):
+        assert message in str(run(*on[:6], *bad).exception)

@@ -15,7 +15,8 @@ from rich.markup import escape
 import tilewright
 from tilewright.cli import bench, config, data, doctor, export, generate, import_, plan, report, train, tune
 from tilewright.cli import plan_cluster as plan_cluster  # adds its commands to `plan`
-from tilewright.cli import plan_speed as plan_speed  # and so does this
+from tilewright.cli import plan_simulate as plan_simulate  # and so do these
+from tilewright.cli import plan_speed as plan_speed
 from tilewright.cli.output import make_printable
 from tilewright.errors import UserError
 from tilewright.measure.markup import clean
