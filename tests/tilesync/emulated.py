@@ -48,7 +48,7 @@ class Emulated:
     def __init__(self, library, program, dtype=torch.bfloat16):
         self.library, self.lowered = library, device.lower(program, dtype)
         self.control = np.zeros(self.lowered.control_words, np.uint32)
-        self.failure = np.zeros(1, device.FAILURE)
+        self.failure, self.report = np.zeros(1, device.FAILURE), np.zeros(1, device.FAILURE)
         self.times = np.zeros(len(program.tasks), device.TIME)
 
     def __call__(
@@ -63,15 +63,8 @@ class Emulated:
         addresses = [values[name].data_ptr() for name in lowered.slots]
         given = device.fill_tensors(addresses + [0] * (MACROS["TENSORS"] - len(addresses)))
         for first, count in parts or [(0, len(lowered.tasks))]:
-            arrays = (
-                lowered.stages,
-                lowered.tasks,
-                lowered.waits,
-                lowered.posts,
-                self.control,
-                self.failure,
-                self.times,
-            )
+            tables = lowered.stages, lowered.tasks, lowered.waits, lowered.posts
+            arrays = *tables, self.control, self.failure, self.report, self.times
             argument = device.ProgramArgument(
                 *(each.ctypes.data for each in arrays), patience, first, count, len(lowered.program.semaphores), flags
             )

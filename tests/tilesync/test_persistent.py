@@ -36,10 +36,17 @@ def compare(values, truth, graph):
         assert error < 0.03, f"{name}: {error}"
 
 
-def two_layers(rows=5, width=520, inner=72, tile=(8, 8), down_tile=(8, 16), sync=None):
-    up = Gemm("h", "x", "up", (rows, inner, width), tile=tile, gated=True, activation="silu")
+def two_layers(rows=5, width=520, inner=72, tile=(8, 8), down_tile=(8, 16), sync=None, apart=False):
+    weight = ("gate", "up") if apart else "up"
+    up = Gemm("h", "x", weight, (rows, inner, width), tile=tile, gated=True, activation="silu")
     down = Gemm("y", "h", "down", (rows, 40, inner), tile=down_tile, residual="r", sync={"h": sync} if sync else None)
-    inputs = {"x": (rows, width), "up": (2 * inner, width), "down": (40, inner), "r": (rows, 40)}
+    inputs = {
+        "x": (rows, width),
+        "gate": (inner, width),
+        "up": ((1 if apart else 2) * inner, width),
+        "down": (40, inner),
+        "r": (rows, 40),
+    }
     return Graph(inputs, [up, down], ["y"])
 
 
@@ -54,9 +61,9 @@ def test_random_graphs(library, graph, blocks, seed):
 @pytest.mark.parametrize(
     "graph",
     [
-        two_layers(sync=TileSync()), two_layers(32, 2200, 24, (32, 8), (32, 16)),
+        two_layers(sync=TileSync(), apart=True), two_layers(32, 2200, 24, (32, 8), (32, 16)),
         two_layers(70, 200, 40, (64, 32), (64, 24)),
-        two_layers(5, 200, 40, (8, 32), (8, 16)),
+        two_layers(5, 200, 40, (8, 32), (8, 16), apart=True),
     ],
     ids=["few", "few with panels", "many", "both"],
 )  # fmt: skip
@@ -94,14 +101,14 @@ def test_a_post_that_is_lost_ends_in_an_error_that_names_tile_and_semaphore_and_
     given_tensors, run = tensors(graph, 1, torch.bfloat16), Emulated(library, check(graph))
     truth = run(given_tensors, seed=1)
     run(given_tensors, lost=lost, seed=2, patience=300)
-    assert run.failure["is_there"] == 1 and not run.control.any()
-    said = run.lowered.failure_sentence(run.failure[0])
+    assert run.report["is_there"] == 1 and not run.control.any()
+    said = run.lowered.failure_sentence(run.report[0])
     assert "of stage y waited too long: semaphore 0 of RowSync on h stands at 8 of 9." in said and said.startswith(
         "Tile (0,"
     )
-    run.failure[:] = 0
+    run.report[:] = 0
     for seed in (3, 4):
-        assert torch.equal(run(given_tensors, seed=seed)["y"], truth["y"]) and not run.failure["is_there"]
+        assert torch.equal(run(given_tensors, seed=seed)["y"], truth["y"]) and not run.report["is_there"]
 
 
 def test_without_the_proof_a_wait_for_too_much_ends_by_itself(library):
@@ -116,7 +123,7 @@ def test_without_the_proof_a_wait_for_too_much_ends_by_itself(library):
     run(tensors(graph, 1, torch.bfloat16), patience=300)
     assert (
         "of stage y waited too long: semaphore 0 of OneTooMany on h stands at 9 of 10"
-        in run.lowered.failure_sentence(run.failure[0])
+        in run.lowered.failure_sentence(run.report[0])
     )
 
 

@@ -2,6 +2,7 @@
 
 from tilewright.nn.activation import GEGLU, GatedMLP, GeluMLP, SwiGLU
 from tilewright.nn.dropout_add_norm import DropoutAddNorm
+from tilewright.nn.fused_mlp import FusedMLP
 from tilewright.nn.linear import Linear
 from tilewright.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from tilewright.nn.norm import LayerNorm, RMSNorm
@@ -10,6 +11,6 @@ from tilewright.nn.rope import RoPE
 from tilewright.nn.self_attention import SelfAttention
 
 __all__ = [
-    "GEGLU", "CrossEntropyLoss", "DropoutAddNorm", "GatedMLP", "GeluMLP", "LayerNorm", "Linear",
+    "GEGLU", "CrossEntropyLoss", "DropoutAddNorm", "FusedMLP", "GatedMLP", "GeluMLP", "LayerNorm", "Linear",
     "LinearCrossEntropyLoss", "QuantizedLinear", "RMSNorm", "RoPE", "SelfAttention", "SwiGLU",
 ]  # fmt: skip

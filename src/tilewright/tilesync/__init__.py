@@ -1,7 +1,9 @@
 """Dependent tile kernels that wait for each other tile by tile: declared in Python, checked before they run."""
 
 from tilewright.tilesync.check import Program, check, check_queues, check_residency, edges
+from tilewright.tilesync.compiled import MODES, Compiled, compile, find
 from tilewright.tilesync.graph import Graph, GraphError, Region, Spec, Stage, Work
+from tilewright.tilesync.launch import TilesyncError
 from tilewright.tilesync.policies import (
     Conv2DSync,
     DerivedSync,
@@ -28,8 +30,8 @@ from tilewright.tilesync.stages import (
 )
 
 __all__ = [
-    "Attention", "Conv2DSync", "Conv2d", "Custom", "DerivedSync", "Edge", "Elementwise", "Gemm", "Graph", "GraphError",
-    "GroupSync", "NoSync", "Norm", "Policy", "Program", "QuantizedGemm", "Reduction", "Region", "RowSync", "Spec",
-    "SplitKSync", "Stage", "StageSync", "StridedSync", "TileSync", "Work", "check", "check_queues", "check_residency",
-    "derive_policy", "edges",
+    "MODES", "Attention", "Compiled", "Conv2DSync", "Conv2d", "Custom", "DerivedSync", "Edge", "Elementwise", "Gemm",
+    "Graph", "GraphError", "GroupSync", "NoSync", "Norm", "Policy", "Program", "QuantizedGemm", "Reduction", "Region",
+    "RowSync", "Spec", "SplitKSync", "Stage", "StageSync", "StridedSync", "TileSync", "TilesyncError", "Work", "check",
+    "check_queues", "check_residency", "compile", "derive_policy", "edges", "find",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import c_int, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ class ProgramArgument(ctypes.Structure):
     """As the kernel has it."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("stages", "tasks", "waits", "posts", "control", "failure", "times")),
+        *((name, c_void_p) for name in ("stages", "tasks", "waits", "posts", "control", "failure", "report", "times")),
         ("patience", c_uint64),
         *((name, c_int) for name in ("first", "count", "semaphores", "flags")),
     )
@@ -136,7 +136,7 @@ def why_not(program: Program, dtype: torch.dtype) -> str:
     return next(filter(None, (_why_no_stage(stage, graph.producers) for stage in program.stages)), "")
 
 
-def _why_no_stage(stage: Stage, produced: object) -> str:
+def _why_no_stage(stage: Stage, produced: Iterable[str]) -> str:
     if type(stage) not in (Gemm, Conv2d, Reduction, Elementwise, Norm, Attention):
         return f"The kernel has no stage such as {stage.name} ({type(stage).__name__})."
     if isinstance(stage, Elementwise) and (not isinstance(stage.function, str) or len(stage.inputs) > 2):
@@ -147,7 +147,7 @@ def _why_no_stage(stage: Stage, produced: object) -> str:
         inner = stage.sizes[2] if isinstance(stage, Gemm) else stage.channels[0]
         if inner % 8:
             return f"Stage {stage.name}: {inner} inputs are no multiple of 8."
-        if stage.weight in produced:  # type: ignore[operator]
+        if {stage.weight, getattr(stage, "second", None)} & set(produced):
             return f"Stage {stage.name}: its weight {stage.weight} is computed by another stage."
         if not _is_few(stage) and (
             stage.tile[0] > 128 or stage.tile[1] * (1 + _gated(stage)) > 128 or stage.tile[1] % 8
@@ -175,6 +175,8 @@ def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any
     if isinstance(stage, Gemm):
         row["kind"], row["gated"] = FEW if _is_few(stage) else MANY, stage.gated
         row["rows"], row["columns"], row["inner"] = stage.sizes
+        if stage.second:
+            row["more"] = (slot[stage.second] + 1, 0, 0, 0, 0)
     elif isinstance(stage, Conv2d):
         row |= {"kind": MANY, "rows": stage.pixels, "columns": stage.channels[1]}
         row |= {"inner": stage.kernel**2 * stage.channels[0], "channels": stage.channels[0], "kernel": stage.kernel}

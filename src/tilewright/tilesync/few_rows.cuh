@@ -42,9 +42,9 @@ struct FewRows {
     weight.end = split_begin(stage, task.split + 1);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      int row = task.column * stage.tile_columns + lane / 4 + (stage.gated ? 0 : 8 * i);
-      row = min(row, stage.columns - 1) + (stage.gated ? stage.columns * i : 0);
-      weight.rows[i] = (const char*)tensors.at[stage.weight] + ((long long)row * stage.inner + weight.begin) * 2;
+      const int row = task.column * stage.tile_columns + lane / 4 + (stage.gated ? 0 : 8 * i);
+      const u16* from = weight_row(stage, tensors, min(row, stage.columns - 1), stage.gated ? i : 0);
+      weight.rows[i] = (const char*)(from + weight.begin);
     }
     return weight;
   }

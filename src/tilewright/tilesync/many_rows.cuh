@@ -18,20 +18,15 @@ struct ManyRows {
   int slot = 0;           // of the ring, where the tile's first step is
   bool begun = false;     // whether its first weights are on their way
 
-  // Row of the weight that is at a row of shared memory; -1 for none.
-  __device__ __forceinline__ static int weight_row(const Stage& stage, const Task& task, int at) {
-    int row = task.column * stage.tile_columns + (stage.gated ? at / 16 * 8 + at % 8 : at);
-    if (row >= stage.columns) return -1;
-    return stage.gated && at / 8 % 2 ? row + stage.columns : row;
-  }
   __device__ __forceinline__ static void load_weight(const Stage& stage, const Task& task, const Tensors& tensors, char* to,
                                                      int step) {
     const int inner = split_begin(stage, task.split) + step * INNER, end = split_begin(stage, task.split + 1);
     for (int i = threadIdx.x; i < COLUMNS * 8; i += THREADS) {
-      const int row = weight_row(stage, task, i / 8), at = inner + i % 8 * 8;
-      const bool there = row >= 0 && at < end;
-      copy_sixteen(to + LEFT_BYTES + i / 8 * LINE + i % 8 * 16,
-                   (const u16*)tensors.at[stage.weight] + (there ? (long long)row * stage.inner + at : 0), there);
+      const int line = i / 8, at = inner + i % 8 * 8;
+      const int row = task.column * stage.tile_columns + (stage.gated ? line / 16 * 8 + line % 8 : line);
+      const bool there = row < stage.columns && at < end;
+      copy_sixteen(to + LEFT_BYTES + line * LINE + i % 8 * 16,
+                   weight_row(stage, tensors, there ? row : 0, stage.gated ? line / 8 % 2 : 0) + (there ? at : 0), there);
     }
   }
   __device__ __forceinline__ static void load_left(const Stage& stage, const Task& task, const Tensors& tensors, char* to,

@@ -16,8 +16,6 @@ import functools
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from tilewright.tilesync.graph import Box, GraphError, Stage, Tile, overlaps
 
 
@@ -31,20 +29,43 @@ class Edge:
 
     def read_by(self, tile: Tile) -> tuple[Tile, ...]:
         """Return the producer's tiles that write something which a tile of the consumer reads."""
-        return tuple(self.producer.tiles[number] for number in self._numbers[tile])
+        return self._sets[self._set_of[tile]]
 
     @functools.cached_property
-    def _numbers(self) -> dict[Tile, tuple[int, ...]]:
+    def _reads(self) -> tuple[dict[Tile, int], list[tuple[Tile, ...]]]:
+        """The number of the set of tiles that each tile of the consumer reads, and these sets."""
         boxes, owners = self.producer.boxes(self.tensor)
-        found: dict[Tile, tuple[int, ...]] = {}
-        known: dict[tuple[Box, ...], tuple[int, ...]] = {}
+        set_of: dict[Tile, int] = {}
+        known: dict[tuple[Box, ...], int] = {}
+        sets: list[tuple[Tile, ...]] = []
         for tile in self.consumer.tiles:
             read = tuple(region.box for region in self.consumer.reads(tile) if region.tensor == self.tensor)
             if read not in known:
-                numbers = [owners[overlaps(boxes, box)[0]] for box in read]
-                known[read] = tuple(np.unique(np.concatenate(numbers)).tolist()) if numbers else ()
-            found[tile] = known[read]
-        return found
+                found = {int(owner) for box in read for owner in owners[overlaps(boxes, box)[0]]}
+                known[read] = len(sets)
+                sets.append(tuple(self.producer.tiles[number] for number in sorted(found)))
+            set_of[tile] = known[read]
+        return set_of, sets
+
+    @property
+    def _set_of(self) -> dict[Tile, int]:
+        return self._reads[0]
+
+    @property
+    def _sets(self) -> list[tuple[Tile, ...]]:
+        return self._reads[1]
+
+    def names_read(self, policy: Policy, tile: Tile) -> tuple[Hashable, ...]:
+        """Return the semaphores of a policy that stand for what a tile of the consumer reads."""
+        key = id(policy), self._set_of[tile]
+        if key not in self._names:
+            names = dict.fromkeys(policy.semaphore(self, other) for other in self._sets[key[1]])
+            self._names[key] = policy, tuple(names)
+        return self._names[key][1]
+
+    @functools.cached_property
+    def _names(self) -> dict[tuple[int, int], tuple[Policy, tuple[Hashable, ...]]]:
+        return {}
 
     def totals(self, policy: Policy) -> dict[Hashable, int]:
         """Return what all tiles of the producer together add to each semaphore of a policy."""
@@ -60,13 +81,13 @@ class Edge:
     def _totals(self) -> dict[int, tuple[Policy, dict[Hashable, int]]]:
         return {}
 
-    def readers(self) -> dict[Tile, frozenset[Tile]]:
-        """Return the consumer's tiles that read each tile of the producer."""
-        readers: dict[Tile, set[Tile]] = {tile: set() for tile in self.producer.tiles}
-        for tile in self.consumer.tiles:
-            for other in self.read_by(tile):
-                readers[other].add(tile)
-        return {tile: frozenset(of_tile) for tile, of_tile in readers.items()}
+    def readers(self) -> dict[Tile, frozenset[int]]:
+        """Return for each tile of the producer which sets of tiles that are read together have it."""
+        readers: dict[Tile, set[int]] = {tile: set() for tile in self.producer.tiles}
+        for number, tiles in enumerate(self._sets):
+            for tile in tiles:
+                readers[tile].add(number)
+        return {tile: frozenset(sets) for tile, sets in readers.items()}
 
 
 class Policy:
@@ -86,7 +107,10 @@ class Policy:
 
     def waits(self, edge: Edge, tile: Tile) -> Iterable[tuple[Hashable, int]]:
         """Return the semaphores that a tile of the consumer waits for, and the value of each."""
-        needed = dict.fromkeys(self.semaphore(edge, other) for other in self.producers(edge, tile))
+        if type(self).producers is Policy.producers:
+            needed: Iterable[Hashable] = edge.names_read(self, tile)
+        else:
+            needed = dict.fromkeys(self.semaphore(edge, other) for other in self.producers(edge, tile))
         return [(name, self.posted(edge, name)) for name in needed]
 
     def posted(self, edge: Edge, name: Hashable) -> int:
@@ -188,7 +212,7 @@ def derive_policy(edge: Edge) -> Policy:
     RowSync()
     """
     readers = edge.readers()
-    numbers: dict[frozenset[Tile], int] = {}
+    numbers: dict[frozenset[int], int] = {}
     groups = {tile: numbers.setdefault(readers[tile], len(numbers)) for tile in edge.producer.tiles}
     columns = edge.producer.grid[-1]
     named: list[Policy] = [StageSync(), RowSync(), SplitKSync(), TileSync()]

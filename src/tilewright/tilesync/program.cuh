@@ -30,7 +30,7 @@ struct Program {
   const Wait* waits;
   const Post* posts;
   Control* control;
-  Failure* failure;
+  Failure *failure, *report;  // the latter in the host's memory, for who does not wait
   Time* times;
   u64 patience;  // nanoseconds
   int first, count, semaphores, flags;
@@ -45,6 +45,13 @@ __device__ __forceinline__ float activate(float x, int activation) {
     case RELU: return x > 0.0f ? x : 0.0f;
   }
   return x;
+}
+
+// Where a row of the weight begins; the rows of a gated matmul's other half are behind the gate's, or a tensor of their own.
+__device__ __forceinline__ const u16* weight_row(const Stage& stage, const Tensors& tensors, int row, int half) {
+  const int other = stage.gated && half ? stage.more[0] : 0;
+  const u16* rows = (const u16*)tensors.at[other ? other - 1 : stage.weight];
+  return rows + (long long)(row + (half && !other ? stage.columns : 0)) * stage.inner;
 }
 
 // What happens to a sum on its way to memory.

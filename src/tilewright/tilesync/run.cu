@@ -6,7 +6,8 @@
 //
 // Nothing is cleared between launches. Semaphores only grow, by the same amount in each launch, and the epoch counts
 // launches; the last block to leave begins the next. A wait that takes longer than `patience` says so in `failure`; then
-// all blocks take what tickets are left, compute nothing, and the last one sets everything to 0: the next launch is sound.
+// all blocks take what tickets are left, compute nothing, and the last one sets everything to 0 and tells the host in
+// `report`: the next launch is sound.
 #include "few_rows.cuh"
 #include "many_rows.cuh"
 #include "small_stages.cuh"
@@ -78,7 +79,13 @@ struct Blocks {
     if (head->left == 2)
       for (int i = threadIdx.x; i < program.semaphores; i += THREADS) semaphores()[(long long)i * APART] = 0;
     __syncthreads();
-    if (threadIdx.x == 0 && head->left == 2) control.ticket = control.finished = control.failed = 0, control.epoch = 0;
+    if (threadIdx.x == 0 && head->left == 2) {
+      control.ticket = control.finished = control.failed = 0, control.epoch = 0;
+      Failure failure = *program.failure;
+      failure.is_there = 0, *program.failure = failure;
+      *program.report = failure;
+      tell_host(&program.report->is_there);
+    }
     if (threadIdx.x == 0 && head->left == 1) control.epoch = epoch + 1;
   }
 };

@@ -45,13 +45,14 @@ def _check_activation(stage: str, name: str) -> str:
 class Gemm(Stage):
     """``activation(x @ weight^T + bias) * up + residual`` by tiles of rows and columns.
 
-    Gated, the weight has twice as many rows, those of the gate first: ``activation(x @ gate^T) * (x @ up^T)``. With
+    Gated, the weight is two, the gate's and the other's, or one with twice as many rows, those of the gate first:
+    ``activation(x @ gate^T) * (x @ up^T)``. With
     splits, tiles along a first axis sum a part of the inner dimension each, and the output is ``(splits, rows,
     columns)`` in float32, for a `Reduction` to add up.
     """
 
     def __init__(
-        self, output: str, x: str, weight: str, sizes: tuple[int, int, int], *, tile: tuple[int, int],
+        self, output: str, x: str, weight: str | tuple[str, str], sizes: tuple[int, int, int], *, tile: tuple[int, int],
         activation: str = "none", gated: bool = False, bias: str | None = None, residual: str | None = None,
         splits: int = 1, order: Order = "rows", sync: Sync = None,
     ) -> None:  # fmt: skip
@@ -65,8 +66,11 @@ class Gemm(Stage):
             raise GraphError(f"Stage {output}: a gated matmul takes no bias.")
         grid = _tiles((rows, columns), tile)
         spec = Spec((rows, columns)) if splits == 1 else Spec((splits, rows, columns), WIDE)
-        inputs = [x, weight, *filter(None, (bias, residual))]
-        self.x, self.weight = x, weight
+        self.x, self.second = x, weight[1] if isinstance(weight, tuple) else None
+        self.weight = weight[0] if isinstance(weight, tuple) else weight
+        if self.second and not gated:
+            raise GraphError(f"Stage {output}: two weights are those of a gated matmul.")
+        inputs = [x, *filter(None, (self.weight, self.second, bias, residual))]
         super().__init__({output: spec}, inputs, grid if splits == 1 else (splits, *grid), order, sync)
 
     def part(self, split: int) -> tuple[int, int]:
@@ -83,8 +87,8 @@ class Gemm(Stage):
         yield Region(self.x, (rows, self.part(split)))
         yield Region(self.weight, (columns, self.part(split)))
         if self.gated:
-            count = self.sizes[1]
-            yield Region(self.weight, ((columns[0] + count, columns[1] + count), self.part(split)))
+            count = 0 if self.second else self.sizes[1]
+            yield Region(self.second or self.weight, ((columns[0] + count, columns[1] + count), self.part(split)))
         if self.bias:
             yield Region(self.bias, (columns,))
         if self.residual:
@@ -97,6 +101,8 @@ class Gemm(Stage):
     def compute(self, *inputs: Tensor) -> Tensor:
         given = dict(zip(self.inputs, inputs, strict=True))
         x, weight = widen(given[self.x]), widen(given[self.weight])
+        if self.second:
+            weight = torch.cat((weight, widen(given[self.second])))
         if self.splits > 1:
             parts = [slice(*self.part(split)) for split in range(self.splits)]
             return torch.stack([x[:, part] @ weight[:, part].t() for part in parts])

@@ -24,6 +24,9 @@ __device__ __forceinline__ u32 take_last(u32* at) {  // the last of all sees wha
   return value;
 }
 __device__ __forceinline__ bool claim(u32* at) { return atomicCAS(at, 0u, 1u) == 0; }
+__device__ __forceinline__ void tell_host(u32* flag) {  // what was written before is there when the flag is
+  asm volatile("st.release.sys.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
 __device__ __forceinline__ u64 nanoseconds() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

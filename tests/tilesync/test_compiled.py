@@ -1,0 +1,188 @@
+"""A compiled graph: one op, with a fake and a gradient; every mode computes the same on a GPU."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.contract import DEVICE, on_hopper
+from tilesync.graphs import chain, graphs, tensors
+from tilewright.tilesync import Gemm, Graph, GraphError, TilesyncError, chains, check, compile, compiled, launch
+from tilewright.tilesync.compiled import compute_plainly
+
+HALF = torch.bfloat16
+OURS = ("serial", "pdl", "persistent")
+
+
+def swiglu(rows=5, width=16, inner=24):
+    return chains.mlp(rows, width, inner)
+
+
+def test_a_graph_is_called_by_the_names_of_its_inputs():
+    graph = swiglu()
+    x, gate, up, down = tensors(graph).values()
+    truth = (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+    torch.testing.assert_close(compile(graph)(x=x, gate=gate, up=up, down=down), truth)
+    assert compile(graph) is compile(swiglu()) is not compile(graph, "plain")
+    with pytest.raises(GraphError, match="takes the inputs x, gate, up, down, not x"):
+        compile(graph)(x=x)
+    with pytest.raises(GraphError, match=r"x has shape \(4, 16\), but \(5, 16\) is needed"):
+        compile(graph)(x=x[:4], gate=gate, up=up, down=down)
+    with pytest.raises(GraphError, match="mode is 'fast'; choose one of plain, serial"):
+        compile(graph, "fast")
+    in_place = Graph({"x": (8, 8), "w": (8, 8), "y": (8, 8)}, [Gemm("y", "x", "w", (8, 8, 8), tile=(8, 8))], ["y"])
+    with pytest.raises(GraphError, match="changes its input y in place"):
+        compile(in_place)
+
+
+def test_graphs_that_differ_in_a_policy_a_tile_or_a_function_are_others():
+    prints = [compiled.fingerprint(chain(*sizes)) for sizes in itertools.product((2, 3), repeat=3)]
+    prints += [compiled.fingerprint(chain(order=order)) for order in ("rows", "columns")]
+    assert len(set(prints)) == len(prints)
+    again = chain()
+    check(again)  # which keeps what it finds in the stages
+    assert compiled.fingerprint(again) == compiled.fingerprint(chain()) == prints[-2]
+
+
+@settings(max_examples=10)
+@given(graphs(stages=4), st.integers(0, 99))
+def test_the_op_passes_torchs_checks(graph, seed):
+    inputs = [x.double().requires_grad_() for x in tensors(graph, seed).values()]
+    op = compile(graph)
+    utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(compiled._registered, (inputs, op.name), test_utils=utilities)
+
+
+def test_gradients_are_those_of_the_stages():
+    graph = swiglu(3, 8, 8)
+    leaves = {name: x.double().requires_grad_() for name, x in tensors(graph).items()}
+    op = compile(graph)
+    assert torch.autograd.gradcheck(
+        lambda *values: op(**dict(zip(leaves, values, strict=True))), tuple(leaves.values())
+    )
+
+
+def test_it_is_one_node_without_a_graph_break_forward_and_backward():
+    graph = swiglu(3, 8, 8)
+    leaves = {name: x.requires_grad_() for name, x in tensors(graph).items()}
+    op, seen = compile(graph), []
+
+    def backend(module, _):
+        seen.extend(
+            node for node in module.graph.nodes if node.op == "call_function" and "tilesync" in str(node.target)
+        )
+        return module.forward
+
+    torch.compiler.reset()
+    y = torch.compile(lambda x: op(**{**leaves, "x": x}) * 2, fullgraph=True, backend=backend)(leaves["x"])
+    assert len(seen) == 1
+    truth = torch.autograd.grad((op(**leaves) * 2).sum(), leaves["down"])
+    assert torch.equal(torch.autograd.grad(y.sum(), leaves["down"])[0], truth[0])
+    torch.compiler.reset()
+    y = torch.compile(lambda x: op(**{**leaves, "x": x}) * 2, fullgraph=True, backend="aot_eager")(leaves["x"])
+    assert torch.equal(torch.autograd.grad(y.sum(), leaves["down"])[0], truth[0])
+
+
+def test_a_graph_of_another_process_is_not_taken_for_one_of_this():
+    with pytest.raises(GraphError, match="was not compiled in this process"):
+        compiled._registered([torch.ones(2)], "auto-graph-0")
+
+
+@pytest.mark.parametrize("name", ["attention", "conv-7"])
+def test_chains_compute_what_pytorch_does(name):
+    if name == "attention":
+        graph = chains.attention_block(2, 32, 4, 8, 24, 2)
+        x, query, k, v, project = tensors(graph).values()
+        q, k, v = ((t.unflatten(1, (-1, 8))).transpose(0, 1)[None] for t in (x @ query.t(), k, v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        truth = x + y[0].transpose(0, 1).flatten(1) @ project.t()
+    else:
+        graph = chains.convolutions(2, 5, 8)
+        x, *weights = tensors(graph).values()
+        y = x.view(2, 5, 5, 8).permute(0, 3, 1, 2)
+        for weight in weights:
+            y = torch.nn.functional.conv2d(y, weight.permute(0, 3, 1, 2), padding=1).relu()
+        truth = y.permute(0, 2, 3, 1).reshape(50, 8)
+    torch.testing.assert_close(compile(graph)(**tensors(graph)), truth, rtol=1e-4, atol=1e-4)
+
+
+# On a GPU.
+
+
+def near(ours, truth):
+    return (ours.float() - truth.float()).abs().max() <= 0.03 * truth.float().abs().max()
+
+
+@on_hopper
+@settings(max_examples=30)
+@given(graphs(stages=4, for_gpu=True), st.integers(0, 99))
+def test_every_mode_computes_the_same(graph, seed):
+    inputs = tensors(graph, seed, HALF, DEVICE)
+    truth = compute_plainly(check(graph), list(inputs.values()))
+    for mode in OURS:
+        first = compile(graph, mode).run(list(inputs.values()))
+        assert all(near(*pair) for pair in zip(first, truth, strict=True)), mode
+        again = compile(graph, mode).run(list(inputs.values()))
+        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True)), mode
+
+
+LARGE = [("llama-mlp", 1), ("llama-mlp", 16), ("llama-mlp", 64), ("llama-mlp", 300), ("gpt3-mlp", 1), ("gpt3-mlp", 512),
+         ("attention", 2), ("conv-14", 4), ("conv-56", 2)]  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize(("name", "rows"), LARGE)
+def test_large_chains_replayed_1000_times_on_two_streams(name, rows):
+    graph = chains.CHAINS[name](rows)
+    inputs = tensors(graph, 1, HALF, DEVICE)
+    truth = compute_plainly(check(graph), list(inputs.values()))[0]
+    for mode in OURS:
+        op, streams, captured = compile(graph, mode), [torch.cuda.Stream() for _ in range(2)], []
+        y = op(**inputs)
+        assert near(y, truth), mode
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                op(**inputs)
+            stream.synchronize()
+            captured.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(captured[-1], stream=stream):
+                captured[-1].output = op(**inputs)
+        for _ in range(1000):
+            for stream, replay in zip(streams, captured, strict=True):
+                with torch.cuda.stream(stream):
+                    replay.replay()
+        torch.cuda.synchronize()
+        launch.runner(op.program, y.device, y.dtype).raise_if_failed()
+        assert all(torch.equal(replay.output, y) for replay in captured), mode
+
+
+@on_hopper
+def test_a_lost_post_is_an_error_and_the_next_call_is_right():
+    """One semaphore is behind by one, as after a post that was lost: its waits end after the bound."""
+    graph = swiglu(4, 512, 512)
+    inputs = tensors(graph, 1, HALF, DEVICE)
+    op = compile(graph, "persistent")
+    y = op(**inputs)
+    runner = launch.runner(op.program, y.device, y.dtype)
+    (control,) = runner.controls.values()
+    control[32] -= 1
+    op(**inputs)
+    torch.cuda.synchronize()
+    with pytest.raises(
+        TilesyncError, match="of stage y waited too long: semaphore 0 of StageSync on h stands at 63 of 64"
+    ):
+        op(**inputs)
+    assert torch.equal(op(**inputs), y)
+
+
+@on_hopper
+def test_auto_takes_a_mode_and_keeps_it():
+    graph = chains.mlp(1, 1024, 1024)
+    inputs = tensors(graph, 1, HALF, DEVICE)
+    op = compile(graph)
+    y = op(**inputs)
+    assert op.fastest.popitem()[1] in ("plain", *OURS) and near(
+        y, compute_plainly(op.program, list(inputs.values()))[0]
+    )
