@@ -1,8 +1,8 @@
 """What failures cost a run on many GPUs: the share of its time that is kept, and how often to write a checkpoint.
 
 Failures come by chance at a constant rate: with n GPUs, n times as often as with one. Each throws away what was
-computed since the last checkpoint that is whole, and then costs a restart. `simulate` draws failures and adds up; Young's
-and Daly's formulas, and the exact mean of the same process where checkpoints stop the run, are there to check it by.
+computed since the last checkpoint that is whole, and then costs a restart. `simulate` draws failures and adds up.
+Young's and Daly's formulas, and the exact mean of the same process where checkpoints stop the run, check it.
 """
 
 from __future__ import annotations
