@@ -56,6 +56,20 @@ def test_serve_counts_the_cache(tmp_path):
     assert found["fits"] and found["decode_floor_seconds"] > 16e9 / 3.35e12
 
 
+def test_serve_tells_the_time_to_the_first_token():
+    on = ("serve", "7b", "--gpu", "H100-SXM5", "--batch", "8", "--prompt", "1k", "--tokens", "2k")
+    found = data(*on)["prefill"]
+    flops = 8 * 1000 * 2 * 6.4e9  # about, without embeddings
+    assert found["bound"] == "arithmetic" and found["floor"] == pytest.approx(flops / 989.5e12, rel=0.1)
+    assert found["floor"] < found["seconds"] < 2 * found["floor"]
+    assert data(*on, "--tensor", "8")["prefill"]["seconds"] > found["seconds"] / 8  # traffic
+    assert data(*on, "--weights", "fp8")["prefill"]["seconds"] < found["seconds"]
+    one = data("serve", "7b", "--gpu", "H100-SXM5", "--prompt", "8")["prefill"]
+    assert one["bound"] == "memory"
+    assert "first token of 8 prompts of 1,000 tokens" in " ".join(run(*on).stdout.split())
+    assert "give the accelerator with --gpu" in str(run("serve", "7b", "--prompt", "8").exception)
+
+
 def test_mfu_reproduces_a_published_run_and_refuses_an_impossible_one():
     speed = ("--tokens-per-second", "515636", "--gpus", "512", "--gpu", "H100-SXM5", "--recompute", "full")
     found = data("mfu", "70b", *speed)["conventions"]["6N + attention"]

@@ -14,7 +14,7 @@ import typer
 from tilewright import hardware
 from tilewright.cli.output import Bar, Grid, Report, count, gigabytes, positive
 from tilewright.errors import UserError
-from tilewright.plan import batches, budget, decode, decoder, memory
+from tilewright.plan import batches, budget, decode, decoder, memory, parallel
 from tilewright.plan.decoder import Decoder
 
 app = typer.Typer(
@@ -214,6 +214,7 @@ def serve(
     tokens: str = typer.Option(None, help="Tokens a sequence can grow to; 8k works. Default: 4096, or all it allows."),
     weights: str = typer.Option("bf16", help=", ".join(memory.WEIGHT_BYTES) + "."),
     kv_bytes: float = typer.Option(2.0, help="Bytes of a cached number."),
+    prompt: str = typer.Option(None, help="Tokens of a prompt, for the time to the first token; 2k works."),
     tensor: int = TENSOR,
     as_json: bool = AS_JSON,
     page: Path = PAGE,
@@ -255,11 +256,23 @@ def serve(
             f"{gigabytes(floor.bytes)} and computes {floor.flops / 1e12:,.3g} TFLOPs in {floor.dtype}, at the "
             "datasheet's rates."
         )
+        if prompt is not None:
+            read = decode.prefill(
+                shape, batch, count(prompt), parallel.Cluster(chip, tensor), weights=weights, kv_bytes=kv_bytes
+            )
+            data["prefill"] = dataclasses.asdict(read)
+            items.append(
+                f"The first token of {batch} prompts of {count(prompt):,} tokens takes at least "
+                f"{read.floor * 1e3:,.1f} ms. Its bound is {read.bound}. Expected are {read.seconds * 1e3:,.1f} ms, "
+                "without a queue before them."
+            )
         if shape.experts > 1:
             items.append(
                 f"All {shape.experts} experts are in memory; the batch reads {floor.experts_read:.1f} of them in a "
                 "layer, as expected of a balanced router."
             )
+    elif prompt is not None:
+        raise UserError("--prompt asks for a time; give the accelerator with --gpu.")
     items += notes_of(shape, chip)
     Report(title_of(model, shape), data, items).show(as_json=as_json, explain=explain, page=page)
 

@@ -1,4 +1,6 @@
-"""The time below which no decoding step can go: what it reads over the bandwidth, or what it computes over the peak.
+"""The time below which no decoding step and no prefill can go, and what to expect of a prefill.
+
+A floor is what is read over the bandwidth, or what is computed over the peak.
 
 Every sequence of the batch gets one token. The step reads the weights that its tokens meet (of a mixture of experts,
 the expected number of distinct ones) and the whole cache, and computes each token's matmuls and its attention. The
@@ -7,12 +9,16 @@ floor is the longer of the two times, so no speed derived from it is above what 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from tilewright.hardware import Accelerator
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.flops import matmuls
-from tilewright.plan.memory import WEIGHT_BYTES, cache_ranks, infer, kv_cache_bytes
+from tilewright.plan.flops import forward_flops, matmuls
+from tilewright.plan.memory import WEIGHT_BYTES, Training, cache_ranks, infer, kv_cache_bytes
+from tilewright.plan.parallel import Cluster, machine
+from tilewright.plan.step import forward_seconds
+from tilewright.plan.traffic import reductions
 
 # Bytes of a weight that a step reads, where not all of those that are kept: the float32 copy of `mixed` is not.
 _READ_BYTES = {**WEIGHT_BYTES, "mixed": 2.0}
@@ -60,3 +66,50 @@ def decode(
     memory, arithmetic = read / accelerator.bytes_per_second, flops / accelerator.peak_flops[dtype]
     bound = "memory" if memory >= arithmetic else "arithmetic"
     return Decode(max(memory, arithmetic), bound, read, flops, dtype, decoder.experts_read(batch))
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The prompts of a batch, up to their first token: seconds as expected, and their floor."""
+
+    seconds: float
+    floor: float
+    bound: str  # of the floor: memory or arithmetic
+    flops: float  # that one GPU computes
+
+
+def prefill(
+    decoder: Decoder, batch: int, prompt: int, cluster: Cluster, *, weights: str = "bf16", kv_bytes: float = 2.0,
+) -> Prefill:  # fmt: skip
+    """What it takes to read `batch` prompts of `prompt` tokens at once, with all GPUs of `cluster` tensor parallel.
+
+    Expected are forward's kernels at the rates of `plan.step`, in 16 bits or, with weights in fp8, in 8. The head sees
+    the last token of a prompt only.
+
+    >>> from tilewright import hardware
+    >>> from tilewright.plan.decoder import load
+    >>> found = prefill(load("7b"), 4, 2048, Cluster(hardware.find("H100-SXM5"), 1))
+    >>> found.bound, found.floor < found.seconds
+    ('arithmetic', True)
+    """
+    accelerator, tensor = cluster.accelerator, cluster.gpus
+    infer(decoder, batch, prompt, weights=weights, kv_bytes=kv_bytes, tensor=tensor)  # its checks
+    accelerator.first_on_record(_DTYPES[weights])
+    dtype = max(_DTYPES[weights], key=lambda dtype: accelerator.peak_flops.get(dtype, 0.0))
+    prompts = dataclasses.replace(decoder, sequence=prompt)
+    head = 2 * decoder.head_weights
+    flops = batch * (prompt * (forward_flops(prompts, causal=True) - head) + head) / tensor
+    read = _READ_BYTES[weights] * decoder.parameters_read(batch * prompt) / tensor
+    written = kv_cache_bytes(decoder, batch, prompt, kv_bytes) / cache_ranks(decoder, tensor)
+    memory, arithmetic = (read + written) / accelerator.bytes_per_second, flops / accelerator.peak_flops[dtype]
+    precision = {"fp32": "fp32", "fp8": "fp8"}.get(weights, "mixed")
+    if precision == "fp8" and "fp8" not in accelerator.peak_flops:
+        precision = "mixed"
+    training = Training(micro_batch=batch, precision=precision, tensor=tensor, sequence_parallel=False)
+    fused = dataclasses.replace(prompts, gpt_block="optimized", dropout=0.0)
+    how, rates = machine(cluster, precision)
+    seconds = forward_seconds(fused, training, how, rates) + decoder.layers * reductions(
+        decoder, batch * prompt, training.compute_bytes, tensor, cluster.links
+    )
+    floor = max(memory, arithmetic)
+    return Prefill(max(seconds, floor), floor, "memory" if memory >= arithmetic else "arithmetic", flops)

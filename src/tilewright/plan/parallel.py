@@ -90,14 +90,20 @@ def timed(decoder: Decoder, training: Training, cluster: Cluster) -> Step:
     >>> round(found.seconds, 2), found.traffic
     (0.55, {})
     """
-    chip, rate = cluster.accelerator, cluster.matmul(training.precision)
+    how, rates = machine(cluster, training.precision)
+    return step(decoder, training, how, rates, cluster.links)
+
+
+def machine(cluster: Cluster, precision: str) -> tuple[How, Rates]:
+    """How steps in this precision run on this kind of GPU, and its rates."""
+    chip, rate = cluster.accelerator, cluster.matmul(precision)
     found = calibration.of(chip)
     how = How(rate.dtype, attention=found.attention, multiprocessors=chip.multiprocessors or _MULTIPROCESSORS)
     rates = Rates(
         calibration.flops(chip, rate.dtype), calibration.bytes_per_second(chip), calibration.LAUNCH_SECONDS,
         calibration.KERNEL_SECONDS, found.reached,
     )  # fmt: skip
-    return step(decoder, training, how, rates, cluster.links)
+    return how, rates
 
 
 def estimate(decoder: Decoder, training: Training, cluster: Cluster, memory: float = 0.0) -> Plan:

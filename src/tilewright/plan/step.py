@@ -127,6 +127,12 @@ def step(decoder: Decoder, training: Training, how: How, rates: Rates, links: Li
     return Step(parts, floor, traffic)
 
 
+def forward_seconds(decoder: Decoder, training: Training, how: How, rates: Rates) -> float:
+    """Of the layers' forward alone, on one of the tensor-parallel ranks: no head, no loss, no host, no traffic."""
+    work = (each for each in _micro_batch(decoder, training, how) if each.phase == "forward" and not each.at_ends)
+    return sum(each.calls * rates.seconds(each, how.matmuls) for each in work)
+
+
 def _idle(
     decoder: Decoder, training: Training, how: How, rates: Rates, parts: Mapping[str, float], traffic: float
 ) -> float:

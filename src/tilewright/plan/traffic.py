@@ -51,6 +51,11 @@ class Links:
         return size * (ranks - 1) / ranks / self.rate(ranks, apart) + rounds * FITTED["round seconds"]
 
 
+def reductions(decoder: Decoder, tokens: int, element_bytes: int, ranks: int, links: Links) -> float:
+    """Seconds of a layer's two tensor-parallel reductions in one forward, each a scatter and a gather."""
+    return 4 * links.ring(tokens * decoder.width * element_bytes, ranks)
+
+
 def beside(computing: float, traffic: float) -> float:
     """Seconds that traffic adds to the computing beside it: what sticks out, and what each costs the other.
 
@@ -77,9 +82,8 @@ def exposed(decoder: Decoder, training: Training, links: Links, phases: Phases) 
     layers = stage_layers(decoder, training)
     one = tokens * decoder.width * c
     if t > 1:
-        # Two reductions a layer forward and two backward, each a scatter and a gather.
-        reductions = 6 if training.recompute == "full" else 4
-        found["tensor"] = micro_batches * layers * reductions * 2 * links.ring(one, t)
+        ways = 3 if training.recompute == "full" else 2  # forward, again, and backward
+        found["tensor"] = micro_batches * layers * ways * reductions(decoder, tokens, c, t, links)
     if p > 1:
         late = FITTED["round seconds"] / (1 if p * t > links.node else 3)
         sent = 2 * (one / t / links.rate(p, t) + late)
