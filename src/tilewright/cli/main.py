@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilewright
-from tilewright.cli import bench, config, data, doctor, export, generate, import_, plan, report, train, tune
+from tilewright.cli import bench, config, data, doctor, export, generate, import_, plan, report, tilesync, train, tune
 from tilewright.cli import plan_cluster as plan_cluster  # adds its commands to `plan`
 from tilewright.cli import plan_simulate as plan_simulate  # and so do these
 from tilewright.cli import plan_speed as plan_speed
@@ -41,6 +41,7 @@ app.command("generate")(generate.generate)
 app.command("export")(export.export)
 app.command("import")(import_.import_)
 app.command("bench")(bench.bench)
+app.add_typer(tilesync.app, name="tilesync")
 app.command("doctor")(doctor.doctor)
 
 

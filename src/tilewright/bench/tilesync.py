@@ -1,0 +1,139 @@
+"""Graphs of tiles against cuBLAS with gate and up merged, torch.compile and our own serial kernels, in one run.
+
+Every call has the next of several sets of weights, together larger than any L2: decoding finds each in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright import tilesync
+from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, run_cases
+from tilewright.plan.cost import Cost
+from tilewright.tilesync import chains
+
+COPIES = 5  # as many as a graph has calls
+FEW = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384)
+MANY = tuple(range(512, 3073, 256))
+# Width and inner dimension of one of eight ranks: LLaMA-65B with either split, GPT-3.
+MLPS = (("llama", 8192, 2752), ("llama", 8192, 2816), ("gpt3", 12288, 6144))
+CONTEXTS = (512, 1024, 2048)
+CONVOLUTIONS = ((56, 64), (28, 128), (14, 256), (7, 512))  # side and channels, of ResNet and VGG
+IMAGES = (1, 4, 16)
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Every case measured."""
+    for kind, width, inner in MLPS[:1] if quick else MLPS:
+        for rows in (1, 64, 512) if quick else (*FEW, *MANY):
+            yield {"chain": kind, "rows": rows, "width": width, "inner": inner}
+    if quick:
+        return
+    for rows, context in itertools.product((1, 2, 4), CONTEXTS):
+        yield {"chain": "attention", "rows": rows, "width": 2048, "heads": 32, "context": context}
+    for (side, channels), images in itertools.product(CONVOLUTIONS, IMAGES):
+        yield {"chain": "convolutions", "rows": images, "side": side, "channels": channels}
+
+
+def graph_of(case: Case) -> tilesync.Graph:
+    """Return the graph of a case."""
+    if case["chain"] == "attention":
+        return chains.attention_block(case["rows"], case["width"], case["heads"], 64, case["context"])
+    if case["chain"] == "convolutions":
+        return chains.convolutions(case["rows"], case["side"], case["channels"])
+    gated = case["chain"] == "llama"
+    return chains.mlp(case["rows"], case["width"], case["inner"], "silu" if gated else "gelu_tanh", gated)
+
+
+def _llama(x: Tensor, both: Tensor, down: Tensor) -> Tensor:
+    gate, up = F.linear(x, both).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def _gpt3(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, up), approximate="tanh"), down)
+
+
+def _attention(x: Tensor, query: Tensor, k: Tensor, v: Tensor, project: Tensor) -> Tensor:
+    q, k, v = (t.view(1, len(t), -1, 64).transpose(1, 2) for t in (F.linear(x, query), k, v))
+    y = F.scaled_dot_product_attention(q, k, v)
+    return x + F.linear(y.transpose(1, 2).reshape(len(x), -1), project)
+
+
+def _convolutions(x: Tensor, *weights: Tensor) -> Tensor:
+    for weight in weights:
+        x = F.conv2d(x, weight, padding=1).relu()
+    return x
+
+
+def _as_pytorch_takes(case: Case, inputs: dict[str, Tensor]) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """The peers' function and its inputs: gate and up merged, images with their channels last."""
+    x, *weights = inputs.values()
+    if case["chain"] == "llama":
+        return _llama, [x, torch.cat(weights[:2]), weights[2]]
+    if case["chain"] == "convolutions":
+        side = case["side"]
+        image = x.view(-1, side, side, x.shape[1]).permute(0, 3, 1, 2)
+        return _convolutions, [image, *(weight.permute(0, 3, 1, 2) for weight in weights)]
+    return (_gpt3 if case["chain"] == "gpt3" else _attention), [x, *weights]
+
+
+def prepare(case: Case) -> Prepared:
+    """The forward pass of each implementation."""
+    graph = graph_of(case)
+    sets = [
+        {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5 for name, shape in
+         graph.inputs.items()} for _ in range(COPIES)
+    ]  # fmt: skip
+
+    def in_turn(function: Callable[..., Any], each: list[Any]) -> dict[str, Pass]:
+        following = itertools.cycle(each)
+        return {"forward": lambda: function(*next(following))}
+
+    def ours(mode: str) -> dict[str, Pass]:
+        run = tilesync.compile(graph, mode).run
+        return in_turn(run, [(list(inputs.values()),) for inputs in sets])
+
+    def peer(wrap: Callable[..., Any]) -> dict[str, Pass]:
+        torch.compiler.reset()
+        function = _as_pytorch_takes(case, sets[0])[0]
+        return in_turn(wrap(function), [_as_pytorch_takes(case, inputs)[1] for inputs in sets])
+
+    compiled = partial(torch.compile, dynamic=False, mode="max-autotune-no-cudagraphs")
+    makers: dict[str, Callable[[], dict[str, Pass]]] = {"tilewright": partial(ours, "auto")}
+    makers |= {f"tilewright-{mode}": partial(ours, mode) for mode in ("serial", "pdl", "persistent")}
+    makers |= {"cublas": partial(peer, lambda function: function), "compile-max": partial(peer, compiled)}
+    with torch.no_grad():
+        return build(makers)
+
+
+def _limits(case: Case) -> dict[str, Cost]:
+    graph = graph_of(case)
+    numbers = sum(torch.Size(shape).numel() for shape in graph.inputs.values())
+    works = [stage.work(tile) for stage in graph.stages for tile in stage.tiles]
+    written = torch.Size(graph.shape("y")).numel()
+    flops = int(sum(work.flops for work in works))
+    # Tiles beyond the last row are no work that has to be done.
+    if case["chain"] in ("llama", "gpt3"):
+        flops = 2 * case["rows"] * (numbers - case["rows"] * case["width"])
+    return {"forward": Cost(flops, 2 * numbers, 2 * written)}
+
+
+def _label(case: Case) -> str:
+    if case["chain"] == "convolutions":
+        return f"convolutions {case['channels']} of {case['side']} x {case['side']}, {case['rows']} images"
+    if case["chain"] == "attention":
+        return f"attention over {case['context']}, {case['rows']} rows"
+    return f"{case['chain']} mlp {case['width']} x {case['inner']}, {case['rows']} rows"
+
+
+def run(ask: Ask) -> Case:
+    """Measure every case."""
+    return run_cases("tilesync", cases(ask.quick), prepare, _limits, _label, peers=("torch",), ask=ask)
