@@ -207,7 +207,9 @@ def attention(result: dict[str, Any]) -> str:
     def name(case: dict[str, Any]) -> str:
         kv_heads = case.get("kv_heads", case["heads"])
         heads = f"{case['heads']}" if kv_heads == case["heads"] else f"{case['heads']}/{kv_heads}"
-        kind = "packed" if case.get("packed") else "causal" if case.get("causal", True) else "full"
+        kind = "causal" if case.get("causal", True) else "full"
+        if lengths := case.get("packed"):
+            kind = f"{len(lengths)} packed of {min(lengths)} to {max(lengths)}"
         window = f", window {case['window']}" if case.get("window") else ""
         return f"{case['batch']} x {case['sequence']}, {heads} x {case['head_dim']}, {kind}{window}"
 

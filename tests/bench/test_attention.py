@@ -45,7 +45,13 @@ def test_the_fastest_of_plain_cases_is_learned(monkeypatch, tmp_path):
     )
     times = {"tilewright": 1.0, "tilewright-hopper": 2.0, "tilewright-triton": 3.0, "cudnn": 2.5, "flex": 0.1}
     slow_hopper = {**times, "tilewright-hopper": 2.6}
-    results = [measured(plain, **times), measured(shared, **slow_hopper), measured(packed, flash=1.0)]
+    many = bench._case(1, 6000, 8, 64, packed=[3000, 3000])
+    results = [
+        measured(plain, **times),
+        measured(shared, **slow_hopper),
+        measured(packed, flash=1.0),
+        measured(many, **{**times, "flash": 0.5}),
+    ]
 
     def run_cases(name, cases, prepare, limits, label, *, peers, ask):
         ask.save({"cases": results})
@@ -63,6 +69,7 @@ def test_the_fastest_of_plain_cases_is_learned(monkeypatch, tmp_path):
             "cudnn",
             "",
         )
+        assert table.find(key._replace(length=3000, packed=True)) == "hopper", "flash is another function there"
         text = '"Some GPU / bfloat16 / 64 / causal / 2048": "hopper"'
         assert text in lines[-1] and "hopper" in json.loads(lines[-1]).values(), "what measured.json can take"
     finally:

@@ -20,6 +20,7 @@ from tilewright.bench import lltm as lltm_bench
 from tilewright.ops.activation import kernels as activation_kernels
 from tilewright.ops.attention import kernels as attention_kernels
 from tilewright.ops.attention import launch as attention_launch
+from tilewright.ops.attention import packed_kernels as attention_packed
 from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
 from tilewright.ops.decode_attention import kernels as decode_attention_kernels
 from tilewright.ops.dropout_add_norm import launch as launches
@@ -117,12 +118,15 @@ def activation(dtype: torch.dtype, width: int, kind: str, form: str, bias: torch
     yield "backward", resources(plan.launch, [POINTER[dtype], *types, *outputs, *scalars])
 
 
-def attention(head_dim: int):
-    """What goes before the kernel of backward, and behind it."""
-    prepare, finish = attention_kernels._launches(H200, torch.bfloat16, head_dim)
-    sums, scalars = ["*fp32", "*fp32", "*fp32", "*i32"], ["i32", "i64", "i64"]
-    yield "forward", resources(prepare, ["*bf16", "*bf16", *sums, *scalars, *["i64"] * 6, "fp32"])
-    yield "finish", resources(finish, ["*fp32", "*i32", "*bf16", *scalars, "fp32"])
+def attention(head_dim: int, is_packed: bool = False):
+    """What goes before the kernel of backward, and behind it; and of packed sequences, the tables of tiles."""
+    prepare, finish = attention_kernels._launches(H200, torch.bfloat16, head_dim, 8192 // head_dim, is_packed)
+    sums, scalars = ["*fp32", "*fp32", "*fp32", "*i32"], ["i32", "i64", "i64", "i32"]
+    bounds = "*i32" if is_packed else None
+    yield "forward", resources(prepare, ["*bf16", "*bf16", *sums, bounds, *scalars, *["i64"] * 6, "fp32"])
+    yield "finish", resources(finish, ["*fp32", "*i32", "*bf16", bounds, *scalars, "fp32"])
+    for of_keys in (False, True) if is_packed else ():
+        yield "tiles", resources(attention_packed._launch(H200, 128, of_keys), ["*i32"] * 4 + ["i32"] * 4)
 
 
 def attention_triton(dtype: torch.dtype, head_dim: int):

@@ -191,6 +191,22 @@ def test_auto_takes_what_was_measured_to_be_fastest_and_can_take_the_call(monkey
         assert not is_taken or path.why == "it is the fastest measured on this GPU"
 
 
+@pytest.mark.parametrize("fastest", ["", "triton", "hopper"])
+def test_auto_takes_hopper_for_packed_sequences_where_that_was_measured(fastest, monkeypatch):
+    """On a GPU that is made up."""
+    monkeypatch.setattr(table, "gpu_name", lambda device: "Some GPU")
+    monkeypatch.setattr(table, "find", lambda key: fastest if key.packed and key.length == 4 else "")
+    monkeypatch.setattr(backends, "_is_on_gpu", lambda q: True)
+    ours = backends.BACKENDS["hopper"]._replace(
+        why_not=lambda inputs: "", capability=backends.BACKENDS["triton"].capability
+    )
+    monkeypatch.setitem(backends.BACKENDS, "hopper", ours._replace(run=backends.BACKENDS["triton"].run))
+    with ops.explain() as found:
+        packed()()
+    (path,) = found
+    assert path.ran == ("hopper" if fastest == "hopper" else "triton")
+
+
 @on_gpu
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "triton", "math"])
 def test_every_backend_computes_the_same(backend):

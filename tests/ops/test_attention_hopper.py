@@ -7,6 +7,7 @@ of tiles are the kernel's, what a Hopper does beside its threads is the emulator
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import random
@@ -22,6 +23,7 @@ from ops.contract import DEVICE, assert_deterministic, assert_equal, assert_no_w
 from tilewright.ops.attention import hopper_backward
 from tilewright.ops.attention import hopper_forward as hopper
 from tilewright.ops.attention.op import attention
+from tilewright.runtime import nvrtc
 
 EMULATOR = Path(__file__).with_name("hopper_emulator")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -75,13 +77,34 @@ def inputs(batch, queries, keys, heads, key_heads, head_dim, dtype=BF16, how="al
     return parts
 
 
+def truth_of_packed(q, k, v, starts, others, *options):
+    """That of each sequence, and 0 and -inf for tokens of none."""
+    out, lse = q.double() * 0.0, torch.full((1, *q.shape[2:0:-1]), -torch.inf, dtype=torch.float64, device=q.device)
+    for (a, b), (c, d) in zip(itertools.pairwise(starts), itertools.pairwise(others), strict=True):
+        if a < b and c < d:
+            out[:, a:b], lse[:, :, a:b] = truth(q[:, a:b], k[:, c:d], v[:, c:d], *options)
+    return out, lse
+
+
 class _Map(ctypes.Structure):
+    """What `nvrtc` tells the driver about a tensor."""
+
     _fields_ = (("data", c_void_p), ("sizes", c_longlong * 4), ("strides", c_longlong * 4), ("rows", c_int))
 
-    def __init__(self, t, rows):
-        order = 3, 2, 1, 0
-        sizes, strides = ((c_longlong * 4)(*(of[i] for i in order)) for of in (t.shape, t.stride()))
-        super().__init__(t.data_ptr(), sizes, strides, rows)
+    def __init__(self, address, dtype, sizes, strides, box):
+        assert dtype.itemsize == 2 and box[:2] == (64, 1) and box[3] == 1 and not any(stride % 8 for stride in strides)
+        super().__init__(address, (c_longlong * 4)(*sizes), (c_longlong * 4)(1, *strides), box[2])
+
+
+def poison(monkeypatch):
+    """New memory holds what would show."""
+    empty = torch.Tensor.new_empty
+
+    def poisoned(t, *size, **how):
+        new = empty(t, *size, **how)
+        return new.fill_(math.nan if new.is_floating_point() else 77)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
 WRAPPER = """
@@ -110,6 +133,7 @@ def compiler(source, wrapper, folders):
         if config not in built:
             folder = folders.mktemp("emulated")
             shutil.copy(source, folder / "kernel.cu")
+            shutil.copy(source.with_name("packed.cuh"), folder)
             (folder / "run.cpp").write_text(wrapper)
             macros = [f"-D{name}={value}" for name, value in {**config.macros, "BOUNDED_WAITS": 1}.items()]
             command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{EMULATOR}", *macros]
@@ -129,11 +153,10 @@ def compiled(tmp_path_factory):
 @pytest.fixture
 def emulate(compiled, monkeypatch):
     """`hopper.forward` on the CPU, on so many processors, with so many heads to a section."""
-    monkeypatch.setattr(hopper.nvrtc, "head_map", _Map)
-    empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *size, **how: empty(t, *size, **how).fill_(math.nan))
+    monkeypatch.setattr(nvrtc, "_tensor_map", _Map)
+    poison(monkeypatch)
 
-    def forward(*call, blocks=3, section=None, seed=0):
+    def forward(*call, blocks=3, section=None, seed=0, **options):
         def kernel(device, config):
             def start(programs, arguments):
                 assert 1 <= programs <= blocks
@@ -146,7 +169,7 @@ def emulate(compiled, monkeypatch):
 
         monkeypatch.setattr(hopper, "_kernel", kernel)
         monkeypatch.setattr(hopper.dispatch, "multiprocessors", lambda device: blocks)
-        return hopper.forward(*call)
+        return hopper.forward(*call, **options)
 
     return forward
 
@@ -218,6 +241,65 @@ def test_what_tma_cannot_read_is_packed_first(emulate):
     ):
         assert torch.equal(odd, q)
         assert_equal(emulate(odd, k, v, True), expected)
+
+
+PACKED = {  # where queries begin, where keys do, tokens of both; heads, key heads, head_dim; causal, window; dtype
+    "of one length each": ((0, 1, 1, 200, 330), (0, 1, 1, 200, 330), (330, 330), (2, 1, 64), True, None, BF16),
+    "a window": ((7, 8, 240), (7, 8, 240), (260, 260), (1, 1, 64), True, 100, BF16),
+    "other lengths": ((3, 40, 40, 190), (0, 90, 120, 260), (190, 300), (2, 1, 128), False, None, FP16),
+}
+
+
+def packed_inputs(starts, others, tokens, heads, key_heads, head_dim, dtype):
+    """Queries, keys and values of a batch of 1; what is of no sequence is not a number."""
+    torch.manual_seed(sum(starts))
+    shapes = (tokens[0], heads), *[(tokens[1], key_heads)] * 2
+    parts = [torch.randn(1, *shape, head_dim, device=DEVICE).to(dtype) for shape in shapes]
+    for part, ends in zip(parts, (starts, others, others), strict=True):
+        part[:, : ends[0]] = part[:, ends[-1] :] = math.nan
+    return parts
+
+
+def on_device(*starts):
+    return tuple(torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in starts)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_sequences_see_themselves_alone(case, emulate):
+    starts, others, tokens, sizes, causal, window, dtype = PACKED[case]
+    parts = packed_inputs(starts, others, tokens, *sizes, dtype)
+    expected = truth_of_packed(*(part.nan_to_num(0.0) for part in parts), starts, others, causal, window)
+    first = emulate(*parts, causal, window, starts=on_device(starts, others), seed=1)
+    assert_true(first, expected)
+    again = emulate(*parts, causal, window, starts=on_device(starts, others), blocks=2, section=1, seed=2)
+    assert_equal(first, again)
+
+
+@needs_compiler
+def test_a_packed_sequence_is_bit_for_bit_what_it_is_alone(emulate):
+    starts = (0, 1, 1, 200, 330)
+    q, k, v = packed_inputs(starts, starts, (330, 330), 2, 1, 64, BF16)
+    out, lse = emulate(q, k, v, True, starts=on_device(starts, starts))
+    alone = emulate(q[:, 1:200], k[:, 1:200], v[:, 1:200], True)
+    assert_equal((out[:, 1:200], lse[:, :, 1:200]), alone)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [(-5, 50, 70), (0, 60, 50), (0, 50, 2**31 - 1), (80, 90, 100), (2, 3, 1)])
+def test_starts_out_of_place_give_0(bad, emulate):
+    parts = packed_inputs((0, 70), (0, 70), (70, 70), 1, 1, 64, BF16)
+    for starts in (bad, (0, 20, 70)), ((0, 20, 70), bad):
+        out, lse = emulate(*parts, True, starts=on_device(*starts))
+        assert not out.any() and (lse == -torch.inf).all()
+
+
+@needs_compiler
+def test_no_packed_sequences(emulate):
+    parts = packed_inputs((0, 70), (0, 70), (70, 70), 1, 1, 64, BF16)
+    for starts in ((30,), (30, 30), (0, 0)):
+        out, lse = emulate(*parts, True, starts=on_device(starts, starts))
+        assert not out.any() and (lse == -torch.inf).all()
 
 
 def test_what_keeps_the_kernel_from_a_call():
@@ -301,6 +383,48 @@ def test_float64_agrees(head_dim, causal, dtype, bounded):
             assert_true(run(q, k, v, causal, window, scale), truth(q, k, v, causal, window, scale))
         except AssertionError as error:
             raise AssertionError(f"{shape}, window {window}, queries times {grown}") from error
+
+
+def packed_draws(head_dim, causal, dtype, count):
+    """Cases as in `PACKED`, others in each run: sequences of any lengths, 0 too, with tokens of none around them."""
+    dice = random.Random(f"{os.environ['TILEWRIGHT_SEED']} {head_dim} {causal} {dtype} packed")
+    for number in range(count):
+        sequences = dice.choice((1, 3, 40, 300))
+        lengths = [[dice.choice((0, 1, 64, 65, 129, 700)) for _ in range(sequences)] for _ in "qk"]
+        if number % 2:
+            lengths[1] = lengths[0]
+        starts, others = (tuple(itertools.accumulate(each, initial=dice.choice((0, 5)))) for each in lengths)
+        tokens = starts[-1] + dice.choice((1, 200)), others[-1] + dice.choice((1, 200))
+        window = dice.choice((None, 1, 100, 1000)) if causal else None
+        yield starts, others, tokens, (*dice.choice(((8, 2), (4, 1), (2, 2))), head_dim), causal, window, dtype
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", hopper.HEADS)
+def test_float64_agrees_on_packed_sequences(head_dim, causal, dtype, bounded):
+    for starts, others, tokens, sizes, _, window, _ in packed_draws(head_dim, causal, dtype, 6):
+        parts = packed_inputs(starts, others, tokens, *sizes, dtype)
+        assert hopper.why_not(*parts, causal, window, None, True) == ""
+        expected = truth_of_packed(*(part.nan_to_num(0.0) for part in parts), starts, others, causal, window)
+        device = on_device(starts, others)
+        out, lse = hopper.forward(*parts, causal, window, starts=device)
+        assert_true((out, lse), expected)
+        assert_deterministic(lambda p=parts, c=causal, w=window, d=device: hopper.forward(*p, c, w, starts=d), times=3)
+
+
+@on_hopper
+def test_a_graph_replays_packed_sequences_of_other_lengths(bounded):
+    parts = packed_inputs((0, 300), (0, 300), (300, 300), 4, 2, 128, BF16)
+    starts = on_device((0, 100, 300))[0]
+    hopper.forward(*parts, True, starts=(starts, starts))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = hopper.forward(*parts, True, starts=(starts, starts))
+    starts.copy_(on_device((0, 7, 250))[0])
+    graph.replay()
+    assert_true(replayed, truth_of_packed(*parts, (0, 7, 250), (0, 7, 250), True))
 
 
 @on_hopper

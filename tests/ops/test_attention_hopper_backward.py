@@ -7,19 +7,38 @@ run in the order of their numbers, so a block that waited for a later one would 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import random
 import subprocess
 from ctypes import c_char_p
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ops.contract import DEVICE, assert_deterministic, assert_equal, on_hopper
-from ops.test_attention_hopper import BF16, EMULATOR, FP16, _Map, compiler, inputs, needs_compiler, truth
+from ops.contract import DEVICE, assert_deterministic, assert_equal, assert_near_truth, on_hopper
+from ops.test_attention_hopper import (
+    BF16,
+    EMULATOR,
+    FP16,
+    PACKED,
+    _Map,
+    compiler,
+    inputs,
+    needs_compiler,
+    on_device,
+    packed_draws,
+    packed_inputs,
+    poison,
+    truth,
+    truth_of_packed,
+)
+from tilewright.ops.attention import hopper as backend
 from tilewright.ops.attention import hopper_backward as hopper
 from tilewright.ops.attention import kernels
+from tilewright.ops.attention.op import attention, reference
 
 WRAPPER = """
 #include "kernel.cu"
@@ -51,20 +70,15 @@ def compiled(tmp_path_factory):
 @pytest.fixture
 def emulate(compiled, monkeypatch):
     """`hopper.backward` on the CPU, with so many blocks to a section."""
-    monkeypatch.setattr(hopper.nvrtc, "head_map", _Map)
-    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(hopper.nvrtc, "_tensor_map", _Map)
+    poison(monkeypatch)
 
-    def poisoned(t, *size, **how):
-        new = empty(t, *size, **how)
-        return new.fill_(math.nan if new.is_floating_point() else 77)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-
-    def backward(*call, section=None, seed=0):
+    def backward(*call, section=None, seed=0, **options):
         def kernel(device, config):
             def start(programs, arguments):
                 *maps, starts, slopes, sums, counts, sizes, scale = arguments
-                sizes.section = sizes.section if section is None else section
+                if section is not None:
+                    sizes.section = section
                 pointers = starts, slopes, sums, counts, ctypes.byref(sizes)
                 failure = compiled(config).run(programs, (_Map * 6)(*maps), *pointers, scale, seed)
                 assert failure is None, failure
@@ -72,7 +86,9 @@ def emulate(compiled, monkeypatch):
             return start
 
         monkeypatch.setattr(hopper, "_kernel", kernel)
-        return hopper.backward(*call)
+        if "starts" in options and section is not None:
+            monkeypatch.setattr(hopper, "_section_of", lambda *call: section)
+        return hopper.backward(*call, **options)
 
     return backward
 
@@ -153,6 +169,71 @@ def test_every_bit_is_the_same_whoever_is_ahead(emulate):
     assert_equal(emulate(*call, seed=1), emulate(*call, seed=2))
 
 
+def given_packed(starts, others, tokens, sizes, causal, window, dtype):
+    """The arguments of `backward`, and what it should return: of each sequence, and 0 for tokens of none."""
+    q, k, v = packed_inputs(starts, others, tokens, *sizes, dtype)
+    dout, out = torch.randn(q.shape, device=DEVICE).to(dtype), q.clone()
+    dout[:, : starts[0]] = dout[:, starts[-1] :] = math.nan
+    lse = torch.full((1, *q.shape[2:0:-1]), -torch.inf, device=DEVICE)
+    left, scale = -1 if window is None else window - 1, q.shape[3] ** -0.5
+    gradients = [t.double().fill_(0.0) for t in (q, k, v)]
+    for (a, b), (c, d) in zip(itertools.pairwise(starts), itertools.pairwise(others), strict=True):
+        if a < b and c < d:
+            one = (q[:, a:b], k[:, c:d], v[:, c:d], dout[:, a:b], causal, left, scale)
+            out[:, a:b], lse[:, :, a:b], found = gradients_of_truth(*one)
+            for whole, part, rows in zip(gradients, found, ((a, b), (c, d), (c, d)), strict=True):
+                whole[:, slice(*rows)] = part
+        else:
+            out[:, a:b] = 0.0
+    return (q, k, v, out, lse, dout, causal, left, scale), gradients
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", PACKED)
+def test_gradients_of_packed_sequences_are_their_own(case, emulate):
+    call, expected = given_packed(*PACKED[case])
+    starts = on_device(*PACKED[case][:2])
+    assert_gradients(emulate(*call, starts=starts, seed=1), expected)
+    first = emulate(*call, starts=starts, section=1, seed=2)
+    assert_gradients(first, expected)
+    assert_equal(first, emulate(*call, starts=starts, section=1, seed=3))
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [(-5, 50, 70), (0, 60, 50), (0, 50, 2**31 - 1), (80, 90, 100)])
+def test_starts_out_of_place_give_gradients_of_0(bad, emulate):
+    call, _ = given_packed((0, 70), (0, 70), (70, 70), (1, 1, 64), True, None, BF16)
+    for starts in (bad, (0, 20, 70)), ((0, 20, 70), bad):
+        assert not any(gradient.any() for gradient in emulate(*call, starts=on_device(*starts)))
+
+
+@needs_compiler
+def test_the_backend_takes_packed_sequences_forward_and_backward(emulate, monkeypatch):
+    """What lies between the public function and the kernels."""
+    starts = (3, 70, 70, 150)
+    q, k, v = (x.nan_to_num(0.0) for x in packed_inputs(starts, starts, (160, 160), 2, 1, 64, BF16))
+    monkeypatch.setattr(backend, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(backend.hopper_forward, "is_there", lambda *kind: True)
+
+    def forward(q, k, v, causal, window, scale, given):
+        out, lse = truth_of_packed(q, k, v, *(each.tolist() for each in given), causal, window, scale)
+        return out.to(q.dtype), lse.float()
+
+    monkeypatch.setattr(backend.hopper_forward, "forward", forward)
+    emulated = SimpleNamespace(
+        why_not=lambda *call: "", foresee=lambda *kind: None,
+        backward=lambda *call: emulate(*call[:9], starts=call[9]),
+    )  # fmt: skip
+    monkeypatch.setattr(backend, "hopper_backward", emulated)
+    inputs = [x.squeeze(0).requires_grad_() for x in (q, k, v)]
+    options = {"cu_seqlens_q": on_device(starts)[0], "max_seqlen_q": 80, "window": 40}
+    out = attention(*inputs, backend="hopper", **options)
+    expected = reference(*(x.double() for x in inputs), **options)
+    upstream = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, upstream)
+    assert_near_truth([out, *found], [expected, *torch.autograd.grad(expected, inputs, upstream.double())], 80)
+
+
 REGISTERS = """
 #include "hopper.cuh"
 template <int FEW>
@@ -183,7 +264,7 @@ def test_kernels_around_it_are_of_one_dtype(monkeypatch):
     real = kernels.dispatch.Launch._start
 
     def start(launch, grid, tensors, scalars):
-        seen.setdefault(launch, set()).add(tuple(t.dtype for t in tensors))
+        seen.setdefault(launch, set()).add(kernels.dispatch.dtypes(tensors))
         real(launch, grid, tensors, scalars)
 
     monkeypatch.setattr(kernels.dispatch.Launch, "_start", start)
@@ -231,6 +312,19 @@ def test_float64_agrees(head_dim, causal, dtype, bounded):
             assert_gradients(hopper.backward(*call), expected, noise_of(call))
         except AssertionError as error:
             raise AssertionError(f"{drawn}") from error
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", hopper.HEADS)
+def test_float64_agrees_on_packed_sequences(head_dim, causal, dtype, bounded):
+    for drawn in packed_draws(head_dim, causal, dtype, 6):
+        call, expected = given_packed(*drawn)
+        assert hopper.why_not(*call[:3], *call[6:], True) == ""
+        starts = on_device(*drawn[:2])
+        assert_gradients(hopper.backward(*call, starts=starts), expected, noise_of(call))
+        assert_deterministic(lambda call=call, starts=starts: hopper.backward(*call, starts=starts), times=3)
 
 
 @on_hopper

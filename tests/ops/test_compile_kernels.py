@@ -73,6 +73,7 @@ def compiled(tmp_path_factory):
         (("activation", BF, 8192, "gelu", "separate", BF), True),
         (("attention", 64), True),
         (("attention", 128), True),
+        (("attention", 64, True), True),
         (("attention_triton", BF, 64), True),
         (("append_to_cache", BF, 32, 8, 64), True),
         (("append_to_cache", BF, 32, 8, 128, INT8), True),

@@ -26,6 +26,12 @@ GEMMS = hopper.gemms()
 BY_SOURCE = {source: [name for name in GEMMS if GEMMS[name] == source] for source in GEMMS.values()}
 
 
+ATTENTION = (
+    (64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16), (64, torch.float16, True),
+    (128, torch.bfloat16, True),
+)  # fmt: skip
+
+
 def compile_kernels(source, macros, names, most, to):
     """Registers that spill by the tile, or matmuls that run one after the other, would be a warning or a number."""
     included = [f"-I{folder}" for folder in nvrtc._folders(source)]
@@ -49,10 +55,25 @@ def compile_kernels(source, macros, names, most, to):
         (cross_entropy_hopper.SOURCE, launch_config(65536, 65536), (cross_entropy_hopper.NAME,), 0),
         *[
             (hopper_backward.SOURCE, hopper_backward.launch_config(*config).macros, (hopper_backward.NAME,), 0)
-            for config in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16))
+            for config in ATTENTION
+        ],
+        *[
+            (hopper_forward.SOURCE, hopper_forward.launch_config(*config).macros, (hopper_forward.NAME,), 0)
+            for config in ((64, True, torch.bfloat16, True), (128, False, torch.bfloat16, True))
         ],
     ],
-    ids=[*[source.parent.name for source in BY_SOURCE], "rows", "longest rows", "narrow", "wide", "wide, float16"],
+    ids=[
+        *[source.parent.name for source in BY_SOURCE],
+        "rows",
+        "longest rows",
+        "narrow",
+        "wide",
+        "wide, float16",
+        "narrow, packed",
+        "wide, packed",
+        "forward, narrow, packed",
+        "forward, wide, packed",
+    ],
 )
 def test_a_compiler_takes_the_kernels_and_the_tensor_cores_need_not_wait(source, macros, names, most, tmp_path):
     compile_kernels(source, macros, names, most, tmp_path / "kernels")

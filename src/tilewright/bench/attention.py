@@ -22,6 +22,7 @@ from tilewright.plan.cost import Cost, mean_context
 TOKENS, WIDTH = 16384, 2048  # of a plain case: batch x sequence, heads x head_dim
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 PACKED = (512, 3000, 1, 1200, 4096, 700, 2048, 4827)  # the tokens of packed sequences
+PACKED_LONGEST = (512, 1024, 2048, 4096, 8192)  # of sequences of four lengths, for the table
 BACKENDS = ("cudnn", "flash", "triton", "hopper")
 PEERS = ("torch", "flash_attn_3")
 
@@ -39,6 +40,11 @@ def cases(quick: bool) -> Iterator[Case]:
         yield _case(1, sum(PACKED), 32, head_dim, kv_heads=8, packed=list(PACKED))
         if quick:
             return
+        yield _case(1, sum(PACKED), 32, head_dim, kv_heads=8, packed=list(PACKED), window=1023)
+        for longest in PACKED_LONGEST:
+            mixed = [longest, longest // 2, longest // 4, longest // 4] * (TOKENS // (2 * longest))
+            yield _case(1, TOKENS, 32, head_dim, kv_heads=8, packed=mixed)
+        yield _case(1, TOKENS, 32, head_dim, kv_heads=8, packed=[2048] * 8)  # as the plain case of that length
 
 
 def _case(
@@ -142,7 +148,9 @@ def _label(case: Case) -> str:
     heads = (
         f"{case['heads']} heads" if case["heads"] == case["kv_heads"] else f"{case['heads']}/{case['kv_heads']} heads"
     )
-    kind = "packed" if case["packed"] else "causal" if case["causal"] else "full"
+    kind = "causal" if case["causal"] else "full"
+    if case["packed"]:
+        kind = f"{len(case['packed'])} packed of {min(case['packed'])} to {max(case['packed'])}"
     window = "" if case["window"] is None else f", window {case['window']}"
     return f"{case['batch']} x {case['sequence']} tokens, {heads} of {case['head_dim']}, {kind}{window}"
 
@@ -159,7 +167,7 @@ def _add_tflops(result: dict[str, Any]) -> None:
 def find_fastest(case: Case) -> str:
     """The backend with the least time for forward and backward of a measured case; nothing if none has both."""
     times = {}
-    for name in BACKENDS:
+    for name in ("triton", "hopper") if case["packed"] else BACKENDS:  # no other takes packed sequences
         label = f"{OURS}-{name}" if name in ("triton", "hopper") else name
         rows = [case[step]["implementations"].get(label, {}) for step in ("forward", "backward")]
         if all("median" in row for row in rows):
@@ -168,12 +176,12 @@ def find_fastest(case: Case) -> str:
 
 
 def _learn(result: dict[str, Any]) -> dict[table.Key, str]:
-    """Keep the fastest backend of each plain case in the user's cache, and return them."""
+    """Keep the fastest backend of each case without a window in the user's cache, and return them."""
     found: dict[table.Key, str] = {}
     for case in result["cases"]:
-        if case["packed"] is case["window"] is None and (fastest := find_fastest(case)):
-            gpu = torch.cuda.get_device_name()
-            key = table.Key(gpu, torch.bfloat16, case["head_dim"], case["causal"], case["sequence"])
+        if case["window"] is None and (fastest := find_fastest(case)):
+            gpu, longest = torch.cuda.get_device_name(), max(case["packed"] or [case["sequence"]])
+            key = table.Key(gpu, torch.bfloat16, case["head_dim"], case["causal"], longest, bool(case["packed"]))
             found.setdefault(key, fastest)
     table.learn(found)
     return found

@@ -282,6 +282,19 @@ def head_map(heads: torch.Tensor, rows: int) -> Any:
     return _tensor_map(heads.data_ptr(), heads.dtype, sizes, strides, (64, 1, rows, 1))
 
 
+def packed_head_map(heads: torch.Tensor, rows: int) -> Any:
+    """As `head_map`, of packed sequences: (1, tokens, heads, head_dim). Row r of batch b is token r + b - tokens.
+
+    So a sequence of n tokens that ends before token b is the last n rows of batch b, and what a box has beyond it is
+    read as 0 and not written. The address given is not one of the tensor; those that TMA computes from it are.
+    """
+    _, tokens, count, width = heads.shape
+    step = heads.stride(1) if tokens > 1 else count * width
+    head = heads.stride(2) if count > 1 else width
+    address = heads.data_ptr() - tokens * step * heads.element_size()
+    return _tensor_map(address, heads.dtype, (width, count, tokens, tokens + 1), (head, step, step), (64, 1, rows, 1))
+
+
 @functools.lru_cache(4096)  # a step asks for the same again, and asking takes the driver as long as a launch
 def _tensor_map(
     address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]

@@ -35,7 +35,7 @@ FEATURES = {  # what a call can ask for, in words
     "values": "values of another head_dim than keys",
 }  # fmt: skip
 _PYTORCHS = frozenset({"full", "causal", "lengths", "scale", "dropout"})
-_HOPPERS = frozenset({"full", "causal", "window", "lengths", "aligned", "scale", "gqa"})
+_HOPPERS = frozenset({"full", "causal", "window", "lengths", "aligned", "scale", "packed", "gqa"})
 _EVERYTHING = frozenset(FEATURES)
 
 
@@ -211,7 +211,9 @@ def _pick(inputs: Inputs) -> tuple[Backend, str, str]:
 
 def _pick_ours(inputs: Inputs, lacking: str) -> tuple[Backend, str, str]:
     """The backend of a call that PyTorch has no kernel for."""
-    if not _sees_other_ops(inputs) and not why_not(BACKENDS["hopper"], inputs):
+    # Of packed sequences a measurement decides: its tiles do what those of one length do, but nobody has timed it yet.
+    is_known = inputs.q_starts is None or _find_measured(inputs) == "hopper"
+    if is_known and not _sees_other_ops(inputs) and not why_not(BACKENDS["hopper"], inputs):
         return BACKENDS["hopper"], "hopper", lacking
     why = why_not(BACKENDS["triton"], inputs)
     if why:
@@ -255,8 +257,6 @@ def _why_not_unasked(name: str, inputs: Inputs) -> str:
     why = why_not(BACKENDS[name], inputs)
     if why or name != "hopper":
         return why
-    if is_fixed and not hopper.has_own_backward(inputs):
-        return "under deterministic algorithms its backward was not measured to be faster"
     if not is_fixed and not is_traced and not hopper.is_cudnns(inputs):
         return "PyTorch itself would not take cuDNN's kernels, which those of hopper replace"
     return ""
@@ -268,10 +268,16 @@ def _is_on_gpu(q: Tensor) -> bool:
 
 def _find_fastest(inputs: Inputs) -> str:
     """The backend that measurements name, if it can take the call."""
-    q = inputs.q
-    if torch.compiler.is_dynamo_compiling() or not _is_on_gpu(q):
-        return ""
     if not set(list_features(inputs)) <= {"causal", "full", "gqa", "scale"}:
         return ""
-    found = table.find(table.Key(table.gpu_name(q.device), q.dtype, q.shape[3], inputs.right == 0, q.shape[1]))
+    found = _find_measured(inputs)
     return found if found in BACKENDS and not _why_not_unasked(found, inputs) else ""
+
+
+def _find_measured(inputs: Inputs) -> str:
+    """The backend that measurements name for tensors of such sizes; nothing where there are none."""
+    q, is_packed = inputs.q, inputs.q_starts is not None
+    if torch.compiler.is_dynamo_compiling() or not _is_on_gpu(q):
+        return ""
+    gpu, length = table.gpu_name(q.device), inputs.longest_q
+    return table.find(table.Key(gpu, q.dtype, q.shape[3], inputs.right == 0, length, is_packed))

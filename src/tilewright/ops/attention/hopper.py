@@ -1,14 +1,13 @@
-"""The backend `hopper`: forward in CUDA C++, and backward by the first of three that takes the call.
+"""The backend `hopper`: forward and backward in CUDA C++ (`hopper_forward.py`, `hopper_backward.py`).
 
-Backward is our own in CUDA C++ (`hopper_backward.py`), cuDNN's, which adds in no fixed order and has no window, or our
-Triton kernels'. All of them take what forward saves: out, and a logarithm for each query.
+Where the kernel of backward is not to be had, as in a captured graph that needs it first, the Triton kernels do its
+work. They take what forward saves, too: out, and a logarithm for each query.
 
 `auto` takes it where `backends.py` says so.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from tilewright.runtime import dispatch, register
 
 HOST_BOUND = 2**28  # pairs of a query and a key up to which an eager host may lose what the device saves
 _DEVICES = ("cuda",)
-_RAGGED = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
 class Call(NamedTuple):
@@ -29,6 +27,10 @@ class Call(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+    q_starts: Tensor | None
+    k_starts: Tensor | None
+    longest_q: int  # tokens of every sequence, or of the longest that is packed
+    longest_k: int
     causal: bool
     left: int
     scale: float
@@ -44,6 +46,10 @@ class Gradient(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+    q_starts: Tensor | None
+    k_starts: Tensor | None
+    longest_q: int
+    longest_k: int
     causal: bool
     left: int
     scale: float
@@ -54,7 +60,11 @@ class Gradient(NamedTuple):
 
 def _forward(call: Call) -> tuple[Tensor, Tensor]:
     """(out, log-sum-exp)."""
-    return hopper_forward.forward(call.q, call.k, call.v, call.causal, call.window, call.scale)
+    return hopper_forward.forward(*call[:3], call.causal, call.window, call.scale, _starts(call))
+
+
+def _starts(call: Call | Gradient) -> hopper_forward.Starts | None:
+    return None if call.q_starts is None or call.k_starts is None else (call.q_starts, call.k_starts)
 
 
 def _fake_forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -64,42 +74,16 @@ def _fake_forward(call: Call) -> tuple[Tensor, Tensor]:
 
 def _backward(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
-    q, k, v, causal, left, scale, out, lse, dout = gradient
+    q, k, v, q_starts, k_starts, longest_q, longest_k, causal, left, scale, out, lse, dout = gradient
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if not hopper_backward.why_not(q, k, v, causal, left, scale):
-        return hopper_backward.backward(q, k, v, out, lse, dout, causal, left, scale)
-    if left < 0 and q.shape[1] == k.shape[1] and _may_take_cudnns():
-        return _backward_by_cudnn(gradient)
-    tokens, keys, right = q.shape[1], k.shape[1], 0 if causal else -1
-    whole = (q, k, v, None, None, None, None, None, tokens, keys, left, right, scale, 0.0, 0.0)
+    starts = _starts(gradient)
+    if not hopper_backward.why_not(q, k, v, causal, left, scale, starts is not None):
+        return hopper_backward.backward(q, k, v, out, lse, dout, causal, left, scale, starts)
+    numbers = longest_q, longest_k, left, 0 if causal else -1, scale, 0.0, 0.0
+    whole = (q, k, v, None, None, q_starts, k_starts, None, *numbers)
     dq, dk, dv, _ = triton_op.backward(triton_op.Gradient(*whole, out, lse, dout, None, [True, True, True, False]))
     assert dq is not None and dk is not None and dv is not None
-    return dq, dk, dv
-
-
-def _may_take_cudnns() -> bool:
-    """Not where sums must have a fixed order, nor where PyTorch's cuDNN wants the logarithm in another one."""
-    return not torch.are_deterministic_algorithms_enabled() and os.environ.get(_RAGGED) != "1"
-
-
-def _backward_by_cudnn(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch looks a graph of cuDNN's up by the strides of q, k and v alone.
-
-    Its own forward orders the dimensions of `out` as those of q. Ours is packed: q must have the order of that.
-    """
-    q = hopper_forward.readable(gradient.q)
-    if not q.stride(0) >= q.stride(1) >= q.stride(2):
-        q = q.contiguous()
-    k, v = map(hopper_forward.readable, (gradient.k, gradient.v))
-    out, dout = (x.resolve_neg().contiguous() for x in (gradient.out, gradient.dout))
-    q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
-    draws = torch.empty(0, dtype=torch.int64, device=q.device)  # of a dropout that there is not
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, gradient.lse.unsqueeze(-1), draws, draws, None, None, None, q.shape[2], k.shape[2], 0.0,
-        gradient.causal, scale=gradient.scale,
-    )  # fmt: skip
-    dq, dk, dv = (x.transpose(1, 2) for x in found)
     return dq, dk, dv
 
 
@@ -115,8 +99,8 @@ def _backward_packed(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*call[:3], *output)
-    ctx.options = call[3:]
+    ctx.save_for_backward(*call[:5], *output)
+    ctx.options = call[5:]
     ctx.set_materialize_grads(False)
 
 
@@ -125,8 +109,8 @@ def _differentiate(ctx: Any, backward: Any, dout: Tensor | None, dlse: Tensor | 
         raise RuntimeError(ONCE)
     if dout is None:
         return ()
-    q, k, v, out, lse = ctx.saved_tensors
-    return tuple(backward(Gradient._make((q, k, v, *ctx.options, out, lse, dout))))
+    *given, out, lse = ctx.saved_tensors
+    return tuple(backward(Gradient._make((*given, *ctx.options, out, lse, dout))))
 
 
 _OP = register.Op(f"{NAME}_hopper", _forward, _fake_forward)
@@ -135,7 +119,9 @@ _eager = _OP.differentiate(_save, _differentiate, _BACKWARD)
 
 
 def _call(inputs: Inputs) -> Call:
-    return Call(*inputs[:3], inputs.right == 0, inputs.left, inputs.scale)
+    starts = inputs.q_starts, inputs.k_starts
+    longest = inputs.longest_q, inputs.longest_k
+    return Call(*inputs[:3], *starts, *longest, inputs.right == 0, inputs.left, inputs.scale)
 
 
 def why_not(inputs: Inputs) -> str:
@@ -146,7 +132,7 @@ def why_not(inputs: Inputs) -> str:
     if inputs.right > 0:
         return "the kernel has no window behind a query"
     call = _call(inputs)
-    return hopper_forward.why_not(call.q, call.k, call.v, call.causal, call.window, call.scale)
+    return hopper_forward.why_not(*call[:3], call.causal, call.window, call.scale, call.q_starts is not None)
 
 
 def is_host_bound(inputs: Inputs) -> bool:
@@ -155,11 +141,6 @@ def is_host_bound(inputs: Inputs) -> bool:
     if q.numel() // q.shape[3] * k.shape[1] > HOST_BOUND or dispatch.kernels_are_forced():
         return False
     return not (dispatch.is_traced(*inputs[:3]) or (q.is_cuda and torch.cuda.is_current_stream_capturing()))
-
-
-def has_own_backward(inputs: Inputs) -> bool:
-    """Whether backward, if there is one, is our own in CUDA C++."""
-    return not _has_backward(inputs) or not hopper_backward.why_no_shape(*_call(inputs))
 
 
 def _has_backward(inputs: Inputs) -> bool:
@@ -179,7 +160,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
     if dispatch.is_traced(*call[:3]):
         out, lse = _OP.call_registered(call)
         return out, lse
-    if _has_backward(inputs) and not hopper_backward.why_no_shape(*call):
-        hopper_backward.foresee(call.q.device, call.q.shape[3], call.q.dtype)
+    if _has_backward(inputs):
+        hopper_backward.foresee(call.q.device, call.q.shape[3], call.q.dtype, call.q_starts is not None)
     out, lse = _eager(*call)
     return out, lse

@@ -24,9 +24,15 @@
 // causal mask those are a turn ahead of each other from the beginning, and nobody waits in fact.
 //
 // Of a third group one thread loads, and one for each of the others adds its part of dQ.
+//
+// PACKED: sequences of any lengths, one behind the other in a batch of 1. The blocks of keys of all of them are in a table
+// that was written on the device, those of one sequence in the order that the sections of a head have. A number stands for
+// one of them of one head; numbers behind the last do nothing.
 #include "matmuls.cuh"
+#include "packed.cuh"
 
-// The host's: HEAD, columns of a head; QUERIES of a tile; stages of the rings, Q_STAGES and DO_STAGES; HALF, SHARED_BYTES.
+// The host's: HEAD, columns of a head; QUERIES of a tile; stages of the rings, Q_STAGES and DO_STAGES; PACKED, HALF,
+// SHARED_BYTES.
 constexpr int KEYS = 128, PANEL = 64, PANELS = HEAD / PANEL;                     // a panel's rows are of 128 bytes
 constexpr int KEY_PANEL = KEYS * PANEL * 2, KEY_TILE = PANELS * KEY_PANEL;       // bytes
 constexpr int QUERY_PANEL = QUERIES * PANEL * 2, QUERY_TILE = PANELS * QUERY_PANEL;
@@ -46,34 +52,51 @@ static_assert(QUERIES * HEAD == 2 * 64 * 64, "each group has 64 x 64 numbers of 
 struct Sizes {  // of what is asked; query i sees keys from i + keys - queries - left to i + keys - queries + right
   int batch, heads, shared_by, queries, keys, left, right;  // `shared_by` heads have their keys in common
   int section;                                              // blocks
+  int tiles;                                                // of queries of a head that `dqueries` has room for
+  const Entry* blocks;                                      // of packed sequences
 };
 
 // What a block does: its keys, and the tiles of queries that see them, of each of `shared_by` heads.
-struct Walk {
-  int batch, key_head, block, first, tiles;
+struct Walk : Sequence {
+  int key_head, block, first, tiles;
   int begin, end;  // of the section: blocks
+  int tile;        // of a head: number of the sequence's first one
 };
-__device__ __forceinline__ Walk find(const Sizes& sizes) {
-  const int blocks = (sizes.keys + KEYS - 1) / KEYS, key_heads = sizes.heads / sizes.shared_by;
-  const int section = blockIdx.x / (sizes.batch * key_heads * sizes.section);
-  const int within = blockIdx.x - section * (sizes.batch * key_heads * sizes.section);
-  Walk walk;
-  walk.begin = section * sizes.section, walk.end = min(walk.begin + sizes.section, blocks);
-  const int count = walk.end - walk.begin, head = within / count;
-  walk.batch = head / key_heads, walk.key_head = head % key_heads;
-  walk.block = walk.end - 1 - within % count;
-  const int same = walk.block * KEYS - (sizes.keys - sizes.queries);  // the query that would be at the first key
+__device__ __forceinline__ bool find(Walk& walk, const Sizes& sizes) {
+  const int key_heads = sizes.heads / sizes.shared_by;
+  if (PACKED) {
+    const int number = blockIdx.x / key_heads;
+    if (number >= sizes.blocks->count) return false;
+    const Entry& entry = sizes.blocks[1 + number];
+    (Sequence&)walk = sequence_of(entry, sizes.queries, sizes.keys);
+    walk.key_head = blockIdx.x % key_heads, walk.block = entry.block;
+    walk.begin = walk.block / sizes.section * sizes.section;
+    walk.end = min(walk.begin + sizes.section, (walk.keys + KEYS - 1) / KEYS);
+    walk.tile = entry.query / QUERIES + entry.number;  // of each sequence before it at most one is not full
+  } else {
+    const int section = blockIdx.x / (sizes.batch * key_heads * sizes.section);
+    const int within = blockIdx.x - section * (sizes.batch * key_heads * sizes.section);
+    walk.begin = section * sizes.section, walk.end = min(walk.begin + sizes.section, (sizes.keys + KEYS - 1) / KEYS);
+    const int count = walk.end - walk.begin, head = within / count;
+    (Sequence&)walk = sequence_of(head / key_heads, sizes.queries, sizes.keys);
+    walk.key_head = head % key_heads, walk.block = walk.end - 1 - within % count, walk.tile = 0;
+  }
+  const int same = walk.block * KEYS - (walk.keys - walk.queries);  // the query that would be at the first key
   walk.first = max(0, same - sizes.right) / QUERIES;
-  const int last = min(sizes.queries - 1, same + KEYS - 1 + sizes.left);
+  const int last = min(walk.queries - 1, same + KEYS - 1 + sizes.left);
   walk.tiles = last < 0 ? 0 : max(0, last / QUERIES - walk.first + 1);
-  return walk;
+  return true;
 }
+
+// Where they are no constants they take registers.
+__device__ __forceinline__ int queries_of(const Sizes& sizes, const Walk& walk) { return PACKED ? walk.queries : sizes.queries; }
+__device__ __forceinline__ int keys_of(const Sizes& sizes, const Walk& walk) { return PACKED ? walk.keys : sizes.keys; }
 
 // How many blocks add to a tile of queries before this one: those of earlier sections, and of this one those behind it.
 __device__ __forceinline__ int rank_of(const Sizes& sizes, const Walk& walk, int tile) {
-  const int offset = sizes.keys - sizes.queries;
+  const int offset = keys_of(sizes, walk) - queries_of(sizes, walk);
   const int from = max(0, tile * QUERIES + offset - sizes.left) / KEYS;
-  const int last = (min((tile + 1) * QUERIES, sizes.queries) - 1 + offset + sizes.right) / KEYS;
+  const int last = (min((tile + 1) * QUERIES, queries_of(sizes, walk)) - 1 + offset + sizes.right) / KEYS;
   return max(0, walk.begin - from) + min(last, walk.end - 1) - walk.block;
 }
 
@@ -104,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ __align__(1024) char memory[];
   const u32 base = shared(memory), barriers = base + AT_BARRIERS;
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
-  const Walk walk = find(sizes);
+  Walk walk;
+  if (!find(walk, sizes)) return;
   const int turns = walk.tiles * sizes.shared_by;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Q_STAGES; i++) {
@@ -126,29 +150,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   if (group == 0) {
     shrink_registers<FEW_REGISTERS>();
-    const int tiles = (sizes.queries + QUERIES - 1) / QUERIES;
     int head = walk.key_head * sizes.shared_by, tile = walk.first;
-    int number = (walk.batch * sizes.heads + head) * tiles + tile;  // of the tile, of all heads
+    int number = (walk.batch * sizes.heads + head) * sizes.tiles + walk.tile + tile;  // of the tile, of all heads
     auto advance = [&]() {
       number++;
-      if (++tile == walk.first + walk.tiles) tile = walk.first, number += tiles - walk.tiles, head++;
+      if (++tile == walk.first + walk.tiles) tile = walk.first, number += sizes.tiles - walk.tiles, head++;
     };
     if (thread == 0) {
       expect(barriers + 8 * FULL_KEYS, 2 * KEY_TILE);
-      load_panels(base + AT_K, KEY_PANEL, &keys, barriers + 8 * FULL_KEYS, walk.key_head, walk.block * KEYS, walk.batch);
-      load_panels(base + AT_V, KEY_PANEL, &values, barriers + 8 * FULL_KEYS, walk.key_head, walk.block * KEYS, walk.batch);
+      const int row = walk.key_row + walk.block * KEYS;
+      load_panels(base + AT_K, KEY_PANEL, &keys, barriers + 8 * FULL_KEYS, walk.key_head, row, walk.key_batch);
+      load_panels(base + AT_V, KEY_PANEL, &values, barriers + 8 * FULL_KEYS, walk.key_head, row, walk.key_batch);
 #pragma unroll 1
       for (int turn = 0; turn < turns; turn++, advance()) {
         const int q = turn % Q_STAGES, g = turn % DO_STAGES;
         wait(barriers + 8 * (EMPTY_Q + q), turn / Q_STAGES + 1 & 1);
         expect(barriers + 8 * (FULL_Q + q), QUERY_TILE + ROW);
         load_panels(base + AT_Q + q * QUERY_TILE, QUERY_PANEL, &queries, barriers + 8 * (FULL_Q + q), head,
-                    tile * QUERIES, walk.batch);
+                    walk.query_row + tile * QUERIES, walk.query_batch);
         load_bytes(base + AT_STARTS + q * ROW, starts + (size_t)number * QUERIES, ROW, barriers + 8 * (FULL_Q + q));
         wait(barriers + 8 * (EMPTY_DO + g), turn / DO_STAGES + 1 & 1);
         expect(barriers + 8 * (FULL_DO + g), QUERY_TILE + ROW);
         load_panels(base + AT_DO + g * QUERY_TILE, QUERY_PANEL, &dout, barriers + 8 * (FULL_DO + g), head,
-                    tile * QUERIES, walk.batch);
+                    walk.query_row + tile * QUERIES, walk.query_batch);
         load_bytes(base + AT_SLOPE_STARTS + g * ROW, slope_starts + (size_t)number * QUERIES, ROW,
                    barriers + 8 * (FULL_DO + g));
       }
@@ -207,12 +231,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   };
   // Probabilities of keys that a query does not see, or that there are not, become 0.
   auto mask = [&](int tile) {
-    const int key = walk.block * KEYS + mine * 64, ahead = tile * QUERIES + sizes.keys - sizes.queries - key;
-    if (ahead - 63 + sizes.right >= 0 && ahead + QUERIES - 1 <= sizes.left && key + 64 <= sizes.keys) return;
+    const int key = walk.block * KEYS + mine * 64;
+    const int ahead = tile * QUERIES + keys_of(sizes, walk) - queries_of(sizes, walk) - key;
+    if (ahead - 63 + sizes.right >= 0 && ahead + QUERIES - 1 <= sizes.left && key + 64 <= keys_of(sizes, walk)) return;
     const int row = warp * 16 + lane / 4, own = ahead + lane % 4 * 2 - row;
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      const int begin = key + row + 8 * j < sizes.keys ? 8 * j - own - sizes.right : QUERIES, end = 8 * j - own + sizes.left;
+      const bool is_there = key + row + 8 * j < keys_of(sizes, walk);
+      const int begin = is_there ? 8 * j - own - sizes.right : QUERIES, end = 8 * j - own + sizes.left;
 #pragma unroll
       for (int i = 0; i < QUERIES / 4; i++)
         if (i / 2 * 8 + i % 2 < begin || i / 2 * 8 + i % 2 > end) s[i / 2 * 4 + j * 2 + i % 2] = 0.0f;
@@ -304,11 +330,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   fence_async();
   synchronise(2 + mine, 128);
   if (thread == 0) {
+    auto put_gradients = [&](const Walk& to) {
 #pragma unroll
-    for (int i = 0; i < PANELS; i++) {
-      const int row = walk.block * KEYS + mine * 64;
-      store(&dkeys, part + i * (KEY_PANEL / 2), i * PANEL, walk.key_head, row, walk.batch);
-      store(&dvalues, own_values + i * KEY_PANEL, i * PANEL, walk.key_head, row, walk.batch);
+      for (int i = 0; i < PANELS; i++) {
+        const int row = to.key_row + to.block * KEYS + mine * 64;
+        store(&dkeys, part + i * (KEY_PANEL / 2), i * PANEL, to.key_head, row, to.key_batch);
+        store(&dvalues, own_values + i * KEY_PANEL, i * PANEL, to.key_head, row, to.key_batch);
+      }
+    };
+    if (PACKED) {
+      Walk again;  // from the table: what is kept until here takes registers
+      find(again, sizes);
+      put_gradients(again);
+    } else {
+      put_gradients(walk);
     }
     commit_stores();
     wait_stores();

@@ -15,9 +15,14 @@
 //
 // Query i sees key j where j <= i + (keys - queries), if CAUSAL, and of those the last `window`. Every query has its own
 // sums over all keys in an order that only its tile decides: results are the same bits on every run.
+//
+// PACKED: sequences of any lengths, one behind the other in a batch of 1. The tiles of all of them are in a table that
+// was written on the device, and all else is the same.
 #include "matmuls.cuh"
+#include "packed.cuh"
 
-// The host's: HEAD, columns of a head; GROUPS of consumers; KEYS of a tile; STAGES of each ring; CAUSAL, HALF, SHARED_BYTES.
+// The host's: HEAD, columns of a head; GROUPS of consumers; KEYS of a tile; STAGES of each ring; CAUSAL, PACKED, HALF,
+// SHARED_BYTES.
 constexpr int ROWS = 64 * GROUPS, PANEL = 64, PANELS = HEAD / PANEL;            // a panel's rows are of 128 bytes
 constexpr int QUERY_PANEL = 64 * PANEL * 2, QUERY_TILE = PANELS * QUERY_PANEL;  // bytes, of one group
 constexpr int KEY_PANEL = KEYS * PANEL * 2, KEY_TILE = PANELS * KEY_PANEL;      // bytes, and as many of values
@@ -34,9 +39,10 @@ constexpr float SLACK = 8.0f;  // powers of two
 struct Sizes {  // of what is asked
   int batch, heads, shared_by, queries, keys, window;  // `shared_by` heads have their keys in common; `window` may be huge
   int section;  // heads, of all batches, that are finished before the next begin: their keys and values stay in the L2
+  const Entry* tiles;  // of packed sequences
 };
-struct Tile {
-  int batch, head, row, first, last;  // row of the first query, and blocks of keys: `first` to before `last`
+struct Tile : Sequence {
+  int head, row, first, last;  // row of the first query, and blocks of keys: `first` to before `last`
 };
 struct Ring {
   int stage;
@@ -47,31 +53,38 @@ struct Ring {
 };
 
 // The keys that a query sees end before this one, and begin with the other.
-__device__ __forceinline__ int end_of(const Sizes& sizes, int row) {
-  return CAUSAL ? min(sizes.keys, row + sizes.keys - sizes.queries + 1) : sizes.keys;
+__device__ __forceinline__ int end_of(const Sequence& of, int row) {
+  return CAUSAL ? min(of.keys, row + of.keys - of.queries + 1) : of.keys;
 }
-__device__ __forceinline__ int begin_of(const Sizes& sizes, int row) {
-  return CAUSAL ? row + sizes.keys - sizes.queries + 1 - sizes.window : 0;
+__device__ __forceinline__ int begin_of(const Sizes& sizes, const Sequence& of, int row) {
+  return CAUSAL ? row + of.keys - of.queries + 1 - sizes.window : 0;
 }
 
 // Blocks of keys up to the last one that any of these queries sees.
-__device__ __forceinline__ int blocks_for(const Sizes& sizes, int row, int count) {
-  return row < sizes.queries ? (max(0, end_of(sizes, min(row + count, sizes.queries) - 1)) + KEYS - 1) / KEYS : 0;
+__device__ __forceinline__ int blocks_for(const Sequence& of, int row, int count) {
+  return row < of.queries ? (max(0, end_of(of, min(row + count, of.queries) - 1)) + KEYS - 1) / KEYS : 0;
 }
 
 // The tile of a block in its turn: the longest come first, and who had the longest of a turn has the shortest of the next.
 __device__ __forceinline__ bool find(Tile& tile, const Sizes& sizes, int turn) {
-  const int down = (sizes.queries + ROWS - 1) / ROWS, across = sizes.batch * sizes.heads;
+  const int down = PACKED ? sizes.tiles->count : (sizes.queries + ROWS - 1) / ROWS, across = sizes.batch * sizes.heads;
   const int blocks = gridDim.x, place = turn % 2 ? blocks - 1 - (int)blockIdx.x : (int)blockIdx.x;
   const long long number = (long long)turn * blocks + place;
   if (number >= (long long)down * across) return false;
   const int whole = down * sizes.section, section = (int)(number / whole), within = (int)(number % whole);
   const int wide = min(sizes.section, across - section * sizes.section);
   const int head = section * sizes.section + within % wide, block = within / wide;
-  tile.batch = head / sizes.heads, tile.head = head % sizes.heads;
-  tile.row = (CAUSAL ? down - 1 - block : block) * ROWS;
-  tile.first = max(0, begin_of(sizes, tile.row)) / KEYS;
-  tile.last = blocks_for(sizes, tile.row, ROWS);
+  tile.head = head % sizes.heads;
+  if (PACKED) {
+    const Entry& entry = sizes.tiles[1 + block];
+    (Sequence&)tile = sequence_of(entry, sizes.queries, sizes.keys);
+    tile.row = entry.block * ROWS;
+  } else {
+    (Sequence&)tile = sequence_of(head / sizes.heads, sizes.queries, sizes.keys);
+    tile.row = (CAUSAL ? down - 1 - block : block) * ROWS;
+  }
+  tile.first = max(0, begin_of(sizes, tile, tile.row)) / KEYS;
+  tile.last = blocks_for(tile, tile.row, ROWS);
   return true;
 }
 
@@ -92,14 +105,14 @@ __device__ __forceinline__ void load_all(u32 base, const Map* queries, const Map
       wait(barriers + 8 * (EMPTY_K + k.stage), k.parity);
       expect(barriers + 8 * (FULL_K + k.stage), KEY_TILE);
       load_panels(base + AT_K + k.stage * KEY_TILE, KEY_PANEL, keys, barriers + 8 * (FULL_K + k.stage), key_head,
-                  block * KEYS, tile.batch);
+                  tile.key_row + block * KEYS, tile.key_batch);
       k.advance();
     };
     auto load_values = [&](int block) {
       wait(barriers + 8 * (EMPTY_V + v.stage), v.parity);
       expect(barriers + 8 * (FULL_V + v.stage), KEY_TILE);
       load_panels(base + AT_V + v.stage * KEY_TILE, KEY_PANEL, values, barriers + 8 * (FULL_V + v.stage), key_head,
-                  block * KEYS, tile.batch);
+                  tile.key_row + block * KEYS, tile.key_batch);
       v.advance();
     };
     if (tile.first >= tile.last) continue;
@@ -108,7 +121,7 @@ __device__ __forceinline__ void load_all(u32 base, const Map* queries, const Map
       wait(barriers + 8 * (EMPTY_Q + group), query_parity);
       expect(barriers + 8 * (FULL_Q + group), QUERY_TILE);
       load_panels(base + AT_Q + group * QUERY_TILE, QUERY_PANEL, queries, barriers + 8 * (FULL_Q + group), tile.head,
-                  tile.row + group * 64, tile.batch);
+                  tile.query_row + tile.row + group * 64, tile.query_batch);
     }
     query_parity ^= 1;
 #pragma unroll 1
@@ -195,21 +208,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     commit_wgmma();
   };
   // Scores of keys that a query does not see become -inf. `row` is the group's first one.
-  auto mask = [&](int block, int row) {
+  auto mask = [&](const Tile& tile, int block, int row) {
     const int own = row + thread / 32 * 16 + lane / 4, column = block * KEYS + lane % 4 * 2;
-    if ((block + 1) * KEYS > end_of(sizes, row)) {
+    if ((block + 1) * KEYS > end_of(tile, row)) {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const int end = end_of(sizes, own + 8 * j) - column;
+        const int end = end_of(tile, own + 8 * j) - column;
 #pragma unroll
         for (int i = 0; i < KEYS / 4; i++)
           if (i / 2 * 8 + i % 2 >= end) s[i / 2 * 4 + j * 2 + i % 2] = NOTHING;
       }
     }
-    if (CAUSAL && block * KEYS < begin_of(sizes, row + 63)) {
+    if (CAUSAL && block * KEYS < begin_of(sizes, tile, row + 63)) {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const int begin = begin_of(sizes, own + 8 * j) - column;
+        const int begin = begin_of(sizes, tile, own + 8 * j) - column;
 #pragma unroll
         for (int i = 0; i < KEYS / 4; i++)
           if (i / 2 * 8 + i % 2 < begin) s[i / 2 * 4 + j * 2 + i % 2] = NOTHING;
@@ -255,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       float all = total[j] + __shfl_xor_sync(0xFFFFFFFFu, total[j], 1);
       all += __shfl_xor_sync(0xFFFFFFFFu, all, 2);
       const float inverse = all == 0.0f ? 0.0f : 1.0f / all;
-      const long long query = (long long)tile.batch * sizes.queries + row;
+      const long long query = (long long)tile.batch * sizes.queries + tile.query + row;
       uint4* to = (uint4*)((char*)out + (query * sizes.heads + tile.head) * (HEAD * 2)) + lane % 4;
 #pragma unroll
       for (int i = 0; i < HEAD / 32; i++) {
@@ -266,10 +279,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           x[w] = pack(pair[0] * inverse, pair[1] * inverse);
         }
         exchange(x, lane);
-        if (row < sizes.queries) to[i * 4] = make_uint4(x[0], x[1], x[2], x[3]);
+        if (row < tile.queries) to[i * 4] = make_uint4(x[0], x[1], x[2], x[3]);
       }
-      if (lane % 4 == 0 && row < sizes.queries)
-        lse[((long long)tile.batch * sizes.heads + tile.head) * sizes.queries + row] =
+      if (lane % 4 == 0 && row < tile.queries)
+        lse[((long long)tile.batch * sizes.heads + tile.head) * sizes.queries + tile.query + row] =
             all == 0.0f ? NOTHING : most[j] * scale + logf(all);
     }
   };
@@ -286,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (block >= tile.first) {
       // Keys that only other groups see; but one block is taken by all, for Q is freed with it.
 #pragma unroll 1
-      for (const int seen = max(blocks_for(sizes, row, 64), tile.first + 1); block >= seen; block--) {
+      for (const int seen = max(blocks_for(tile, row, 64), tile.first + 1); block >= seen; block--) {
         wait(barriers + 8 * (FULL_K + k.stage), k.parity);
         release(EMPTY_K + k.stage);
         k.advance();
@@ -304,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       release(EMPTY_K + k.stage);
       k.advance();
       if (block == tile.first) release(EMPTY_Q + mine);
-      mask(block, row);
+      mask(tile, block, row);
       exponentiate(by);
       round_scores();
       while (--block >= tile.first) {
@@ -318,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         release(EMPTY_K + k.stage);
         k.advance();
         if (block == tile.first) release(EMPTY_Q + mine);
-        mask(block, row);
+        mask(tile, block, row);
         exponentiate(by);
         // The wait is in both branches: before them the assembler would move it ahead of the exponentials.
         if (__any_sync(0xFFFFFFFFu, by[0] != 1.0f || by[1] != 1.0f)) {

@@ -24,6 +24,8 @@ _ROWS = 64  # queries of a warpgroup
 _L2_BYTES = 32 << 20  # of keys and values that blocks read at the same time
 _EVERYTHING = 2**30  # a window that leaves out nothing
 
+Starts = tuple[torch.Tensor, torch.Tensor]  # where packed sequences of queries and of keys begin, and the last one ends
+
 
 @dataclass(frozen=True)
 class Config:
@@ -35,6 +37,11 @@ class Config:
     stages: int
     causal: bool
     half: bool
+    packed: bool = False
+
+    @property
+    def rows(self) -> int:
+        return _ROWS * self.groups
 
     @property
     def threads(self) -> int:
@@ -49,13 +56,13 @@ class Config:
     def macros(self) -> dict[str, int]:
         return {
             "HEAD": self.head_dim, "GROUPS": self.groups, "KEYS": self.keys, "STAGES": self.stages,
-            "CAUSAL": int(self.causal), "HALF": int(self.half), "SHARED_BYTES": self.shared_bytes,
-            "BOUNDED_WAITS": BOUNDED_WAITS,
+            "CAUSAL": int(self.causal), "PACKED": int(self.packed), "HALF": int(self.half),
+            "SHARED_BYTES": self.shared_bytes, "BOUNDED_WAITS": BOUNDED_WAITS,
         }  # fmt: skip
 
 
 @functools.cache
-def launch_config(head_dim: int, causal: bool, dtype: torch.dtype) -> Config:
+def launch_config(head_dim: int, causal: bool, dtype: torch.dtype, packed: bool = False) -> Config:
     """Tiles as large as registers and shared memory hold; under a causal mask smaller ones, of which less is masked.
 
     >>> launch_config(128, True, torch.bfloat16).shared_bytes
@@ -63,29 +70,31 @@ def launch_config(head_dim: int, causal: bool, dtype: torch.dtype) -> Config:
     """
     half = dtype == torch.float16
     if head_dim == 64:
-        return Config(64, 3, 128, 4, causal, half)
-    return Config(128, 2, 128, 3, causal, half) if causal else Config(128, 2, 176, 2, causal, half)
+        return Config(64, 3, 128, 4, causal, half, packed)
+    return Config(128, 2, 128, 3, causal, half, packed) if causal else Config(128, 2, 176, 2, causal, half, packed)
 
 
 class _Sizes(ctypes.Structure):
     """`Sizes` of the kernel."""
 
-    _fields_ = tuple((name, c_int) for name in ("batch", "heads", "shared_by", "queries", "keys", "window", "section"))
+    _numbers = "batch", "heads", "shared_by", "queries", "keys", "window", "section"
+    _fields_ = (*((name, c_int) for name in _numbers), ("tiles", c_void_p))
 
 
-def _sizes(q: torch.Tensor, k: torch.Tensor, window: int | None) -> _Sizes:
+def _sizes(q: torch.Tensor, k: torch.Tensor, window: int | None, tiles: torch.Tensor | None) -> _Sizes:
     batch, queries, heads, head_dim = q.shape
     keys, key_heads = k.shape[1:3]
     shared_by = heads // key_heads
     at_once = max(1, _L2_BYTES // (keys * head_dim * 4))  # heads of keys and values
     window = _EVERYTHING if window is None else min(window, _EVERYTHING)
-    return _Sizes(batch, heads, shared_by, queries, keys, window, min(batch * heads, at_once * shared_by))
+    section, address = min(batch * heads, at_once * shared_by), None if tiles is None else tiles.data_ptr()
+    return _Sizes(batch, heads, shared_by, queries, keys, window, section, address)
 
 
-def compile_ahead(device: torch.device, head_dim: int, causal: bool, dtype: torch.dtype) -> None:
+def compile_ahead(device: torch.device, head_dim: int, causal: bool, dtype: torch.dtype, packed: bool = False) -> None:
     """Begins to compile the kernel, if there is one."""
     if head_dim in HEADS and dtype in DTYPES and _compiler_takes_it():
-        hopper.compile_ahead(device, SOURCE, launch_config(head_dim, causal, dtype).macros)
+        hopper.compile_ahead(device, SOURCE, launch_config(head_dim, causal, dtype, packed).macros)
 
 
 @functools.cache
@@ -102,13 +111,14 @@ def _kernel(device: torch.device, config: Config) -> nvrtc.Kernel | None:
 
 
 def is_there(
-    device: torch.device, head_dim: int = HEADS[-1], causal: bool = True, dtype: torch.dtype = torch.bfloat16
-) -> bool:
+    device: torch.device, head_dim: int = HEADS[-1], causal: bool = True, dtype: torch.dtype = torch.bfloat16,
+    packed: bool = False,
+) -> bool:  # fmt: skip
     """Whether the kernel can run on a device: a Hopper, with NVRTC 13. It is compiled to find out."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     with torch.utils._python_dispatch._disable_current_modes():  # of a compiler, which has memory without addresses
-        return _kernel(device, launch_config(head_dim, causal, dtype)) is not None
+        return _kernel(device, launch_config(head_dim, causal, dtype, packed)) is not None
 
 
 is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's mark; that imports Dynamo
@@ -116,7 +126,7 @@ is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.c
 
 def why_not(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None = None,
-    scale: float | None = None,
+    scale: float | None = None, packed: bool = False,
 ) -> str:  # fmt: skip
     """Say what keeps `forward` from these; nothing where it takes them.
 
@@ -136,7 +146,7 @@ def why_not(
         return "a window needs a causal mask and at least one key"
     if scale is not None and not 0.0 < scale < float("inf"):
         return "the scale is no positive number"
-    if not is_there(q.device, operator.index(q.shape[3]), causal, q.dtype):  # a number, where sizes are symbols
+    if not is_there(q.device, operator.index(q.shape[3]), causal, q.dtype, packed):  # a number, where sizes are symbols
         return "the kernel is for a Hopper, and needs NVRTC 13"
     return ""
 
@@ -155,13 +165,14 @@ def readable(t: torch.Tensor) -> torch.Tensor:
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None = None,
-    scale: float | None = None,
+    scale: float | None = None, starts: Starts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The result, packed as (batch, queries, heads, head_dim), and a natural logarithm, (batch, heads, queries).
 
     For what `why_not` has nothing against. Where there are more or fewer keys than queries, the last query sees the
     last key under a causal mask; `window` is how many keys a query sees at most, its own among them. A query that sees
-    none has 0 and -inf.
+    none has 0 and -inf. `starts` are where packed sequences begin in a batch of 1, of queries and of keys: tokens of
+    none have 0 and -inf, too, and so have all where `starts` are out of place.
     """
     batch, queries, heads, head_dim = q.shape
     out = q.new_empty(q.shape)
@@ -170,17 +181,24 @@ def forward(
         return out.zero_(), lse.fill_(-torch.inf)
     if out.numel() == 0:
         return out, lse
-    config = launch_config(head_dim, causal, q.dtype)
+    config = launch_config(head_dim, causal, q.dtype, starts is not None)
     kernel = _kernel(q.device, config)
     assert kernel is not None
     q, k, v = map(readable, (q, k, v))
-    context = _context(queries, k.shape[1], causal, window)
+    table, tiles, count = None, -(-queries // config.rows) * batch * heads, 1
+    if starts is not None:
+        from tilewright.ops.attention.packed_kernels import make_tiles
+
+        made = make_tiles(*starts, queries, k.shape[1], config.rows)
+        table, tiles, count = made.table, made.most * heads, max(1, len(starts[0]) - 1)
+    # Of packed sequences the host knows the mean length alone.
+    context = _context(-(-queries // count), -(-k.shape[1] // count), causal, window)
     flops = cost(batch, queries, heads, k.shape[2], head_dim, context=context).flops
     with work.launching(NAME, (q, k, v, out, lse), float(flops)):
-        maps = nvrtc.head_map(q, _ROWS), nvrtc.head_map(k, config.keys), nvrtc.head_map(v, config.keys)
-        tiles = -(-queries // (_ROWS * config.groups)) * batch * heads
+        map_of = nvrtc.head_map if starts is None else nvrtc.packed_head_map
+        maps = map_of(q, _ROWS), map_of(k, config.keys), map_of(v, config.keys)
         addresses = c_void_p(out.data_ptr()), c_void_p(lse.data_ptr())
-        numbers = _sizes(q, k, window), c_float(head_dim**-0.5 if scale is None else scale)
+        numbers = _sizes(q, k, window, table), c_float(head_dim**-0.5 if scale is None else scale)
         kernel(min(tiles, dispatch.multiprocessors(q.device)), (*maps, *addresses, *numbers))
     return out, lse
 

@@ -5,7 +5,7 @@ comes first. Both are a JSON object that names a backend for each key, such as
 
     {"NVIDIA H200 / bfloat16 / 64 / causal / 2048": "hopper"}
 
-where the length is a power of two and stands for all down to the one below it.
+where the length is a power of two and stands for all down to the one below it; of packed sequences, for the longest.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ class Key(NamedTuple):
     head_dim: int
     causal: bool
     length: int
+    packed: bool = False
 
     def __str__(self) -> str:
         """
         >>> str(Key("NVIDIA H200", torch.bfloat16, 64, True, 1500))
         'NVIDIA H200 / bfloat16 / 64 / causal / 2048'
+        >>> str(Key("NVIDIA H200", torch.bfloat16, 64, True, 1500, packed=True))
+        'NVIDIA H200 / bfloat16 / 64 / causal packed / 2048'
         """
         mask, dtype = "causal" if self.causal else "full", str(self.dtype).removeprefix("torch.")
+        mask += " packed" if self.packed else ""
         return f"{self.gpu} / {dtype} / {self.head_dim} / {mask} / {bucket(self.length)}"
 
 
