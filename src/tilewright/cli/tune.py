@@ -45,6 +45,9 @@ def tune(
     model_arg: list[str] = typer.Option([], metavar="NAME=VALUE", help="An argument of that factory."),
     hf: str = typer.Option("", metavar="FOLDER", help="A local Hugging Face folder: config.json, safetensors or not."),
     search: list[str] = typer.Option([], metavar="LEVER", help="Try this lever although it is set; `all` for all."),
+    purpose: str = typer.Option("train", "--for", help="train; decode, prefill: generate with the model of a folder."),
+    aim: str = typer.Option("latency", help="Of --for: latency of one text, or throughput of batches."),
+    quality: str = typer.Option("1%", help="Of --for: how far the perplexity may rise. docs/tune.md has more words."),
     numerics: str = typer.Option("rounding", help="How far numbers may move: same, rounding, state or rule."),
     precision_floor: str = typer.Option(None, help="No precision below this: fp32, tf32, bf16 ..."),
     first: list[str] = typer.Option([], "--try", metavar="FIELD=VALUE,...", help="A run to try before any other."),
@@ -76,12 +79,19 @@ def tune(
         tilewright tune --model my_package.model:build
 
         tilewright tune --hf path/to/llama --model-arg batch=8 --model-arg sequence=2048
+
+        tilewright tune --for decode path/to/llama prompt=512 --quality 1%
     """
     from tilewright.tune.api import tune as run
+    from tilewright.tune.generating import tune_generating
     from tilewright.tune.report.page import write_report
     from tilewright.tune.settings import Shown
     from tilewright.tune.store.storage import StorageLost
 
+    if purpose not in ("train", "decode", "prefill"):
+        raise UserError(f"--for is {purpose!r}; choose train, decode or prefill.")
+    if purpose != "train" and (not arguments or "=" in arguments[0] or model or hf):
+        raise UserError(f"--for {purpose} needs the folder of a model: tilewright tune --for {purpose} path/to/llama")
     model = _model(model, model_arg, hf)
     if budget is not None:
         seconds(budget)  # a mistake in a word shows before torch is loaded
@@ -90,14 +100,20 @@ def tune(
     lost: StorageLost | None = None
     try:
         with _Progress() as progress:
-            answer = run(
-                *(arguments or []), budget=budget, model=model, study=study, storage=storage, resume=resume,
-                search=search, numerics=numerics, precision_floor=precision_floor, first=first, memory=memory,
-                fresh=fresh, gpu=gpu, out=out,
-                shown=Shown(
-                    progress.begin, progress.trial, progress.event, progress.record, progress.say, progress.rehearse
-                ),
-            )  # fmt: skip
+            shown = Shown(
+                progress.begin, progress.trial, progress.event, progress.record, progress.say, progress.rehearse
+            )
+            common: dict[str, Any] = {
+                "budget": budget, "study": study, "storage": storage, "resume": resume, "first": first,
+                "memory": memory, "fresh": fresh, "out": out, "shown": shown,
+            }  # fmt: skip
+            if purpose == "train":
+                answer = run(
+                    *(arguments or []), model=model, search=search, numerics=numerics,
+                    precision_floor=precision_floor, gpu=gpu, **common,
+                )  # fmt: skip
+            else:
+                answer = tune_generating(*arguments, aim=purpose, unit=aim, quality=quality, **common)
     except StorageLost as caught:
         if caught.answer is None:
             raise
@@ -176,8 +192,8 @@ def _rules(found: RuleGains, kept: Collection[str]) -> Table:
 
 
 def _notes(answer: Answer) -> list[str]:
-    notes = [answer.about_losses]
-    if any(record.measurement and record.measurement.mfu is None for record in answer.records):
+    notes = [] if answer.generates else [answer.about_losses]
+    if not answer.generates and any(record.measurement and record.measurement.mfu is None for record in answer.records):
         notes.append("MFU is n/a: the peak of this machine is not known; give it with log.peak_tflops=TFLOPS.")
     if answer.phases:
         words = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in answer.phases.items() if seconds >= 0.5)
@@ -224,6 +240,8 @@ def _predicted(on_gpu: Mapping[str, Any]) -> Table:
 
 def _files(answer: Answer, folder: Path, page: Path) -> list[str]:
     files = [f"Report: {page}"]
+    if answer.generates:
+        return [*files, f"Generate: {answer.ready}"] if answer.recommended and answer.ready else files
     if answer.recommended and (folder / "best.yaml").is_file():
         train = f"Train: tilewright train {folder / 'best.yaml'}"
         files.append(f"Levers for your own training: {folder / 'best.yaml'}" if answer.own_model else train)
@@ -237,7 +255,15 @@ def _files(answer: Answer, folder: Path, page: Path) -> list[str]:
 
 def _table(answer: Answer, width: int) -> Table:
     first = answer.reference.tokens_per_second if answer.reference else None
-    return _ranked(answer.records, answer.levers, first, answer.best, width, answer.unit, answer.loss_difference)
+    return _ranked(
+        answer.records,
+        answer.levers,
+        first,
+        answer.best,
+        width,
+        answer.unit,
+        None if answer.generates else answer.loss_difference,
+    )
 
 
 def _ranked(

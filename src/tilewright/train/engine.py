@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,14 @@ from tilewright.train.schema import RECORDING, Train
 from tilewright.train.world import World
 
 
-def device_of(config: Train) -> torch.device:
+class HasDevice(Protocol):
+    """A configuration that says where it runs."""
+
+    @property
+    def device(self) -> str: ...
+
+
+def device_of(config: HasDevice) -> torch.device:
     """The device a configuration means, or a refusal where the machine has no such thing."""
     if config.device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -91,7 +91,7 @@ def tune(
     if own:
         check_source(own, [*folders, str(Path.cwd())])
     limit, cap = None if budget is None else seconds(budget), None if memory is None else amount(memory)
-    name = _name(study, Path(out), resume, storage is not None)
+    name = study_name(study, Path(out), resume, storage is not None)
     folder = Path(out) / name
     place = storage or in_folder(folder)
     checked(place)
@@ -186,7 +186,8 @@ def amount(text: str | float) -> float:
     return found
 
 
-def _name(study: str | None, out: Path, resume: bool, shared: bool) -> str:
+def study_name(study: str | None, out: Path, resume: bool, shared: bool) -> str:
+    """The name of a study, or of the one to go on with."""
     if study is not None:
         if resume and not shared and not (out / study / "trials.jsonl").is_file():
             raise UserError(f"There is no study {study} in {out} to go on with; leave --resume out, or see --out.")

@@ -32,6 +32,7 @@ class Settings:
     first: tuple[Point, ...] = ()  # points to try before any other
     on_gpu: dict[str, Any] = field(default_factory=dict)  # what the plan predicts for a GPU that is not here
     command: Sequence[str] = TRIAL
+    floor: dict[str, float] = field(default_factory=dict)  # of the quality of a run that generates
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from tilewright.tune.report.answer import Answer
 from tilewright.tune.report.conclude import conclude
 from tilewright.tune.search.ablations import untried, with_gaining_rules, without_main_lever
 from tilewright.tune.search.candidates import most_promising, predicted_best, unconfirmed, worth_the_rest
+from tilewright.tune.search.generating import Generating, GeneratingSpace, predict_generating
 from tilewright.tune.search.known import Known
 from tilewright.tune.search.pace import Pace, kind_of
 from tilewright.tune.search.predict import misfit, predict
@@ -67,6 +68,8 @@ def run(settings: Settings, shown: Shown | None = None) -> Answer:
 
 def _pace(settings: Settings) -> Pace:
     space, own = settings.space, settings.machine.get("own_model", {})
+    if isinstance(space, GeneratingSpace):
+        return Pace(settings.budget, space.device, settings.machine["model"]["parameters"])
     if settings.own_model:
         return Pace(settings.budget, space.device, own.get("parameters", 0), own.get("tensors", 0))
     return Pace(settings.budget, space.device, from_gpt(space.start.model).parameters)
@@ -93,6 +96,8 @@ class _Study:
 
     def _predict(self, point: Point) -> Prediction | None:
         run, machine = self.space.at(point), self.settings.machine
+        if isinstance(run, Generating):
+            return predict_generating(run, machine)
         return predict_own(run, self.space.start, machine) if self.settings.own_model else predict(run, machine)
 
     def _least(self) -> float:
@@ -223,6 +228,8 @@ class _Study:
     def _observe(self) -> None:
         """See what each kernel of the best run has to do, for the report; it may overrun the budget by a little."""
         self.runner.heed()
+        if isinstance(self.space, GeneratingSpace):  # whose steps are graphs, and of a few kernels that read weights
+            return
         best, _ = self.known.proved()
         if best is None or key(best.point) not in self.known.proofs:
             return

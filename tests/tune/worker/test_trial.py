@@ -117,7 +117,7 @@ def test_what_is_hopeless_stops_early_with_what_was_measured():
 def counted(times, **changes):
     """How many of these steps are measured before it is enough."""
     meter = trial.Meter({**JOB, "warm": 1, "least": 60.0, "most": 10**6, **changes}, 0, lambda event: None)
-    with contextlib.suppress(trial._Enough):
+    with contextlib.suppress(trial.Enough):
         for number, seconds in enumerate(times, 1):
             meter.step(Metrics(number, 1.0, 1.0, False, 0.1, 1, seconds, 10.0, 1.0, None, None, "", 1, 1, 1, 0.0), 100)
     return len(meter.measurement().step_seconds)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewright.tune.proof.verdict import at_its_own_size
+from tilewright.tune.search.generating import GeneratingSpace
 from tilewright.tune.search.known import Known
 from tilewright.tune.search.reserve import Reserve
 from tilewright.tune.search.space import Point
@@ -104,6 +105,8 @@ class BestProver:
         """The proof, or that a run is wrong at its own batch; where something is drawn by chance, nobody can tell."""
         records = self._known.records
         reference = next((r for r in records if r.purpose == "reference" and r.outcome == "done"), None)
+        if isinstance(self._settings.space, GeneratingSpace):  # whose trials have no losses
+            return proof
         own = self._settings.machine.get("own_model", {}).get("draws", True)
         drawn = own if self._settings.own_model else self._settings.space.start.model.dropout > 0
         if drawn or reference is None or not reference.measurement:

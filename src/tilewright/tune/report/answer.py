@@ -18,6 +18,7 @@ from tilewright.measure.results import write_text
 from tilewright.train.load_config import write_yaml
 from tilewright.tune.report.code import lines, script
 from tilewright.tune.search.choose import confirmed, latest
+from tilewright.tune.search.generating import AIMS
 from tilewright.tune.search.space import Space
 from tilewright.tune.store.proof import VERDICTS, Proof
 from tilewright.tune.store.record import PHASES, Record, RuleGains, first_step, key
@@ -83,6 +84,7 @@ class Answer:
     on_gpu: dict[str, Any] = field(default_factory=dict)  # predicted for a GPU that is not here, by `tune.rehearsal`
     float32_losses: list[float] = field(default_factory=list)  # of the standard model in float32, the first few steps
     no_float32: str = ""  # why there are none
+    ready: str = ""  # of a study of generating: the command that generates so
     sentences: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,6 +111,11 @@ class Answer:
     def is_rehearsal(self) -> bool:
         """Whether the study ran without a GPU, so that its speeds say nothing of one."""
         return self.ceilings.get("device") == "cpu"
+
+    @property
+    def generates(self) -> bool:
+        """Whether the study is of generating, and not of training."""
+        return self.start.get("aim") in AIMS
 
     @property
     def unit(self) -> str:
@@ -258,6 +265,8 @@ def write_best(answer: Answer, space: Space, folder: Path, *, code: bool = False
         path.unlink(missing_ok=True)  # of an earlier answer
         if code:
             program.unlink(missing_ok=True)
+    elif answer.generates:
+        write_text(path, yaml.safe_dump({**answer.start, **answer.best.point}, sort_keys=False))
     elif not answer.own_model:
         write_yaml(space.at(answer.best.point), path)
     else:
@@ -326,6 +335,8 @@ def _what(answer: Answer) -> str:
             "than the noise of measuring."
         )
     what = listed(f"{name} to {_word(value)}" for name, value in answer.changes.items())
+    if answer.generates:
+        return f"Set {what}: {answer.ready}"
     return f"Set {what}, as best.yaml does." if not answer.own_model else f"Set {what} in your own training."
 
 
@@ -349,18 +360,21 @@ def alone(answer: Answer) -> str:
 
 def _gives(answer: Answer) -> str:
     assert answer.best is not None
-    speed = f"{answer.best.tokens_per_second:,.0f} {answer.unit} a second"
+    does, form = ("generates", ",.4g") if answer.generates else ("trains", ",.0f")
+    speed = f"{answer.best.tokens_per_second:{form}} {answer.unit} a second"
+    if answer.generates and answer.best.tokens_per_second:
+        speed += f" ({1e3 / answer.best.tokens_per_second:.3g} ms each)"
     if answer.reference is None or answer.ratio is None:
-        return f"It trains {speed}; the baseline did not run."
+        return f"It {does} {speed}; the baseline did not run."
     drift = answer.drift or 0.0
     how = "measured on this machine" + (", and once more to be sure" if confirmed(answer.records, answer.best) else "")
     if drift > UNSTEADY:
         how = f"but do not rely on it: the machine was not steady, and the same run differed by {drift:.0%}"
     if not answer.changes:
-        return f"It trains {speed}, {how}."
+        return f"It {does} {speed}, {how}."
     return (
-        f"That trains {answer.ratio:.2f} times as fast: {speed} instead of "
-        f"{answer.reference.tokens_per_second:,.0f}, {how}."
+        f"That {does} {answer.ratio:.2f} times as fast: {speed} instead of "
+        f"{answer.reference.tokens_per_second:{form}}, {how}."
     )
 
 
@@ -373,7 +387,8 @@ def _costs(answer: Answer) -> str:
         memory += f" instead of {reference.measurement.bytes / 1e9:.2f}"
         begin += f" instead of {first_step(answer.records, reference):.0f}"
     if answer.proof is not None:
-        numbers = f"beside the standard float32 model it is {answer.proof.verdict}: {answer.proof.why.rstrip('.')}"
+        beside = "" if answer.generates else "beside the standard float32 model "
+        numbers = f"{beside}it is {answer.proof.verdict}: {answer.proof.why.rstrip('.')}"
     elif answer.changes:
         numbers = "whether the numbers are the same was not looked at"
     else:

@@ -1,10 +1,16 @@
-"""The best run of a user's own model as code: the lines to paste, and a script that runs exactly what was measured."""
+"""The best run as code: the command that generates so; of a user's own model the lines to paste, and a whole script."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from tilewright.tune.search.generating import SAVED, Generating, GeneratingSpace, saved_weights
+from tilewright.tune.search.space import Space
+from tilewright.tune.store.record import Record
 
 _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(model.parameters(), lr=..., fused={fused})",
@@ -51,6 +57,38 @@ def lines(levers: Mapping[str, Any], device: str, rules: Sequence[str] = ()) -> 
     if levers.get("cuda_graphs"):
         found.append("# forward and backward recorded: torch.cuda.make_graphed_callables")
     return found
+
+
+def generate_command(run: Generating, folder: Path) -> str:
+    """The `tilewright generate` of a run; with its quantized weights where the study's folder has them.
+
+    >>> generate_command(Generating("llama", device="cuda", weights="int4", graph=True, speculate=4), Path("nowhere"))
+    'tilewright generate llama "Once upon a time" --device cuda --weights int4 --graph --speculate 4'
+    """
+    saved = saved_weights(run, folder)
+    has_saved = saved.is_dir()
+    words = ["tilewright generate", shlex.quote(str(saved if has_saved else run.model)), '"Once upon a time"']
+    words.append(f"--device {run.device}")
+    given = {
+        "dtype": run.dtype, "weights": "" if has_saved or run.weights == SAVED else run.weights,
+        "kv-cache": "" if run.kv_cache == SAVED else run.kv_cache,
+    }  # fmt: skip
+    words += [f"--{name} {value}" for name, value in given.items() if value]
+    if run.device == "cuda":
+        words.append("--graph" if run.graph else "--no-graph")
+    if run.compile != "none":
+        words.append("--compile")
+    if run.speculate:
+        words += [f"--draft {shlex.quote(run.draft)}"] if run.draft else []
+        words.append(f"--speculate {run.speculate}")
+    return " ".join(words)
+
+
+def command_of(space: Space, best: Record | None, folder: Path) -> str:
+    """The command of the best run of a study of generating; nothing for another study."""
+    if best is None or not isinstance(space, GeneratingSpace):
+        return ""
+    return generate_command(space.at(best.point), folder)
 
 
 def script(own_model: str, levers: Mapping[str, Any], device: str, rules: Sequence[str] = ()) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.tune.report.answer import Answer, answered, write_best
+from tilewright.tune.report.code import command_of
 from tilewright.tune.search.known import Known
 from tilewright.tune.search.search import Search
 from tilewright.tune.settings import Settings
@@ -31,7 +32,8 @@ def conclude(
         known.space, known.records, best, name=settings.name, proof=proof,
         budget=settings.budget, elapsed=elapsed, interrupted=interrupted,
         discarded=dict(Counter(search.discarded.values())),
-        rules=known.rules_of(best), work=known.work.get(key(best.point), []) if best is not None else [],
+        ready=command_of(known.space, best, settings.folder), rules=known.rules_of(best),
+        work=known.work.get(key(best.point), []) if best is not None else [],
         **known.float32(), **facts,
     )  # fmt: skip
     write_json(settings.folder / "answer.json", {"schema": SCHEMA, "command": "tune", **answer.as_dict()})

@@ -56,6 +56,8 @@ def facts(answer: Answer) -> dict[str, str]:
 
 def _model(answer: Answer) -> str:
     model = answer.start.get("model")
+    if answer.generates:
+        return f"{model}, for {answer.start['aim']}, {answer.start.get('unit')}"
     if answer.own_model:
         return f"{answer.own_model}, a model of your own"
     if not isinstance(model, Mapping):
@@ -68,6 +70,8 @@ def _model(answer: Answer) -> str:
 
 
 def _batch(answer: Answer) -> str:
+    if answer.generates:
+        return f"prompts of {answer.start.get('prompt')} tokens, {answer.start.get('tokens')} behind each"
     rows, model = answer.start.get("global_batch"), answer.start.get("model")
     if not isinstance(rows, int) or not rows:
         return ""
@@ -80,7 +84,7 @@ def _batch(answer: Answer) -> str:
 
 def _beside_compile(answer: Answer) -> str:
     """How the best run compares with the baseline under torch.compile."""
-    if answer.best is None:
+    if answer.best is None or answer.generates:
         return ""
     compiled = answer.compiled
     times, plain = ratio(answer, answer.best), ratio(answer, compiled)

@@ -48,6 +48,11 @@ def page(answer: Answer) -> str:
 
 def content(answer: Answer, figures: dict[str, Any]) -> tuple[Element, list[Section]]:
     """The header and the sections of a page; the figures go into `figures` by their place."""
+    if answer.generates:
+        return head(answer), [
+            _waterfall(answer, figures), _tradeoff(answer, figures), _forecast(answer, figures), _quality(answer),
+            _drift(answer, figures), _trials(answer), _phases(answer), _machine(answer), _best(answer),
+        ]  # fmt: skip
     return head(answer), [
         *_rehearsal(answer), _waterfall(answer, figures), _tradeoff(answer, figures), _kernels(answer, figures),
         _memory(answer, figures), _time(answer, figures), _timeline(answer, figures), _forecast(answer, figures),
@@ -287,6 +292,23 @@ def _proof(answer: Answer, figures: dict[str, Any]) -> Section:
     return section("Proof", note, said, tag("div", drawn, class_="side"))
 
 
+def _quality(answer: Answer) -> Section:
+    """What each format costs on a text, and the proof of the best run."""
+    note = "Every format beside the model as it was saved, on the same text; what fell below the floor was not tried."
+    quality, rows = answer.ceilings.get("quality"), []
+    for lever, formats in (quality if isinstance(quality, Mapping) else {}).items():
+        for name, found in (formats if isinstance(formats, Mapping) else {}).items():
+            each = found if isinstance(found, Mapping) else {}
+            values = (each.get(key) for key in ("quantized_perplexity", "divergence", "agreement"))
+            forms: tuple[Form, ...] = ("{:.3f}".format, "{:.4f}".format, "{:.1%}".format)
+            cells = [number(value if isinstance(value, int | float) else None, form)
+                     for value, form in zip(values, forms, strict=True)]  # fmt: skip
+            rows.append([words(f"{lever} {name}"), *cells, words(str(each.get("refused", "good enough")))])
+    header = ["Format", "Perplexity", "Divergence", "Same first choice", "Outcome"]
+    said = [badge(answer, answer.proof.verdict), tag("p", answer.proof.why)] if answer.proof is not None else []
+    return section("Quality", note, table(header, rows) if rows else None, said)
+
+
 def _drift(answer: Answer, figures: dict[str, Any]) -> Section:
     note = "The baseline, measured again and again between the others; their speeds are corrected by it."
     return section("Drift of the machine", note, plot("drift", "Drift", plots.drift(answer), figures))
@@ -377,6 +399,8 @@ def _best(answer: Answer) -> Section:
     if answer.best is None:
         whose = "The baseline, for no other can be recommended"
     note = [f"{whose}, as ", tag("code", "tilewright train"), " takes it."]
+    if answer.generates:
+        note = [f"{whose}: ", tag("code", answer.ready)]
     if answer.own_model:
         note = [f"{whose}: its levers, to set in your own training of ", tag("code", answer.own_model), "."]
         pasted = "\n".join(answer.own_lines)

@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import UserError
+from tilewright.measure import checked
 from tilewright.train.load_config import from_dict
 from tilewright.tune.report.answer import Answer, answered, read_prediction, write_best
+from tilewright.tune.report.code import command_of
 from tilewright.tune.search.choose import proved
 from tilewright.tune.search.drift import corrected
+from tilewright.tune.search.generating import AIMS, Generating, GeneratingSpace
 from tilewright.tune.search.space import Space
 from tilewright.tune.search.standard import float32_losses
 from tilewright.tune.store.ledger import Ledger
@@ -57,7 +60,8 @@ def reread(folder: Path, name: str, storage: str | None = None) -> Answer:
     rules = read_gains(notes.get(note_of("rules", with_all_rules(best)))) if best is not None else None
     seen = notes.get(note_of("work", best)) if best is not None else None
     answer = answered(
-        space, records, best, name=name, proof=proof, work=seen or [], rules=rules,
+        space, records, best, name=name, ready=command_of(space, best, folder), proof=proof,
+        work=seen or [], rules=rules,
         **facts, **float32_losses(space, records, facts["own_model"], notes.get("float32"), draws),
     )  # fmt: skip
     with contextlib.suppress(UserError, OSError):  # a study that one may only read keeps the best.yaml it has
@@ -125,4 +129,7 @@ def prediction_in(facts: Mapping[str, Any]) -> dict[str, Any]:
 def space_of(facts: dict[str, Any]) -> Space:
     """The space that a study was begun with."""
     levers = {lever: tuple(values) for lever, values in facts["levers"].items()}
+    if facts["start"].get("aim") in AIMS:
+        start: Generating = checked.read(Generating, facts["start"], "start")
+        return GeneratingSpace(start, levers, facts["ceilings"]["device"])
     return Space(from_dict(facts["start"]), levers, facts["ceilings"]["device"])

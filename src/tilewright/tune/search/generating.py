@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tilewright.errors import UserError
@@ -24,6 +25,7 @@ _CACHE_BYTES = {"int8": 1.0, "fp8": 1.0}
 _READ = 1.1  # a memory is read so many times as fast as it is copied, at most
 _REACHED = 0.8  # of it, by a decoding step
 _LAUNCHES = 9  # of a layer
+_HOST = 2.0  # launches of a bare op that an op of a model takes the host
 _COMPILED = 0.7  # of the launches that are left
 _ACCEPTED = 0.15  # tokens more a forward for each doubling of a draft, as a guess
 _UNPACKED = 8.0  # bytes that a CPU, which has no kernel, moves to unpack a weight
@@ -96,15 +98,12 @@ def parse_fields(arguments: Sequence[str]) -> dict[str, Any]:
     {'batch': 8, 'graph': True}
     """
     found: dict[str, Any] = {}
-    given = {
-        each.name: each.default for each in dataclasses.fields(Generating) if each.name not in ("model", "content")
-    }
+    given = dataclasses.asdict(Generating(""))
+    del given["model"], given["content"]
     for argument in arguments:
         name, equals, text = (part.strip() for part in argument.partition("="))
         if name not in given or not equals:
-            raise UserError(
-                f"{argument!r} is no field of a run that generates; choose {', '.join(given)}, as NAME=VALUE."
-            )
+            raise UserError(f"{argument!r} is no field of generating; give NAME=VALUE with {', '.join(given)}.")
         default = given[name]
         try:
             kinds = {"true": True, "false": False}
@@ -150,6 +149,11 @@ def open_generating(start: Generating, given: Sequence[str], quality: Mapping[st
     return GeneratingSpace(start, levers, start.device)  # type: ignore[arg-type]
 
 
+def saved_weights(run: Generating, folder: Path) -> Path:
+    """Where a study keeps the quantized weights of a run."""
+    return folder / f"model-{run.weights}"
+
+
 def tokens_of_step(run: Generating) -> int:
     """Tokens that count in one timed step: of one text where its latency is the aim, else of all."""
     rows = run.batch if run.unit == "throughput" else 1
@@ -189,7 +193,7 @@ def predict_generating(run: Generating, machine: Mapping[str, Any]) -> Predictio
     if run.graph:
         parts["idle"] = forwards * launches * machine["kernel_seconds"]
     else:
-        parts["idle"] = max(0.0, forwards * launches * machine["launch_seconds"] - sum(parts.values()))
+        parts["idle"] = max(0.0, forwards * _HOST * launches * machine["launch_seconds"] - sum(parts.values()))
     floor = max(least * (weights + read_keys) / speed, least * (run.aim == "prefill") * flops)
     length = run.prompt + run.tokens + 16
     memory = {"weights": weights + model["other_bytes"], "cache": cache * length * run.batch}

@@ -6,6 +6,7 @@ import statistics
 import time
 
 from tilewright.train.schema import Train
+from tilewright.tune.search.generating import Generating
 
 OPTIMIZED = "optimized"  # the kind of a run whose block has kernels to compile; of others it is the compile mode
 # Seconds that a trial takes by its kind, before one has run: on a CPU, and on a GPU.
@@ -22,8 +23,10 @@ _MARGIN = 1.2
 _OVERRUN = 10.0, 0.08  # seconds, or a share of the budget where that is longer, by which a study may overrun
 
 
-def kind_of(run: Train) -> str:
+def kind_of(run: Train | Generating) -> str:
     """What the time of a trial depends on beside the speed of its steps: what has to be compiled."""
+    if isinstance(run, Generating):
+        return run.compile
     return OPTIMIZED if run.compile == "none" and run.model.gpt_block == "optimized" else run.compile
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from tilewright.train import optimizers
 from tilewright.train.fields import fields
 from tilewright.train.schema import Train
+from tilewright.tune.search.generating import GeneratingSpace
 from tilewright.tune.search.space import Space, value_of, with_values
 from tilewright.tune.store.record import Record
 
@@ -57,6 +58,8 @@ def float32_losses(
     They are those of the baseline, where it is that model, and else what a proof has brought. Whether a user's own
     model `draws` random numbers, its first step has shown.
     """
+    if isinstance(space, GeneratingSpace):
+        return {"no_float32": "nothing was trained"}
     if own_model and draws is None:
         return {"no_float32": "whether a model of your own draws random numbers is not known"}
     if own_model and draws:

@@ -12,6 +12,7 @@ from tilewright.errors import UserError
 from tilewright.train.schema import Train
 from tilewright.tune.search.choose import MOST_NOISE, NOISE, SHAKEN
 from tilewright.tune.search.explain import explain
+from tilewright.tune.search.generating import Generating, GeneratingSpace
 from tilewright.tune.search.pace import Pace, kind_of
 from tilewright.tune.search.space import Point
 from tilewright.tune.settings import TRIAL, Settings, Shown
@@ -23,6 +24,7 @@ from tilewright.tune.worker.process import Ended, Limits, run_child
 
 HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
 _RULES_SHARE = 0.75  # of a limit: what measures rules begins none that it may not end
+_LOADING = 900.0  # seconds, at most, to load a model once for each format
 SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
 
 
@@ -49,6 +51,21 @@ def probe(
     if ended.value is None:
         what = f"{own_model} and the machine were" if own_model else "The machine was"
         raise UserError(ended.error if ended.outcome == "refused" else f"{what} not measured: {ended.error}")
+    return ended.value
+
+
+def probe_generating(
+    run: Generating, formats: dict[str, list[str]], floor: dict[str, float], command: Sequence[str] = TRIAL
+) -> dict[str, Any]:
+    """What this machine and a model can do, and the quality of formats of weights and of the cache."""
+    job = {
+        "kind": "probe generating", "device": run.device, "seconds": 1.0, "configuration": dataclasses.asdict(run),
+        "formats": formats, "floor": floor,
+    }  # fmt: skip
+    ended = run_child(job, Limits(_LOADING, SILENCE), command=command)
+    if ended.value is None:
+        what = f"{run.model} was not measured: {ended.error}"
+        raise UserError(ended.error if ended.outcome == "refused" else what)
     return ended.value
 
 
@@ -143,7 +160,8 @@ class Jobs:
             proofs.append(event["value"])
             told(Proof.from_dict(event["value"]))
 
-        more = {"steps": 8, "seed": start.seed, "curve": curve, "start": dataclasses.asdict(start)}
+        more: dict[str, Any] = {"floor": self.settings.floor, "save": str(self.settings.folder)}
+        more |= {"steps": 8, "seed": start.seed, "curve": curve, "start": dataclasses.asdict(start)}
         ended = self._run({**self._job("prove", point), **more}, limit, limit, hear)
         if proofs and ended.value is None:
             why = f"the standard model in float32 did not run: {ended.error}"
@@ -176,7 +194,8 @@ class Jobs:
     def _job(self, kind: str, point: Point) -> dict[str, Any]:
         settings = self.settings
         return {
-            "kind": kind, "configuration": dataclasses.asdict(self.space.at(point)),
+            "kind": f"{kind} generating" if isinstance(self.space, GeneratingSpace) else kind,
+            "configuration": dataclasses.asdict(self.space.at(point)),
             "own_model": settings.own_model, "path": list(settings.path),
         }  # fmt: skip
 

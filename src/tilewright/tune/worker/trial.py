@@ -41,6 +41,7 @@ from tilewright.tune.store.record import Measurement, spread
 if TYPE_CHECKING:  # torch takes seconds to import: a process without a parent is to be gone before
     from tilewright.train.metrics import Metrics
     from tilewright.train.schema import Train
+    from tilewright.tune.search.generating import Generating
 
 Job = dict[str, Any]
 Say = Callable[[dict[str, Any]], None]
@@ -49,7 +50,7 @@ _FLOAT32_STEPS = 3  # of the standard model in float32, which may be slow ones
 _LONG = 10_000  # steps, before which whatever is to be known is known
 
 
-class _Enough(Exception):
+class Enough(Exception):
     """Ends a run from within: everything is known that it was for."""
 
 
@@ -119,7 +120,10 @@ def begin_phase(say: Say, name: str) -> None:
 
 def attempt(line: str, say: Say) -> dict[str, Any]:
     """Do a job, whatever comes of it: the event of its result. What went wrong in full goes to standard error."""
-    kinds = {"measure": measure, "probe": _probe, "prove": _prove, "observe": observe, "rules": _rules}
+    kinds = {
+        "measure": measure, "probe": _probe, "prove": _prove, "observe": observe, "rules": _rules,
+        "probe generating": _generating, "measure generating": _generating, "prove generating": _generating,
+    }  # fmt: skip
     try:
         job = json.loads(line)
         with own_compile_cache():
@@ -158,7 +162,7 @@ def measure(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     meter = Meter(job, TAKES if job["profile"] else 0, say)
     try:
         _train(job, say, step=meter.step, profile=meter.profile)
-    except _Enough as enough:
+    except Enough as enough:
         return str(enough), dataclasses.asdict(meter.measurement())
     raise RuntimeError(f"the run was asked to end after {meter.steps} steps, before its speed was known.")
 
@@ -182,11 +186,11 @@ def observe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
             observation.begin()
         elif observation is not None:  # it is told of a step when the next is on its way: that one was observed
             found.extend(work.as_dict() for work in observation.end())
-            raise _Enough("done")
+            raise Enough("done")
 
     try:
         _train({**job, "configuration": run, "profile": False}, say, step=step)
-    except _Enough as enough:
+    except Enough as enough:
         return str(enough), {"work": found}
     finally:
         if observation is not None:
@@ -250,7 +254,7 @@ def _short_run(config: Train, folder: str, profile: bool) -> Train:
     )  # fmt: skip
 
 
-def open_device(config: Train, most: int = 0) -> None:
+def open_device(config: Train | Generating, most: int = 0) -> None:
     """Initialise CUDA where the run is on a GPU, and let this process have no more than so many bytes of it."""
     import torch
 
@@ -266,7 +270,7 @@ def open_device(config: Train, most: int = 0) -> None:
 
 
 class Meter:
-    """Listens to the steps of a run, and ends it by `_Enough` as soon as its speed is known.
+    """Listens to the steps of a run, and ends it by `Enough` as soon as its speed is known.
 
     Those that a profile takes, and the `warm` ones after them, do not count. What is known then is in `measurement`.
     """
@@ -304,14 +308,14 @@ class Meter:
         job, seconds = self._job, [metrics.seconds for metrics in self._counted]
         if len(seconds) >= job["fewest"]:
             if 0 < job["stop_above"] < statistics.median(seconds) * (1 - spread(seconds)):
-                raise _Enough("stopped early")
+                raise Enough("stopped early")
             if spread(seconds) <= job["spread"] and sum(seconds) >= job["least"]:
-                raise _Enough("done")
+                raise Enough("done")
             if self._is_beaten(seconds):
-                raise _Enough("done")
+                raise Enough("done")
         late = len(seconds) >= 3 and time.monotonic() - self._began >= job["seconds"]  # of two nobody knows the spread
         if (len(seconds) >= job["most"] and sum(seconds) >= job["least"]) or late:
-            raise _Enough("done")
+            raise Enough("done")
 
     def _is_beaten(self, seconds: list[float]) -> bool:
         """Whether a run is slower than the best beyond doubt: how much slower decides nothing.
@@ -382,6 +386,13 @@ def _prove(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     return "done", found
 
 
+def _generating(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
+    from tilewright.tune.worker import generating
+
+    kinds = {"probe": generating.probe, "measure": generating.measure, "prove": generating.check}
+    return kinds[job["kind"].partition(" ")[0]](job, say)
+
+
 def curve(job: Job, say: Say) -> list[float]:
     """The first losses of the standard model in float32, on the batches that trials have, as time allows."""
     from tilewright.train.load_config import from_dict
@@ -399,12 +410,12 @@ def curve(job: Job, say: Say) -> list[float]:
             raise NotFinite(f"the loss of step {metrics.step} is not a finite number.")
         losses.append(metrics.loss)
         if len(losses) == _FLOAT32_STEPS or time.monotonic() - began > job["curve"]:
-            raise _Enough("done")
+            raise Enough("done")
 
     try:
         whole = {**job, "configuration": dataclasses.asdict(run), "profile": False, "memory_cap": 0}
         _train(whole, lambda event: say(event) if event["event"] != "phase" else None, step=step)
-    except _Enough:
+    except Enough:
         return losses
     raise RuntimeError("the run ended before its losses were known.")
 
