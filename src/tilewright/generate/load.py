@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,13 +68,37 @@ def _gpt2_names(config: DecoderConfig) -> Parts:
     return found
 
 
-def load_huggingface(
-    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> Decoder:  # fmt: skip
-    """The decoder of a folder with config.json and safetensors, in `dtype` or the one it was saved in.
+@dataclass(frozen=True)
+class Opened:
+    """A Hugging Face folder whose tensors are those that its config.json calls for.
 
-    Quantized layers keep their formats: those of `tilewright quantize`, GPTQ, AWQ and compressed-tensors.
+    Attributes:
+        raw: the parsed config.json.
+        names: for each tensor of ours, those of theirs that lie behind each other in it.
+        saved: the tensors of theirs that are not of a quantized layer.
+        stored: the quantized layers.
+        dtype: of all tensors of `saved`.
+        is_transposed: their weights of blocks are (in, out), as the first GPT-2's were.
     """
+
+    raw: dict[str, Any]
+    config: DecoderConfig
+    names: Parts
+    saved: Mapping[str, Saved]
+    stored: Mapping[str, Stored]
+    dtype: torch.dtype
+    is_transposed: bool
+
+    def load(self, name: str) -> Tensor:
+        """A tensor of ours, in the dtype and the memory of the file where it is one of theirs."""
+        parts = [self.saved[part].load() for part in self.names[name]]
+        if self.is_transposed and _is_matmul(name):
+            parts = [part.t() for part in parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def open_huggingface(folder: Path, opened: contextlib.ExitStack) -> tuple[Opened, Decoder]:
+    """A folder whose files stay open as long as `opened`, and its decoder without values."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give one with config.json and model.safetensors.")
     if not (folder / "config.json").exists():
@@ -84,31 +109,35 @@ def load_huggingface(
     if not config.shape.tied:
         names["head.weight"] = ["lm_head.weight"]
     expected = {part for parts in names.values() for part in parts}
+    found, stored = open_folder(folder, bool(raw.get("quantization_config")), expected, opened)
+    prefix, every = "transformer." if is_gpt2 else "model.", [*found, *stored]
+    saved, stored = _named(found, prefix, every), _named(stored, prefix, every)
+    model = _on_meta(config, len(saved) + len(stored))
+    _compare(folder, model, names, saved, stored, is_gpt2)
+    dtype = _one_dtype(folder, saved, stored)
+    _refuse_other_head(config, names, saved)
+    return Opened(raw, config, names, saved, stored, dtype, is_gpt2), model
+
+
+def load_huggingface(
+    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Decoder:  # fmt: skip
+    """The decoder of a folder with config.json and safetensors, in `dtype` or the one it was saved in.
+
+    Quantized layers keep their formats: those of `tilewright quantize`, GPTQ, AWQ and compressed-tensors.
+    """
     with contextlib.ExitStack() as opened:
-        found, stored = open_folder(folder, bool(raw.get("quantization_config")), expected, opened)
-        prefix = "transformer." if is_gpt2 else "model."
-        saved = _named(found, prefix, [*found, *stored])
-        stored = _named(stored, prefix, [*found, *stored])
-        model = _on_meta(config, len(saved) + len(stored))
-        _compare(folder, model, names, saved, stored, is_gpt2)
-        kept = _one_dtype(folder, saved, stored)
-
-        def load(name: str) -> Tensor:
-            parts = [saved[part].load() for part in names[name]]
-            if is_gpt2 and _is_matmul(name):  # the first GPT-2's matmuls took (in, out)
-                parts = [part.t() for part in parts]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        _refuse_other_head(config, names, saved)
-        for name, parts in names.items():
+        found, model = open_huggingface(folder, opened)
+        dtype = dtype or found.dtype
+        for name, parts in found.names.items():
             layers = [part.removesuffix(".weight") for part in parts]
-            if name.endswith(".weight") and any(layer in stored for layer in layers):
+            if name.endswith(".weight") and any(layer in found.stored for layer in layers):
                 place = name.removesuffix(".weight")
-                has_bias = f"{place}.bias" in names
+                has_bias = f"{place}.bias" in found.names
                 with _said_if_too_large():
-                    layer = make_layer(layers, stored, saved, has_bias, device, dtype or kept, is_gpt2)
+                    layer = make_layer(layers, found.stored, found.saved, has_bias, device, dtype, found.is_transposed)
                 model.set_submodule(place, layer)
-        return _fill(model, load, device, dtype or kept, names)
+        return _fill(model, found.load, device, dtype, found.names)
 
 
 def from_gpt(model: GPT, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:

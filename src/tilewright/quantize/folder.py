@@ -160,17 +160,26 @@ def _open_ours(folder: Path, facts: dict[str, Any], opened: ExitStack) -> Quanti
     """A folder that `save` or `tilewright quantize` wrote, if its files are as they were written."""
     check_files(folder, facts)
     saved = open_tensors(folder, opened)
-    for file in {id(each.file): each for each in saved.values()}.values():
-        said = (file.file.metadata() or {}).get("tilewright", "null")
-        if said != json.dumps(versions(facts["layers"])):
+    for some in {id(each.file): each for each in saved.values()}.values():
+        said = (some.file.metadata() or {}).get("tilewright", "null")
+        if not versions(facts["layers"]).items() <= _parsed(said).items():
             raise UserError(
-                f"{file.path} has the formats {shorten(said)}, and {FACTS} others; known are {', '.join(FORMATS)}."
+                f"{some.path} has the formats {shorten(said)}, and {FACTS} others; known are {', '.join(FORMATS)}."
             )
     for name, first in facts["aliases"].items():
         if first not in saved or name in saved:
             raise UserError(f"{folder / FACTS} has {shorten(name)} share a tensor that is not there; copy it again.")
         saved[name] = saved[first]
     return _of_ours(folder, facts["layers"], saved)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """An object of JSON; empty where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _of_ours(folder: Path, layers: Any, saved: dict[str, Saved]) -> QuantizedFolder:

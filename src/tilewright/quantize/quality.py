@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,19 +73,50 @@ def check_quality(model: torch.nn.Module, quantized: torch.nn.Module, tokens: Te
     (30, True)
     """
     _check_tokens(tokens)
-    entropy = quantized_entropy = divergence = worst = same = 0.0
+    comparison = Comparison()
     with torch.no_grad(), evaluation(model), evaluation(quantized):
         for window in tokens:
-            for truth, found, following in _predictions(model, quantized, window):
-                entropy += F.nll_loss(truth, following, reduction="sum").item()
-                quantized_entropy += F.nll_loss(found, following, reduction="sum").item()
-                each = _divergence(truth, found)
-                divergence += each.sum().item()
-                worst = max(worst, each.max().item())
-                same += (truth.argmax(-1) == found.argmax(-1)).sum().item()
-    count = tokens.shape[0] * (tokens.shape[1] - 1)
-    perplexities = _exp(entropy / count), _exp(quantized_entropy / count)
-    return Quality(count, *perplexities, divergence / count, worst, same / count)
+            truth, found = _logits(model, window, "The model"), _logits(quantized, window, "The quantized model")
+            comparison.add(truth, found, window)
+    return comparison.quality()
+
+
+class Comparison:
+    """The sums that a `Quality` is made of."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._entropy = self._quantized_entropy = self._divergence = self._worst = self._same = 0.0
+
+    def add(self, truth: Tensor, found: Tensor, window: Tensor) -> None:
+        """Take both models' logits ``(length, vocabulary)`` of a window of tokens, a few rows at a time."""
+        if truth.shape != found.shape:
+            raise UserError(
+                f"The model has logits of {tuple(truth.shape)} and the quantized one of {tuple(found.shape)}; give a "
+                "copy of the same model."
+            )
+        following = window[1:].to(truth.device, torch.int64)
+        for first in range(0, len(following), _ROWS):
+            rows = slice(first, min(first + _ROWS, len(following)))
+            self._add(
+                truth[rows].float().log_softmax(-1), found[rows].to(truth.device).float().log_softmax(-1),
+                following[rows],
+            )  # fmt: skip
+
+    def _add(self, truth: Tensor, found: Tensor, following: Tensor) -> None:
+        each = _divergence(truth, found)
+        self._tokens += len(following)
+        self._entropy += F.nll_loss(truth, following, reduction="sum").item()
+        self._quantized_entropy += F.nll_loss(found, following, reduction="sum").item()
+        self._divergence += each.sum().item()
+        self._worst = max(self._worst, each.max().item())
+        self._same += (truth.argmax(-1) == found.argmax(-1)).sum().item()
+
+    def quality(self) -> Quality:
+        """Of all that was added."""
+        count = self._tokens
+        perplexities = _exp(self._entropy / count), _exp(self._quantized_entropy / count)
+        return Quality(count, *perplexities, self._divergence / count, self._worst, self._same / count)
 
 
 def _check_tokens(tokens: Any) -> None:
@@ -97,23 +127,6 @@ def _check_tokens(tokens: Any) -> None:
         raise UserError(
             f"The tokens have shape {tuple(tokens.shape)}; give (windows, length), with at least 2 tokens a window."
         )
-
-
-def _predictions(
-    model: torch.nn.Module, quantized: torch.nn.Module, window: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Log-probabilities of both models, a few rows at a time, and the token that follows each."""
-    truth, found = _logits(model, window, "The model"), _logits(quantized, window, "The quantized model")
-    if truth.shape != found.shape:
-        raise UserError(
-            f"The model has logits of {tuple(truth.shape)} and the quantized one of {tuple(found.shape)}; give a copy "
-            "of the same model."
-        )
-    following = window[1:].to(truth.device, torch.int64)
-    for first in range(0, len(following), _ROWS):
-        rows = slice(first, min(first + _ROWS, len(following)))
-        other = found[rows].to(truth.device)
-        yield truth[rows].float().log_softmax(-1), other.float().log_softmax(-1), following[rows]
 
 
 def _logits(model: torch.nn.Module, window: Tensor, name: str) -> Tensor:

@@ -10,7 +10,11 @@ scales, zero points and codes are looked at.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,6 +35,7 @@ from tilewright.quantize.layers import Site, linear_layers, shared_parameters
 from tilewright.quantize.report import Report
 
 WEIGHTS = "model.safetensors"
+_LOCK = "tilewright.lock"  # held while a folder is written
 
 
 def save(model: torch.nn.Module, folder: str | os.PathLike[str], report: Report | None = None) -> None:
@@ -69,10 +74,18 @@ def refuse_taken(folder: Path) -> None:
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder, and give it its name once everything is in it and on the disk."""
+    """Let `write` fill a folder, and give it its name once everything is in it and on the disk.
+
+    What a killed process has left of an earlier attempt is removed.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        _remove_abandoned(folder)
+        with (
+            tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary,
+            (Path(temporary) / _LOCK).open("w") as lock,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX)
             made = Path(temporary) / folder.name
             made.mkdir()
             write(made)
@@ -85,6 +98,14 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
             os.replace(made, folder)
     except OSError as error:
         raise UserError(f"Cannot write {folder}: {error.strerror}; choose another place.") from error
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove temporary folders for this one whose lock nobody holds."""
+    for lock in folder.parent.glob(f".{glob.escape(folder.name)}-*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
 
 
 def load(model: torch.nn.Module, folder: str | os.PathLike[str]) -> None:

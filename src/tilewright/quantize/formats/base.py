@@ -34,17 +34,21 @@ class Format:
 
     search: bool = dataclasses.field(default=False, kw_only=True)
 
+    def refuse_shape(self, outputs: int, inputs: int, name: str = "weight") -> None:
+        """Raise where a weight of this shape cannot be quantized."""
+
     def refuse(self, weight: Tensor, name: str = "weight") -> None:
         """Raise where `weight` cannot be quantized; all that `quantize` could stumble over."""
         if weight.ndim != 2 or not weight.numel():
             raise UserError(f"{name} has shape {tuple(weight.shape)}; {self.name} needs a matrix, outputs first.")
+        self.refuse_shape(weight.shape[0], weight.shape[1], name)
         if not weight.is_floating_point() or weight.element_size() < 2:
             raise UserError(f"{name} is {weight.dtype}; {self.name} needs bfloat16, float16, float32 or float64.")
         if weight.is_meta:
             raise UserError(f"{name} has no values (it is on the meta device); load the model before it is quantized.")
         single = weight.float() if weight.dtype == torch.float64 else weight
         if not bool(single.isfinite().all()):
-            raise UserError(f"{name} has NaN or Inf in it; mend the checkpoint, or leave this layer out by filter_fn.")
+            raise UserError(f"{name} has NaN or Inf in it; mend the checkpoint, or leave this layer out.")
 
     def group_of(self, inputs: int) -> int:
         """How many inputs of a row share a scale: all of them, but in formats that say otherwise."""

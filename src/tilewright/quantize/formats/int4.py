@@ -56,16 +56,11 @@ class Int4(Format):
         if not isinstance(self.zeros, bool):
             raise UserError(f"zeros of int4 is {self.zeros!r}; choose True or False.")
 
-    def refuse(self, weight: Tensor, name: str = "weight") -> None:
-        """Raise where `weight` cannot be quantized."""
-        if weight.ndim == 2:
-            self._refuse_inputs(weight.shape[1], name)
-        super().refuse(weight, name)
-
-    def _refuse_inputs(self, inputs: int, name: str) -> None:
+    def refuse_shape(self, outputs: int, inputs: int, name: str = "weight") -> None:
+        """Raise where a group does not divide the inputs."""
         if inputs % span_of(self.group):
             fitting = [group for group in reversed(GROUPS) if inputs % span_of(group) == 0]
-            advice = f"choose group={fitting[0]}" if fitting else "leave this layer out by filter_fn, or take int8"
+            advice = f"choose group={fitting[0]}" if fitting else "leave this layer out, or take int8"
             raise UserError(
                 f"{name} has {inputs} inputs, no multiple of {span_of(self.group)}, which int4 with group="
                 f"{self.group} needs; {advice}."
@@ -110,7 +105,7 @@ class Int4(Format):
 
     def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
         """Shape and possible dtypes of each tensor."""
-        self._refuse_inputs(inputs, "The layer")
+        self.refuse_shape(outputs, inputs, "The layer")
         of_groups = (inputs // self.group, outputs)
         floats = (torch.bfloat16, torch.float16, torch.float32)  # the latter of files that others wrote
         shapes: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]
