@@ -1,8 +1,6 @@
 """Quantized models through transformers' own functions."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -136,11 +134,3 @@ def test_a_damaged_folder_is_refused_in_one_sentence(damage, says, quantized, tm
     with pytest.raises(UserError, match=says) as caught:
         read(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_transformers_is_imported_by_who_asks_for_it_alone():
-    code = (
-        "import sys, tilewright.quantize; print('transformers' in sys.modules, hasattr(tilewright.quantize, 'nothing'))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]

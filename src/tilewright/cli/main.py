@@ -13,7 +13,21 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilewright
-from tilewright.cli import bench, config, data, doctor, export, generate, import_, plan, report, tilesync, train, tune
+from tilewright.cli import (
+    bench,
+    config,
+    data,
+    doctor,
+    export,
+    generate,
+    import_,
+    plan,
+    quantize,
+    report,
+    tilesync,
+    train,
+    tune,
+)
 from tilewright.cli import plan_cluster as plan_cluster  # adds its commands to `plan`
 from tilewright.cli import plan_simulate as plan_simulate  # and so do these
 from tilewright.cli import plan_speed as plan_speed
@@ -38,6 +52,7 @@ app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.command("generate")(generate.generate)
+app.command("quantize")(quantize.quantize)
 app.command("export")(export.export)
 app.command("import")(import_.import_)
 app.command("bench")(bench.bench)

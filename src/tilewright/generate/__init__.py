@@ -8,7 +8,7 @@ from tilewright.generate.decoder import Decoder
 from tilewright.generate.generator import Generated, Generator
 from tilewright.generate.load import from_gpt, load_huggingface
 from tilewright.generate.metrics import Metrics
-from tilewright.generate.quantize_folder import Plan, quantize_folder
+from tilewright.generate.quantizing import Plan, quantize_folder
 from tilewright.generate.sampling import Sampling
 from tilewright.generate.step import Decoding, decode_one_token, prefill
 from tilewright.generate.text import Tokenizer

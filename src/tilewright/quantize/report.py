@@ -60,7 +60,7 @@ class Report:
         count = len(self.quantized)
         lines = [
             f"{self.format}: {count} layer{'s' * (count != 1)} quantized, {len(self.left_out)} left out; "
-            f"{_size(self.bytes_before)} to {_size(self.bytes_after)} "
+            f"{size(self.bytes_before)} to {size(self.bytes_after)} "
             f"({self.bytes_after / max(1, self.bytes_before):.2f}x)"
         ]
         if self.quantized:
@@ -84,8 +84,13 @@ def _row(layer: Layer) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _size(count: int) -> str:
+def size(count: float) -> str:
+    """Bytes as people say them.
+
+    >>> size(2_500_000), size(64)
+    ('2.50 MB', '64 B')
+    """
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.2f} {unit}"
-    return f"{count} B"
+    return f"{count:.0f} B"

@@ -51,7 +51,7 @@ def test_a_block_at_a_time_is_in_memory(tmp_path, monkeypatch):
     assert size > 70e6 and max(seen) < 0.75 * size, (size, seen)
     assert report.bytes_after < 0.3 * report.bytes_before and len(report.quantized) == 4 * 8 + 1
     index = json.loads((tmp_path / "q" / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 5
+    assert len(set(index["weight_map"].values())) == 5
     assert sorted(index["weight_map"].values())[-1].startswith("model-000")
     assert len(list(read_folder(tmp_path / "q"))) == 7 * 8 + 1
     Generator.from_folder(tmp_path / "q", device="cpu")
