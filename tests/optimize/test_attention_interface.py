@@ -131,14 +131,31 @@ def test_the_kernels_are_told_of_windows_and_of_padding(monkeypatch: pytest.Monk
     torch.testing.assert_close(found[seen.bool()], truth[seen.bool()], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "packing"), [("Llama", "cpu"), ("Llama", "cuda"), ("Mistral", "cpu")])
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_a_padded_model_computes_what_it_did_where_nobody_may_wait(
+    name: str, packing: str, padding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a captured graph, by packed sequences and by hidden keys. In float64, gradients too."""
+    monkeypatch.setattr(interface, "_is_captured", lambda padding: True)
+    monkeypatch.setattr(interface, "_PACKING", (packing,))
+    tokens = torch.randint(3, 64, (3, LENGTH))
+    _assert_same(_build(name), input_ids=tokens, attention_mask=torch.tensor(PADDINGS[padding]))
+
+
 def test_a_compiler_sees_it_whole() -> None:
-    torch._dynamo.reset()
-    model, tokens = _build("Mistral"), torch.randint(3, 64, (2, LENGTH))
-    truth = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-    model.set_attn_implementation("tilewright")
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    found = compiled(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-    torch.testing.assert_close(found, truth)
+    """Once for whatever is padded."""
+    for name in ("Mistral", "Llama"):
+        torch._dynamo.reset()
+        model, tokens = _build(name), torch.randint(3, 64, (3, LENGTH))
+        masks = [torch.tensor(PADDINGS[padding]) for padding in ("none", "in front", "with a hole")]
+        truths = [model(input_ids=tokens, attention_mask=seen, use_cache=False).logits[seen.bool()] for seen in masks]
+        model.set_attn_implementation("tilewright")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled = torch.compile(model, fullgraph=True, backend="eager")
+            for seen, truth in zip(masks, truths, strict=True):
+                found = compiled(input_ids=tokens, attention_mask=seen, use_cache=False).logits[seen.bool()]
+                torch.testing.assert_close(found, truth)
 
 
 def test_a_plain_mask_is_no_matrix() -> None:

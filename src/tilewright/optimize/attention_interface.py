@@ -2,8 +2,12 @@
 
 A model asks for its mask once, and hands what it gets to every layer. A causal mask or a sliding window is a `Mask`
 here, which says so and holds no matrix. Of a padded batch each row becomes up to three packed sequences, what is padded
-in front, the tokens, and what is padded behind: nothing is copied, and tokens see tokens alone. Any other mask is the
-matrix that `sdpa` has.
+in front, the tokens, and what is padded behind: nothing is copied, and tokens see tokens alone.
+
+That, and whether anything is padded at all, is read from the device once a forward, as `sdpa` reads it. Where nobody
+may wait, under a compiler or in a captured graph, the tokens of a row are gathered in front of what is padded, which
+does for padding anywhere; under a window, which counts what is padded, too, and on a CPU, the padded keys are hidden
+instead. Any other mask is the matrix that `sdpa` has.
 """
 
 from __future__ import annotations
@@ -18,14 +22,23 @@ from torch import Tensor
 from tilewright.errors import UserError
 from tilewright.ops.attention.op import attention
 
+_PACKING = ("cuda",)  # devices with kernels that do not compute what is padded
+
 
 @dataclass(frozen=True)
 class Mask:
-    """A query sees no key behind its own, and `before` ahead of it, or all; `starts` are of packed sequences."""
+    """A query sees no key behind its own, and `before` ahead of it, or all; `starts` are of packed sequences.
+
+    `order` says which token each of the packed ones is, and `back` which of those each token is; None: as they are.
+    `keys` are those that are no padding, where no sequence says so.
+    """
 
     before: int | None
     starts: Tensor | None = None
     given: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    order: Tensor | None = None
+    back: Tensor | None = None
+    keys: Tensor | None = None
 
     def contiguous(self) -> Tensor:
         """The matrix: `generate` asks for it where it makes masks ahead, for a cache of fixed size."""
@@ -56,9 +69,14 @@ def make_mask(**given: Any) -> Mask | Tensor | None:
     padding = given.get("attention_mask")
     if padding is None:
         return Mask(before, None, given)
-    if given["q_length"] != given["kv_length"] or padding.shape[1] != given["kv_length"] or _is_captured(padding):
+    if given["q_length"] != given["kv_length"] or padding.shape[1] != given["kv_length"]:
         return _matrix(given)
     padding = padding.bool()
+    if _is_captured(padding):
+        is_packed = before is None and padding.device.type in _PACKING
+        return _gather(padding, given) if is_packed else Mask(before, None, given, keys=padding)
+    if type(padding) is not Tensor:
+        return _matrix(given)
     changes = torch.nn.functional.pad(padding, (1, 1)).diff(dim=1).sum(1)  # 2 where the tokens of a row are one run
     is_whole, is_run = torch.stack((padding.all(), (changes <= 2).all())).tolist()
     if is_whole:
@@ -83,7 +101,7 @@ def _is_plain(given: Mapping[str, Any]) -> bool:
 def _is_captured(padding: Tensor) -> bool:
     """Whether nobody may wait for the padding to be read."""
     capturing = padding.is_cuda and torch.cuda.is_current_stream_capturing()
-    return torch.compiler.is_compiling() or type(padding) is not Tensor or capturing
+    return torch.compiler.is_compiling() or capturing
 
 
 def _starts(padding: Tensor) -> Tensor:
@@ -94,6 +112,20 @@ def _starts(padding: Tensor) -> Tensor:
     begin = torch.arange(rows, device=padding.device) * columns
     starts = torch.stack((begin, begin + first, begin + first + count), 1).flatten()
     return torch.nn.functional.pad(starts, (0, 1), value=rows * columns).int()
+
+
+def _gather(padding: Tensor, given: Mapping[str, Any]) -> Mask:
+    """The tokens of each row in their order, then what is padded: two sequences a row."""
+    rows, columns = padding.shape
+    begin = torch.arange(rows, device=padding.device)[:, None] * columns
+    tokens = padding.cumsum(1)
+    count = tokens[:, -1:]
+    place = torch.where(padding, tokens - 1, count + (~padding).cumsum(1) - 1)
+    back = (begin + place).flatten()
+    order = torch.empty_like(back).scatter(0, back, torch.arange(rows * columns, device=padding.device))
+    starts = torch.cat((begin, begin + count), 1).flatten()
+    starts = torch.nn.functional.pad(starts, (0, 1), value=rows * columns).int()
+    return Mask(None, starts, given, order, back)
 
 
 def attend(
@@ -116,10 +148,14 @@ def attend(
         else:
             options |= {"causal": False, "bias": attention_mask[..., : k.shape[1]]}
         return attention(q, k, v, **options), None
-    options["window"] = attention_mask.before
-    if attention_mask.starts is None:
-        return attention(q, k, v, **options), None
+    mask, longest = attention_mask, q.shape[1]
+    options["window"] = mask.before
+    if mask.starts is None:
+        bias = None if mask.keys is None else mask.keys[:, None, None]
+        return attention(q, k, v, bias=bias, **options), None
     packed = [x.flatten(0, 1) for x in (q, k, v)]
-    longest = q.shape[1]
-    out = attention(*packed, cu_seqlens_q=attention_mask.starts, max_seqlen_q=longest, **options)
+    if mask.order is not None:
+        packed = [x.index_select(0, mask.order) for x in packed]
+    out = attention(*packed, cu_seqlens_q=mask.starts, max_seqlen_q=longest, **options)
+    out = out if mask.back is None else out.index_select(0, mask.back)
     return out.unflatten(0, (-1, longest)), None
