@@ -30,8 +30,9 @@ class Emulator:
         major._obj.value, minor._obj.value = self.version
         return 0
 
-    def nvrtcCreateProgram(self, program, text, name, headers, *_):
+    def nvrtcCreateProgram(self, program, text, name, count, texts, names):
         self.text, self.name = text, name
+        self.headers = {names[i]: texts[i] for i in range(count)}
         program._obj.value = 1
         return 0
 
@@ -173,6 +174,12 @@ def test_what_does_not_compile_says_why_and_what_is_not_there_what(emulator, sou
     emulator.log = b"line 3: no"
     with pytest.raises(nvrtc.CompileError, match=r"some\.cu does not compile: line 3: no"):
         nvrtc.Module(source, 0, {"OTHER": 1})
+
+
+def test_a_header_may_be_text_and_another_text_is_other_code(emulator, source):
+    for text in ("one", "two", "one"):
+        nvrtc.Module(source, 0, {}, (("made.cuh", text),))
+    assert emulator.headers == {b"made.cuh": b"two"} and emulator.compiled == 2
 
 
 def test_what_is_compiled_is_so_once_for_all_devices_of_a_kind(emulator, source):

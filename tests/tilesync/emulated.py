@@ -11,6 +11,14 @@ import torch
 from tilewright.tilesync import device
 
 FOLDER = Path(__file__).parent / "emulator"
+# A stage of the user's own: twice the first input plus the second.
+SOURCE = """
+  for (int i = threadIdx.x; i < tile.rows * tile.columns; i += THREADS) {
+    const long long at = (tile.row + i / tile.columns) * (long long)tile.width + tile.column + i % tile.columns;
+    const float x = widen(read_number((const u16*)tile.inputs[0] + at));
+    write_number((u16*)tile.output + at, narrow(2 * x + widen(read_number((const u16*)tile.inputs[1] + at))));
+  }
+"""
 WRAPPER = """
 #include "run.cu"
 static Program program;
@@ -24,7 +32,7 @@ extern "C" const char* run(int blocks, int resident, const Program* asked, const
 """
 # One build for all graphs of the tests: each has fewer tensors, and none larger tiles.
 MACROS = {"TENSORS": 40, "HALF": 0, "X_BYTES": 140 * 1024, "FEW_TILES": 4, "MANY_ROWS": 64, "MANY_COLUMNS": 64,
-          "COMBINES": 1, "NORMS": 1, "ATTENTION": 1}  # fmt: skip
+          "COMBINES": 1, "NORMS": 1, "ATTENTION": 1, "HAS_USER_STAGES": 1}  # fmt: skip
 
 
 def build(folder):
@@ -33,6 +41,7 @@ def build(folder):
         shutil.copy(path, folder)
     shutil.copy(FOLDER / "sync.cuh", folder)
     (folder / "run.cpp").write_text(WRAPPER)
+    (folder / "user_stages.cuh").write_text(device._user_stages([SOURCE]))
     hopper = FOLDER.parent.parent / "ops" / "hopper_emulator"
     command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{hopper}"]
     command += [f"-D{name}={value}" for name, value in MACROS.items()]

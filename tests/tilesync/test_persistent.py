@@ -8,11 +8,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilesync.emulated import MACROS, Emulated, build
+from tilesync.emulated import MACROS, SOURCE, Emulated, build
 from tilesync.graphs import graphs, tensors
 from tilewright.runtime import nvrtc
-from tilewright.tilesync import Custom, Gemm, Graph, GraphError, RowSync, TileSync, check, device
+from tilewright.tilesync import Custom, Gemm, Graph, GraphError, Region, RowSync, TileSync, check, device
 from tilewright.tilesync.check import lower
+from tilewright.tilesync.graph import span
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,23 @@ def test_launches_follow_each_other_and_nothing_is_cleared(library, graph):
     assert not one_by_one.control.any()
 
 
+def test_a_stage_of_the_users_own(library):
+    rows, columns = 20, 40
+
+    def reads(tile):
+        return [Region(name, (span(tile[0], 8, rows), span(tile[1], 16, columns))) for name in ("h", "g")]
+
+    h, g = (Gemm(name, "x", "w", (rows, columns, 16), tile=(8, 16)) for name in ("h", "g"))
+    own = Custom(
+        "y", ["h", "g"], (rows, columns), tile=(8, 16), reads=reads, compute=lambda h, g: 2 * h + g, source=SOURCE
+    )
+    graph = Graph({"x": (rows, 16), "w": (columns, 16)}, [h, g, own], ["y"])
+    given_tensors, run = tensors(graph, 1, torch.bfloat16), Emulated(library, check(graph))
+    compare(run(given_tensors, seed=3), serial(graph, given_tensors), graph)
+    ((name, text),) = run.lowered.headers
+    assert name == "user_stages.cuh" and SOURCE in text and run.lowered.macros["HAS_USER_STAGES"] == 1
+
+
 def test_numbers_may_wrap_around(library):
     graph = two_layers()
     given_tensors, run = tensors(graph, 1, torch.bfloat16), Emulated(library, check(graph))
@@ -150,14 +168,20 @@ def test_what_the_kernel_has_not_is_a_sentence():
     large = one(Gemm("y", "x", "w", (8, 8, 8), tile=(136, 64)))
     assert "up to 128 rows" in device.why_not(large, half)
     own = one(Custom("y", ["x"], (8, 8), tile=(8, 8), reads=lambda tile: [], compute=lambda x: x))
-    with pytest.raises(GraphError, match=r"no stage such as y \(Custom\)"):
+    with pytest.raises(GraphError, match="Stage y has no source for the GPU"):
         device.lower(own, half)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
 def test_the_compiler_takes_it_and_spills_nothing(tmp_path):
+    (tmp_path / "user_stages.cuh").write_text(device._user_stages([SOURCE]))
     given_macros = {**MACROS, "FEW_TILES": 2, "MANY_ROWS": 128, "MANY_COLUMNS": 128}
     command = ["nvcc", "-std=c++17", "-arch=sm_90a", "-cubin", "-Xptxas", "-v", "-o", tmp_path / "run.cubin"]
-    command += [f"-I{nvrtc._HEADERS}", *(f"-D{name}={value}" for name, value in given_macros.items()), device.SOURCE]
+    command += [
+        f"-I{nvrtc._HEADERS}",
+        f"-I{tmp_path}",
+        *(f"-D{name}={value}" for name, value in given_macros.items()),
+        device.SOURCE,
+    ]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     assert "0 bytes spill stores, 0 bytes spill loads" in said, said

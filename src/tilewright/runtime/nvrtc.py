@@ -132,16 +132,18 @@ def compiler_version() -> tuple[int, int]:
     return major.value, minor.value
 
 
-_jobs: dict[tuple[Path, tuple[str, ...]], Job[bytes]] = {}
+Headers = tuple[tuple[str, str], ...]  # that are no files: the name in #include, and the text
+_jobs: dict[tuple[Path, tuple[str, ...], Headers], Job[bytes]] = {}
 _jobs_lock = threading.Lock()
 
 
-def _job(source: Path, options: tuple[str, ...]) -> Job[bytes]:
+def _job(source: Path, options: tuple[str, ...], headers: Headers = ()) -> Job[bytes]:
     """The one job that makes this code, for all devices of a kind and for when it could not be loaded."""
+    key = source, options, headers
     with _jobs_lock:
-        if (source, options) not in _jobs:
-            _jobs[source, options] = Job(functools.partial(_load_or_compile, source, options))
-        return _jobs[source, options]
+        if key not in _jobs:
+            _jobs[key] = Job(functools.partial(_load_or_compile, *key))
+        return _jobs[key]
 
 
 def _options(device: int, macros: dict[str, int]) -> tuple[str, ...]:
@@ -155,12 +157,12 @@ def compile_ahead(source: Path, device: int, macros: dict[str, int]) -> None:
     _job(source, _options(device, macros)).start()
 
 
-def _load_or_compile(source: Path, options: tuple[str, ...]) -> bytes:
-    start, key = time.perf_counter(), _cache_key(source, options)
+def _load_or_compile(source: Path, options: tuple[str, ...], headers: Headers) -> bytes:
+    start, key = time.perf_counter(), _cache_key(source, options, headers)
     code = disk_cache.get(key)
     found = code is not None
     if code is None:
-        code = _compile(source, options)
+        code = _compile(source, options, headers)
         disk_cache.put(key, code)
     verb, seconds = "loaded from disk" if found else "compiled", time.perf_counter() - start
     log.debug("nvrtc: %s %s %s in %.3f s", verb, _label(source), " ".join(options), seconds)
@@ -176,21 +178,23 @@ def _folders(source: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((_HEADERS, source.parent)))
 
 
-def _cache_key(source: Path, options: tuple[str, ...]) -> str:
+def _cache_key(source: Path, options: tuple[str, ...], more: Headers) -> str:
     """Of all that the code depends on: the source, every header it may include, the options and the compiler."""
     headers = [(path.name, path.read_text()) for folder in _folders(source) for path in sorted(folder.glob("*.cuh"))]
+    headers += more
     # nvrtcVersion leaves out the patch level, which the release of torch fixes.
     version = [*compiler_version(), torch.__version__]
     return disk_cache.make_key("cubin", source.name, source.read_text(), headers, options, version)
 
 
-def _compile(source: Path, options: tuple[str, ...]) -> bytes:
+def _compile(source: Path, options: tuple[str, ...], headers: Headers) -> bytes:
     nvrtc, program, size = _nvrtc(), c_void_p(), c_size_t()
     text = source.read_bytes()
     options = (*options, *(f"--include-path={folder}" for folder in _folders(source)))
-    _must(
-        nvrtc.nvrtcCreateProgram(byref(program), text, _label(source).encode(), 0, None, None), "take a kernel's source"
-    )
+    names, texts = ((c_char_p * len(headers))(*(header[i].encode() for header in headers)) for i in (0, 1))
+    label = _label(source).encode()
+    status = nvrtc.nvrtcCreateProgram(byref(program), text, label, len(headers), texts, names)
+    _must(status, "take a kernel's source")
     try:
         given = (c_char_p * len(options))(*(option.encode() for option in options))
         if nvrtc.nvrtcCompileProgram(program, len(options), given):
@@ -209,9 +213,9 @@ def _compile(source: Path, options: tuple[str, ...]) -> bytes:
 class Module:
     """The kernels of a source file, compiled for one device, which stays theirs."""
 
-    def __init__(self, source: Path, device: int, macros: dict[str, int]) -> None:
+    def __init__(self, source: Path, device: int, macros: dict[str, int], headers: Headers = ()) -> None:
         self.name, self.device, self.handle, context = _label(source), device, c_void_p(), c_void_p()
-        code = _job(source, _options(device, macros)).result()
+        code = _job(source, _options(device, macros), headers).result()
         with torch.cuda.device(device):
             torch.empty(1, device="cuda")  # what the runtime does first makes the context that the driver wants
             _must(_driver().cuCtxGetCurrent(byref(context)), "tell its context")

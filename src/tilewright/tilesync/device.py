@@ -15,14 +15,14 @@ import torch
 
 from tilewright.tilesync.check import Program
 from tilewright.tilesync.graph import Graph, GraphError, Stage
-from tilewright.tilesync.stages import ACTIVATIONS, Attention, Conv2d, Elementwise, Gemm, Norm, Reduction
+from tilewright.tilesync.stages import ACTIVATIONS, Attention, Conv2d, Custom, Elementwise, Gemm, Norm, Reduction
 
 SOURCE = Path(__file__).with_name("run.cu")
 KERNEL = "tilewright_tilesync_run"
 THREADS = 256
 APART = 32  # numbers of 4 bytes from a semaphore to the next
 X_BYTES = 160 * 1024  # of shared memory, for x of few rows
-FEW, MANY, COMBINE, NORM, ATTEND = range(5)
+FEW, MANY, COMBINE, NORM, ATTEND, USER = range(6)
 WAITS, DEPENDENT, TIMES = 1, 2, 4
 MOST_FEW_ROWS = 32
 _HEAD_BYTES = 128
@@ -63,6 +63,7 @@ class DeviceProgram:
     posts: np.ndarray
     slots: tuple[str, ...]  # the tensor of each slot
     macros: dict[str, int]
+    headers: tuple[tuple[str, str], ...]  # with the user's own stages
     shared_bytes: int
 
     @property
@@ -111,17 +112,31 @@ def lower(program: Program, dtype: torch.dtype) -> DeviceProgram:
         tasks.append((task.stage, split, down, across, *first))
         waits += [(wait.semaphore, wait.value, totals[wait.semaphore], 0) for wait in task.waits]
         posts += [(post.semaphore, post.amount) for post in task.posts]
-    macros = _macros(stages, dtype, len(slots))
-    return DeviceProgram(
-        program,
-        stages,
-        np.array(tasks, TASK),
-        np.array(waits, WAIT),
-        np.array(posts, POST),
-        slots,
-        macros,
-        _shared_bytes(macros),
+    sources = _sources(program)
+    for row, stage in zip(stages, program.stages, strict=True):
+        if isinstance(stage, Custom):
+            row["kind"] = USER + sources.index(stage.source)
+    macros, tables = _macros(stages, dtype, len(slots)), (np.array(tasks, TASK), np.array(waits, WAIT))
+    own = max((stage.shared_bytes for stage in program.stages if isinstance(stage, Custom)), default=0)
+    shared_bytes = max(_shared_bytes(macros), _HEAD_BYTES + own)
+    headers = (("user_stages.cuh", _user_stages(sources)),) if sources else ()
+    return DeviceProgram(program, stages, *tables, np.array(posts, POST), slots, macros, headers, shared_bytes)
+
+
+def _sources(program: Program) -> list[str]:
+    """The different sources of the user's own stages."""
+    return list(dict.fromkeys(stage.source for stage in program.stages if isinstance(stage, Custom)))
+
+
+def _user_stages(sources: list[str]) -> str:
+    """The header that `run.cu` includes, with a function for each source."""
+    functions = "".join(
+        f"__device__ void user_stage_{number}(const UserTile& tile) {{\n{source}\n}}\n"
+        for number, source in enumerate(sources)
     )
+    cases = "".join(f"    case {number}: return user_stage_{number}(tile);\n" for number in range(len(sources)))
+    call = f"void compute_user_tile(int number, const UserTile& tile) {{\n  switch (number) {{\n{cases}  }}\n}}\n"
+    return f"#pragma once\n{functions}__device__ {call}"
 
 
 def why_not(program: Program, dtype: torch.dtype) -> str:
@@ -137,6 +152,10 @@ def why_not(program: Program, dtype: torch.dtype) -> str:
 
 
 def _why_no_stage(stage: Stage, produced: Iterable[str]) -> str:
+    if isinstance(stage, Custom):
+        if not stage.source:
+            return f"Stage {stage.name} has no source for the GPU; give `source`."
+        return f"Stage {stage.name} has more than 5 inputs." if len(stage.inputs) > 5 else ""
     if type(stage) not in (Gemm, Conv2d, Reduction, Elementwise, Norm, Attention):
         return f"The kernel has no stage such as {stage.name} ({type(stage).__name__})."
     if isinstance(stage, Elementwise) and (not isinstance(stage.function, str) or len(stage.inputs) > 2):
@@ -198,6 +217,9 @@ def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any
         row["height"], row["width"], row["gated"] = (graph.shape(name)[1] for name in stage.names)
         row |= {"channels": stage.head_dim, "kernel": stage.heads // stage.key_heads, "eps": stage.scale}
         row["more"] = (stage.causal, *stage.offsets, 0)
+    elif isinstance(stage, Custom):
+        row["rows"], row["columns"] = stage.sizes
+        row["more"] = tuple(([slot[name] for name in stage.inputs] + [-1] * 5)[:5])
     return row
 
 
@@ -212,6 +234,7 @@ def _macros(stages: np.ndarray, dtype: torch.dtype, tensors: int) -> dict[str, i
         "MANY_ROWS": (64 if many["tile_rows"].max() <= 64 else 128) if len(many) else 0,
         "MANY_COLUMNS": (64 if columns.max() <= 64 else 128) if len(many) else 0,
         "COMBINES": int(COMBINE in kinds), "NORMS": int(NORM in kinds), "ATTENTION": int(ATTEND in kinds),
+        "HAS_USER_STAGES": int(any(kind >= USER for kind in kinds)),
     }  # fmt: skip
 
 

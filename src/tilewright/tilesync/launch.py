@@ -32,7 +32,7 @@ class Runner:
     def __init__(self, program: Program, on: torch.device, dtype: torch.dtype) -> None:
         self.device, self.lowered = on, device.lower(program, dtype)
         lowered = self.lowered
-        module = nvrtc.Module(device.SOURCE, on.index, lowered.macros)
+        module = nvrtc.Module(device.SOURCE, on.index, lowered.macros, lowered.headers)
         self.kernel = module.kernel(device.KERNEL, device.THREADS, lowered.shared_bytes)
         tables = lowered.stages, lowered.tasks, lowered.waits, lowered.posts
         self.tables = [torch.from_numpy(table.view(np.uint8).copy()).to(on) for table in tables]

@@ -54,6 +54,14 @@ __device__ __forceinline__ const u16* weight_row(const Stage& stage, const Tenso
   return rows + (long long)(row + (half && !other ? stage.columns : 0)) * stage.inner;
 }
 
+// What a stage of the user's own is given: where its tile begins, how large it is, and how wide the output.
+struct UserTile {
+  int row, column, rows, columns, width;
+  const void* inputs[5];
+  void* output;
+  char* memory;  // shared, as much as the stage has asked for
+};
+
 // What happens to a sum on its way to memory.
 struct Epilogue {
   const Stage& stage;

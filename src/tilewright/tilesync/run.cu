@@ -159,7 +159,13 @@ tilewright_tilesync_run(const __grid_constant__ Program program, const __grid_co
       if (stage.kind == ATTEND) attend(stage, task, tensors, blocks.memory);
 #endif
 #if HAS_USER_STAGES
-      if (stage.kind >= USER) compute_user_tile(stage.kind - USER, stage, task, tensors, blocks.memory);
+      if (stage.kind >= USER) {
+        UserTile tile{task.row * stage.tile_rows, task.column * stage.tile_columns};
+        tile.rows = min(stage.tile_rows, stage.rows - tile.row), tile.columns = min(stage.tile_columns, stage.columns - tile.column);
+        tile.width = stage.columns, tile.output = tensors.at[stage.y], tile.memory = blocks.memory;
+        for (int i = 0; i < 5; i++) tile.inputs[i] = stage.more[i] >= 0 ? tensors.at[stage.more[i]] : nullptr;
+        compute_user_tile(stage.kind - USER, tile);
+      }
 #endif
     }
     __syncthreads();  // all have written what the tile computes, and read what is shared

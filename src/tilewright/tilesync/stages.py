@@ -392,7 +392,9 @@ class Custom(Stage):
         tile: how many rows and columns a tile has.
         reads: a function of a tile that returns its regions.
         compute: the whole stage in PyTorch.
-        source: CUDA C++: the body of ``compute_tile`` (docs/tilesync.md), for modes that run on a GPU.
+        source: CUDA C++ for the GPU: the body of a function that all 256 threads of a block call with a `UserTile`, in
+            16-bit numbers (docs/tilesync.md). It reads by `read_number` what another stage has written.
+        shared_bytes: what it needs of shared memory.
     """
 
     def __init__(
