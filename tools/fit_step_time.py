@@ -85,6 +85,7 @@ def ranked(pairs: list[tuple[dict[str, str], float]]) -> tuple[int, int]:
 def _use(logs: np.ndarray) -> None:
     calibration.FITTED.update(zip(START, map(float, np.exp(logs)), strict=True))
     step._micro_batch.cache_clear()
+    step._sums.cache_clear()
 
 
 def _residuals(logs: np.ndarray, runs: list[Run], measured: list[float]) -> np.ndarray:
@@ -155,6 +156,7 @@ def main() -> None:
         _use(fit(fitted))
         calibration.FITTED.update({name: float(f"{value:.3g}") for name, value in calibration.FITTED.items()})
         step._micro_batch.cache_clear()
+        step._sums.cache_clear()
     found: dict[str, Any] = {"parameters": dict(calibration.FITTED), "cross_validation": checked}
     found["ranked"] = {
         name: ranked([(row, mfu(run_of(row))) for row in rows])

@@ -231,7 +231,7 @@ def test_every_split_that_is_advised_can_be_trained(model, node, nodes, batch, p
         return
     for plan in plans:
         how = plan.training
-        assert how.tensor * how.pipeline * how.data == cluster.gpus
+        assert how.tensor * how.pipeline * how.data * how.context == how.ranks == cluster.gpus
         assert memory.train(model, how).total == plan.memory <= cluster.capacity
 
 

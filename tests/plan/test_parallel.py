@@ -7,7 +7,7 @@ from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.plan.calibration import FITTED
 from tilewright.plan.decoder import Decoder, load
-from tilewright.plan.memory import Training, train
+from tilewright.plan.memory import Training, check_parallel, train
 from tilewright.plan.parallel import Cluster, estimate, search
 from tilewright.plan.traffic import Links
 
@@ -99,6 +99,47 @@ def test_a_given_layout_is_estimated_and_no_other():
         search(load("70b"), Cluster(H100, 24), 24, given={"tensor": 3})
     with pytest.raises(UserError, match="No split of 64 GPUs with pipeline 3"):
         search(load("13b"), cluster, 192, given={"pipeline": 3})
+
+
+MIXTURE = Decoder(2048, 16, 16, 16, 128, 1024, 50304, 4096, gated=True, tied=False, norm="rms", positions="rope",
+                  experts=64, active_experts=8)  # fmt: skip
+
+
+def test_ranks_that_share_a_sequence_share_its_work_and_memory():
+    model = load("7b", ["sequence=32768"])
+    one, four = (Training(data=8 // ranks, context=ranks, zero=3, precision="fsdp", loss="fused") for ranks in (1, 4))
+    alone, shared = (estimate(model, how, Cluster(H100, 8), train(model, how).total) for how in (one, four))
+    assert shared.parts["matmul"] == pytest.approx(alone.parts["matmul"] / 4, rel=0.05)
+    assert shared.parts["attention"] == pytest.approx(alone.parts["attention"] / 4, rel=0.01)
+    assert train(model, four)["activations"] == pytest.approx(train(model, one)["activations"] / 4)
+    assert train(model, four)["weights"] == train(model, one)["weights"]  # over all eight ranks either way
+    # Three times a layer the keys and values of a sequence, 16 bits each, in three rounds.
+    ring = 32768 * 2 * 4096 * 2 * 3 / 4 / (0.75 * 450e9) + 3 * FITTED["round seconds"] / 3
+    assert shared.context_traffic == pytest.approx(32 * 3 * ring) and alone.context_traffic == 0
+    assert shared.tokens_per_second * shared.seconds == 2 * 32768
+    with pytest.raises(UserError, match="two pieces a rank"):
+        check_parallel(load("7b", ["sequence=100"]), Training(context=8))
+
+
+def test_ranks_that_share_experts_keep_fewer_and_send_tokens():
+    base = Training(data=8, precision="mixed", micro_batch=2)
+    whole, eighth = (dataclasses.replace(base, expert=ranks) for ranks in (1, 8))
+    experts = MIXTURE.expert_parameters(MIXTURE.layers)
+    assert experts == 16 * 64 * 3 * 2048 * 1024
+    assert train(MIXTURE, whole)["weights"] - train(MIXTURE, eighth)["weights"] == 2 * experts * 7 / 8
+    sharded = [train(MIXTURE, dataclasses.replace(how, zero=3))["weights"] for how in (whole, eighth)]
+    assert sharded[0] == sharded[1] == 2 * MIXTURE.parameters / 8
+    alone, shared = (estimate(MIXTURE, how, Cluster(H100, 8)) for how in (whole, eighth))
+    assert shared.expert_traffic > 0 == alone.expert_traffic
+    assert shared.parts["matmul"] < alone.parts["matmul"]  # as many FLOPs, in fewer and larger matmuls
+    assert shared.data_traffic < alone.data_traffic
+    for many, message in ((3, "64 experts do not divide"), (16, "8 data and context ranks do not divide")):
+        with pytest.raises(UserError, match=message):
+            check_parallel(MIXTURE, dataclasses.replace(base, expert=many))
+    given = {"expert": 4, "tensor": 1, "pipeline": 1}
+    assert all(plan.training.expert == 4 for plan in search(MIXTURE, Cluster(H100, 64), 256, 5, given=given))
+    found = search(MIXTURE, Cluster(H100, 64), 256, 1000, given={"tensor": 1, "pipeline": 1})
+    assert {plan.training.expert for plan in found} == {1, 8, 64}
 
 
 def test_compiled_is_a_flag_of_a_plan():

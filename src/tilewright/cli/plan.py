@@ -128,6 +128,10 @@ def train(
     tensor: int = TENSOR,
     sequence_parallel: bool = typer.Option(False, help="Split the norms over the tensor-parallel ranks."),
     pipeline: int = typer.Option(1, min=1, help="Pipeline stages."),
+    context: int = typer.Option(1, "--context", "--cp", min=1, help="Ranks that share every sequence."),
+    expert: int = typer.Option(
+        1, "--expert", "--ep", min=1, help="Of data and context ranks, those that share experts."
+    ),
     interleave: int = typer.Option(1, min=1, help="Pieces of a pipeline stage."),
     memory_gb: float = typer.Option(None, help="Memory of a GPU in GB, in place of the table's."),
     as_json: bool = AS_JSON,
@@ -147,7 +151,7 @@ def train(
     shape, how = load_run(
         model, changes or [],
         dict(data=data, zero=zero, tensor=tensor, sequence_parallel=sequence_parallel, pipeline=pipeline,
-             interleave=interleave),
+             interleave=interleave, context=context, expert=expert),
         micro_batch=micro_batch, precision=precision, optimizer=optimizer, recompute=recompute, attention=attention,
         loss=loss, accumulation=accumulation, compiled=compiled or None,
     )  # fmt: skip

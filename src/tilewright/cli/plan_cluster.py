@@ -111,6 +111,10 @@ def step_command(
     tensor: int = typer.Option(1, "--tensor", "--tp", min=1, help="Tensor-parallel ranks."),
     pipeline: int = typer.Option(1, "--pipeline", "--pp", min=1, help="Pipeline stages."),
     interleave: int = typer.Option(1, min=1, help="Pieces of a pipeline stage."),
+    context: int = typer.Option(1, "--context", "--cp", min=1, help="Ranks that share every sequence."),
+    expert: int = typer.Option(
+        1, "--expert", "--ep", min=1, help="Of data and context ranks, those that share experts."
+    ),
     node: int = NODE,
     link: float = LINK,
     network: float = NETWORK,
@@ -129,13 +133,13 @@ def step_command(
         tilewright plan step 7b --gpu H100-SXM5 --micro-batch 6 --data 8 --zero 3 --loss fused
     """
     split = dict(data=data, zero=zero, tensor=tensor, sequence_parallel=tensor > 1, pipeline=pipeline,
-                 interleave=interleave)  # fmt: skip
+                 interleave=interleave, context=context, expert=expert)  # fmt: skip
     shape, how = load_run(
         model, changes or [], split, micro_batch=micro_batch, precision=precision, optimizer=optimizer,
         recompute=recompute, loss=loss, accumulation=accumulation, compiled=compiled or None,
     )  # fmt: skip
     memory.check_parallel(shape, how)
-    cluster = make_cluster(gpu, data * tensor * pipeline, node, link, network, None)
+    cluster = make_cluster(gpu, how.ranks, node, link, network, None)
     found = parallel.estimate(shape, how, cluster, memory.train(shape, how).total)
     rows = [
         [name, f"{1e3 * seconds:,.2f}", f"{seconds / found.seconds:.1%}"]
@@ -164,7 +168,7 @@ def step_command(
 
 def _traffic(plan: parallel.Plan) -> dict[str, float]:
     """Seconds that are no computing, by the word that tables have for them."""
-    kinds = ("tensor_traffic", "pipeline_traffic", "bubble", "data_traffic")
+    kinds = ("tensor_traffic", "context_traffic", "expert_traffic", "pipeline_traffic", "bubble", "data_traffic")
     return {kind.replace("_", " "): getattr(plan, kind) for kind in kinds}
 
 
@@ -190,6 +194,8 @@ def parallel_command(
     pipeline: int = typer.Option(None, "--pipeline", "--pp", min=1, help="These pipeline stages and no others."),
     interleave: int = typer.Option(None, min=1, help="So many pieces of a stage."),
     data: int = typer.Option(None, "--data", "--dp", min=1, help="These data-parallel ranks."),
+    context: int = typer.Option(None, "--context", "--cp", min=1, help="So many ranks share every sequence."),
+    expert: int = typer.Option(None, "--expert", "--ep", min=1, help="So many share the experts."),
     zero: int = typer.Option(None, min=0, max=3, help="This ZeRO stage; 3 is FSDP."),
     recompute: str = typer.Option(None, help="none, selective or full; default: all are tried."),
     micro_batch: int = typer.Option(None, min=1, help="This micro batch."),
@@ -215,7 +221,8 @@ def parallel_command(
     shape, cluster = load_shape(model, changes or []), make_cluster(gpu, count(gpus), node, link, network, memory_gb)
     base = memory.Training(precision=precision, optimizer=optimizer or "adamw", loss="fused", compiled=compiled)
     given: dict[str, Any] = dict(tensor=tensor, pipeline=pipeline, interleave=interleave, data=data, zero=zero,
-                                 recompute=recompute, micro_batch=micro_batch)  # fmt: skip
+                                 recompute=recompute, micro_batch=micro_batch, context=context,
+                                 expert=expert)  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     plans = parallel.search(shape, cluster, count(global_batch), keep, base, given)
     report = Report(
@@ -241,14 +248,20 @@ def parallel_command(
 
 def _plans_grid(plans: list[parallel.Plan]) -> Grid:
     rows = [
-        [str(p.training.tensor), _stages(p), str(p.training.data), str(p.training.zero), p.training.recompute,
+        [str(p.training.tensor), _stages(p), _data(p), str(p.training.zero), p.training.recompute,
          f"{p.training.micro_batch} x {p.training.accumulation}", f"{p.seconds:.2f}", f"{p.bubble / p.seconds:.0%}",
-         f"{(p.tensor_traffic + p.pipeline_traffic + p.data_traffic) / p.seconds:.0%}", gigabytes(p.memory),
+         f"{(sum(_traffic(p).values()) - p.bubble) / p.seconds:.0%}", gigabytes(p.memory),
          f"{p.mfu:.1%}"]
         for p in plans
     ]  # fmt: skip
     header = ["tensor", "stages", "data", "ZeRO", "recompute", "micro x steps", "s/step", "bubble", "links"]
     return Grid("Plans, fastest first", [*header, "memory", "MFU"], rows)
+
+
+def _data(plan: parallel.Plan) -> str:
+    how = plan.training
+    shared = [f"{name} {size}" for name, size in (("cp", how.context), ("ep", how.expert)) if size > 1]
+    return str(how.data) + (f" ({', '.join(shared)})" if shared else "")
 
 
 def _stages(plan: parallel.Plan) -> str:
@@ -267,6 +280,8 @@ _PARALLEL_FORMULAS = (
     "ring of r ranks = (r - 1)/r x bytes / rate + (r - 1) x latency; rate = 3/4 of the least of link and network x "
     "(GPUs of a node that share a group)",
     "tensor traffic = layers x 4 (6 with full recompute) x 2 rings of the tokens' width, not hidden",
+    "context traffic = layers x 3 (4) rings of the sequence's keys and values; expert traffic = mixture layers x 4 (6) "
+    "exchanges of the tokens' copies; neither hidden",
     "pipeline traffic = steps x pieces x 2 x tokens x h x bytes / t / rate",
     "data traffic = rings of gradients, under ZeRO 3 of weights before each layer: what is longer than the computing "
     "beside it, and what both cost each other",

@@ -189,6 +189,13 @@ class Decoder:
         biases = (first if self.qkv_bias else 0) + (self.width if self.out_bias else 0)
         return biases + (self.heads if self.sinks else 0)
 
+    def expert_parameters(self, layers: int) -> int:
+        """Of all experts that not every token takes, in at most so many layers."""
+        if self.experts == 1:
+            return 0
+        sparse = min(layers, self.layers - self.dense_layers)
+        return sparse * self.experts * (self.mlp_weights(self.ffn) + self._mlp_biases(self.ffn))
+
     def _mlp(self, experts: float) -> tuple[float, float]:
         """Parameters of a layer's MLP, with this many experts of a mixture counted, and of a layer without experts."""
         one = self.mlp_weights(self.ffn) + self._mlp_biases(self.ffn)

@@ -33,8 +33,10 @@ class Matmul:
         return 2 * self.n * self.k * self.count * self.active
 
 
-def matmuls(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Matmul]:
+def matmuls(decoder: Decoder, tokens: int, tensor: int = 1, expert: int = 1) -> Iterator[Matmul]:
     """Every matmul with a weight of one forward pass over `tokens` tokens, on one of `tensor` ranks.
+
+    Of `expert` ranks, each with as many tokens, every one has a part of the experts, and takes the tokens of all.
 
     >>> from tilewright.plan.decoder import load
     >>> [(p.name, p.n, p.k, p.count) for p in matmuls(load("125m"), 1)][2:]
@@ -47,8 +49,9 @@ def matmuls(decoder: Decoder, tokens: int, tensor: int = 1) -> Iterator[Matmul]:
     sparse = layers - decoder.dense_layers
     if decoder.experts > 1:
         yield Matmul("router", tokens, decoder.experts + decoder.expert_gates, h, sparse)
-        met = min(decoder.experts, tokens * decoder.active_experts)  # experts that work: few tokens cannot meet all
-        seen = -(-tokens * decoder.active_experts // met)  # tokens that one of them sees
+        taken = expert * tokens * decoder.active_experts
+        met = min(decoder.experts // expert, taken)  # experts that work here: few tokens cannot meet all
+        seen = -(-taken // (expert * met))  # tokens that one of them sees
         active = decoder.active_experts / met
         yield Matmul("expert up", seen, ups * decoder.ffn // tensor, h, sparse * met, active)
         yield Matmul("expert down", seen, h, decoder.ffn // tensor, sparse * met, active)

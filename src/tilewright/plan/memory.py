@@ -74,6 +74,8 @@ class Training:
     sequence_parallel: bool = False
     pipeline: int = 1
     interleave: int = 1  # pieces of a pipeline stage; more of them make a smaller bubble and more traffic
+    context: int = 1  # ranks that share every sequence
+    expert: int = 1  # of the data and context ranks, those that share the experts of a mixture
 
     def __post_init__(self) -> None:
         if self.precision == "amp":
@@ -84,11 +86,20 @@ class Training:
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} is {getattr(self, name)!r}; choose {', '.join(map(str, allowed))}.")
-        for name in ("micro_batch", "data", "tensor", "pipeline", "interleave"):
+        for name in ("micro_batch", "data", "tensor", "pipeline", "interleave", "context", "expert"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.accumulation is not None and self.accumulation < 1:
             raise UserError(f"accumulation is {self.accumulation}; it must be at least 1.")
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same parameters, or by ZeRO share them."""
+        return self.data * self.context
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas * self.tensor * self.pipeline
 
     @property
     def compute_bytes(self) -> int:
@@ -154,6 +165,14 @@ def split_problem(decoder: Decoder, training: Training) -> str:
         return problem
     if training.sequence_parallel and decoder.sequence % t:
         return f"A sequence of {decoder.sequence:,} does not divide by tensor parallel {t}."
+    cut = 2 * training.context * (t if training.sequence_parallel else 1)
+    if training.context > 1 and decoder.sequence % cut:
+        return f"A sequence of {decoder.sequence:,} does not divide by {cut}, two pieces a rank of context parallel."
+    if training.expert > 1:
+        if decoder.experts % training.expert:
+            return f"{decoder.experts} experts do not divide by expert parallel {training.expert}."
+        if training.replicas % training.expert:
+            return f"{training.replicas} data and context ranks do not divide by expert parallel {training.expert}."
     if p == 1 and pieces > 1:
         return f"{pieces} pieces of a stage need a pipeline of at least 2 stages."
     if p * pieces > decoder.layers:
@@ -169,6 +188,18 @@ def check_parallel(decoder: Decoder, training: Training) -> None:
     problem = split_problem(decoder, training)
     if problem:
         raise UserError(problem)
+
+
+def rank_tokens(decoder: Decoder, training: Training) -> int:
+    """Tokens of a micro batch on one rank, which context parallel shares."""
+    return training.micro_batch * decoder.sequence // training.context
+
+
+def parameters_here(decoder: Decoder, training: Training, layers: int, ends: float = 0.0) -> tuple[float, float]:
+    """Parameters of so many layers and the ends on a rank: before ZeRO shards them, and after."""
+    experts = decoder.expert_parameters(layers) / training.tensor
+    everything = (decoder.fullest_stage(layers) + ends) / training.tensor
+    return everything - experts * (1 - 1 / training.expert), everything / training.replicas
 
 
 def stage_layers(decoder: Decoder, training: Training) -> int:
@@ -245,7 +276,7 @@ def kept_activations(
     if last:  # the final norm and the head's input
         mask = h if decoder.dropout > 0 and decoder.gpt_block == "standard" else 0
         total += (c + norm_bytes(decoder, training)) * h + (4 if decoder.norm == "rms" else 8) + mask
-    return training.micro_batch * decoder.sequence * total
+    return rank_tokens(decoder, training) * total
 
 
 def matmul_weights(decoder: Decoder) -> int:
@@ -322,27 +353,28 @@ def train(decoder: Decoder, training: Training) -> Anatomy:
 
 
 def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, first: bool, last: bool) -> Anatomy:
-    tokens = training.micro_batch * decoder.sequence
+    tokens = rank_tokens(decoder, training)
     share = decoder.layers / layers
     table = decoder.head_weights
     ends = (decoder.embedding_parameters - (0 if decoder.tied else table) if first else 0) + (
         table if last and not (first and decoder.tied) else 0
     )
-    here = (decoder.fullest_stage(layers) + ends) / training.tensor
+    here, shard = parameters_here(decoder, training, layers, ends)
     stored = training.stored_bytes
-    ranks = training.data
+    ranks = training.replicas
     # The copies are whole until ZeRO 3, the weights that they are made of are kept where the states are.
-    weights = stored * here / (ranks if training.zero == 3 or (training.zero and training.has_copies) else 1)
-    gradients = stored * here / (ranks if training.zero >= 2 else 1)
-    states = optimizer_bytes(decoder, training) * here / (ranks if training.zero >= 1 else 1)
+    weights = stored * (shard if training.zero == 3 or (training.zero and training.has_copies) else here)
+    gradients = stored * (shard if training.zero >= 2 else here)
+    states = optimizer_bytes(decoder, training) * (shard if training.zero >= 1 else here)
 
     # 16-bit copies: autocast's, kept for backward; under FSDP two layers of gathered weights instead.
-    two_layers = decoder.fullest_stage(min(2, decoder.layers)) / training.tensor
+    two_layers, _ = parameters_here(decoder, training, min(2, decoder.layers))
     copies = head_copy = 0.0
     if training.zero == 3 and ranks > 1:
         copies = head_copy = training.compute_bytes * (two_layers + (table / training.tensor if last else 0))
     elif training.is_autocast or training.has_copies:
         in_layers = (matmul_weights(decoder) - table) / share
+        in_layers -= decoder.expert_parameters(layers) * (1 - 1 / training.expert)
         head_copy = 2 * (table if last else 0) / training.tensor
         copies = 2 * in_layers / training.tensor + head_copy
 

@@ -26,6 +26,8 @@ from tilewright.plan.traffic import Links
 _MOST_GPUS = 1_000_000
 _MOST_PADDED = 1.1  # layers as the largest stage has them, over those there are
 _MOST_MICRO = 64  # sequences that are tried at once; more can be asked for
+_LONG = 65536  # tokens of a sequence from which on ranks that share it are tried, and how many
+_MOST_CONTEXT = 8
 _MULTIPROCESSORS = 132  # where the table has no number
 
 
@@ -74,6 +76,8 @@ class Plan:
     pipeline_traffic: float
     bubble: float
     data_traffic: float  # what forward and backward do not hide
+    context_traffic: float
+    expert_traffic: float
     memory: float
     mfu: float
     tokens_per_second: float
@@ -81,7 +85,9 @@ class Plan:
     parts: dict[str, float] = field(default_factory=dict)  # of the computing, by category
 
 
-def timed(decoder: Decoder, training: Training, cluster: Cluster) -> Step:
+def timed(
+    decoder: Decoder, training: Training, cluster: Cluster, rates: tuple[How, Rates] | None = None
+) -> Step:  # fmt: skip
     """The step of one split, in parts, by the rates of this kind of GPU.
 
     >>> from tilewright import hardware
@@ -90,8 +96,7 @@ def timed(decoder: Decoder, training: Training, cluster: Cluster) -> Step:
     >>> round(found.seconds, 2), found.traffic
     (0.55, {})
     """
-    how, rates = machine(cluster, training.precision)
-    return step(decoder, training, how, rates, cluster.links)
+    return step(decoder, training, *(rates or machine(cluster, training.precision)), cluster.links)
 
 
 def machine(cluster: Cluster, precision: str) -> tuple[How, Rates]:
@@ -106,18 +111,21 @@ def machine(cluster: Cluster, precision: str) -> tuple[How, Rates]:
     return how, rates
 
 
-def estimate(decoder: Decoder, training: Training, cluster: Cluster, memory: float = 0.0) -> Plan:
-    """The step of one split."""
-    found = timed(decoder, training, cluster)
+def estimate(
+    decoder: Decoder, training: Training, cluster: Cluster, memory: float = 0.0,
+    rates: tuple[How, Rates] | None = None,
+) -> Plan:  # fmt: skip
+    """The step of one split; `rates` are those of `machine`, where somebody has them."""
+    found = timed(decoder, training, cluster, rates)
     tokens = training.micro_batch * decoder.sequence * (training.accumulation or 1) * training.data
-    gpus = training.data * training.tensor * training.pipeline
     peak = cluster.accelerator.peak_flops[cluster.matmul(training.precision).dtype]
     model_flops, traffic = conventions(decoder)[DEFAULT].model, found.traffic
     return Plan(
         training=training, seconds=found.seconds, compute=sum(found.parts.values()),
         tensor_traffic=traffic.get("tensor", 0.0), pipeline_traffic=traffic.get("pipeline", 0.0),
-        bubble=traffic.get("bubble", 0.0), data_traffic=traffic.get("data", 0.0), memory=memory,
-        mfu=tokens * model_flops / found.seconds / (gpus * peak), tokens_per_second=tokens / found.seconds,
+        bubble=traffic.get("bubble", 0.0), data_traffic=traffic.get("data", 0.0),
+        context_traffic=traffic.get("context", 0.0), expert_traffic=traffic.get("expert", 0.0), memory=memory,
+        mfu=tokens * model_flops / found.seconds / (training.ranks * peak), tokens_per_second=tokens / found.seconds,
         fits=memory <= cluster.capacity, parts=found.parts,
     )  # fmt: skip
 
@@ -144,22 +152,31 @@ def splits(
         if -(-decoder.layers // p) * p <= _MOST_PADDED * decoder.layers
     ]
     tensors = choices("tensor", *_powers(min(cluster.node, decoder.heads, cluster.gpus)))
-    for tensor, pipeline in itertools.product(map(int, tensors), map(int, choices("pipeline", *stages))):
-        data, rest = divmod(cluster.gpus, tensor * pipeline)
+    longest = _MOST_CONTEXT if decoder.sequence >= _LONG else 1
+    contexts = list(map(int, choices("context", *_powers(min(longest, cluster.node)))))
+    stages_given = list(map(int, choices("pipeline", *stages)))
+    for tensor, pipeline, context in itertools.product(map(int, tensors), stages_given, contexts):
+        data, rest = divmod(cluster.gpus, tensor * pipeline * context)
         if rest or data not in choices("data", data) or global_batch % data or decoder.tensor_problem(tensor):
             continue
         share = global_batch // data
         micros = [int(micro) for micro in choices("micro_batch", *_powers(min(share, _MOST_MICRO)))]
         # Under ZeRO 2 and 3 gradients or weights would travel for every micro batch of a pipeline.
-        stages_of_zero = choices("zero", *((0, 1) if pipeline > 1 else (0, 1, 2, 3)) if data > 1 else (0,))
+        stages_of_zero = choices("zero", *((0, 1) if pipeline > 1 else (0, 1, 2, 3)) if data * context > 1 else (0,))
         recomputes, pieces = choices("recompute", "none", "selective", "full"), choices("interleave", 1, 2, 4)
-        for micro, zero, recompute, interleave in itertools.product(micros, stages_of_zero, recomputes, pieces):
+        shared = list(_powers(min(decoder.experts, data * context)))
+        experts = choices(
+            "expert", *dict.fromkeys((1, shared[min(len(shared), cluster.node.bit_length()) - 1], shared[-1]))
+        )
+        for micro, zero, recompute, interleave, expert in itertools.product(
+            micros, stages_of_zero, recomputes, pieces, experts
+        ):
             if share % micro:
                 continue
             split = dataclasses.replace(
                 base, micro_batch=micro, accumulation=share // micro, recompute=str(recompute), data=data,
                 zero=int(zero), tensor=tensor, sequence_parallel=tensor > 1, pipeline=pipeline,
-                interleave=int(interleave),
+                interleave=int(interleave), context=context, expert=int(expert),
             )  # fmt: skip
             if not split_problem(decoder, split):
                 yield split
@@ -190,6 +207,7 @@ def search(
             raise UserError(f"{name} is {value}; it must be a number above 0.")
     if cluster.gpus > cluster.node and cluster.gpus % cluster.node:
         raise UserError(f"{cluster.gpus} GPUs are not whole nodes of {cluster.node}; give --node.")
+    rates = machine(cluster, base.precision)
     fits: dict[Training, Plan] = {}  # by split, with the ZeRO stage that is fastest, or the least of those
     smallest: tuple[float, Training] | None = None
     for training in splits(decoder, cluster, global_batch, base, given):
@@ -197,7 +215,7 @@ def search(
         if smallest is None or memory < smallest[0]:
             smallest = memory, training
         if memory <= cluster.capacity:
-            split, plan = dataclasses.replace(training, zero=0), estimate(decoder, training, cluster, memory)
+            split, plan = dataclasses.replace(training, zero=0), estimate(decoder, training, cluster, memory, rates)
             if split not in fits or plan.seconds < 0.999 * fits[split].seconds:
                 fits[split] = plan
     if smallest is None:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.memory import Training, stage_layers
+from tilewright.plan.memory import Training, parameters_here, stage_layers
 from tilewright.plan.traffic import Links, Phases, exposed
 from tilewright.plan.work import (
     CACHED,
@@ -53,7 +53,7 @@ TENSOR = {"cuda": 2, "cpu": 20}
 ADAFACTOR = 33  # a tensor: its ops counted, the mean of a matrix and a vector
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # as a key of a cache it is itself
 class Rates:
     """What a machine does: matmuls by dtype ("fp32", "tf32", "bf16"), a copy, an eager op, the shortest kernel.
 
@@ -97,6 +97,27 @@ def _micro_batch(decoder: Decoder, training: Training, how: How) -> tuple[Work, 
     return tuple(micro_batch_work(decoder, training, how))
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """Seconds of a micro batch's layers or ends, by category and by phase, and their floor."""
+
+    parts: dict[str, float]
+    phases: dict[str, float]
+    floor: float
+
+
+@functools.lru_cache(maxsize=4096)
+def _sums(decoder: Decoder, training: Training, how: How, rates: Rates, at_ends: bool) -> _Sums:
+    parts, phases, floor = dict.fromkeys(CATEGORIES, 0.0), {"forward": 0.0, "backward": 0.0}, 0.0
+    for work in _micro_batch(decoder, training, how):
+        if work.at_ends == at_ends:
+            seconds = work.calls * rates.seconds(work, how.matmuls)
+            parts[work.category] += seconds
+            phases[work.phase] += seconds
+            floor += work.calls * rates.floor(work, how.matmuls)
+    return _Sums(parts, phases, floor)
+
+
 def step(decoder: Decoder, training: Training, how: How, rates: Rates, links: Links | None = None) -> Step:
     """The time of one optimizer step on the fullest rank, with all of its micro batches.
 
@@ -110,27 +131,29 @@ def step(decoder: Decoder, training: Training, how: How, rates: Rates, links: Li
     micro_batches, p = training.accumulation or 1, training.pipeline
     # The first and the last stage have fewer layers, as those who balance stages give them.
     here = {False: stage_layers(decoder, training) / decoder.layers, True: 1 / p}
-    one = dataclasses.replace(training, accumulation=None, data=1, zero=0, pipeline=1, interleave=1)
-    for work in _micro_batch(decoder, one, how):
-        calls = work.calls * here[work.at_ends]
-        seconds = calls * rates.seconds(work, how.matmuls)
-        parts[work.category] += micro_batches * seconds
-        phases[work.phase] += seconds
-        floor += micro_batches * calls * rates.floor(work, how.matmuls)
-    kept = decoder.parameters / training.tensor / p / (training.data if training.zero else 1)
+    one = dataclasses.replace(training, accumulation=None, data=training.expert, zero=0, pipeline=1, interleave=1)
+    for at_ends, share in here.items():
+        found = _sums(decoder, one, how, rates, at_ends)
+        for name, seconds in found.parts.items():
+            parts[name] += micro_batches * share * seconds
+        for name, seconds in found.phases.items():
+            phases[name] += share * seconds
+        floor += micro_batches * share * found.floor
+    whole, shard = (
+        held / p for held in parameters_here(decoder, training, decoder.layers, decoder.embedding_parameters)
+    )
+    kept = shard if training.zero else whole
     for work in update_work(decoder, training, how, kept):
         parts[work.category] += work.calls * rates.seconds(work, how.matmuls)
         floor += work.calls * rates.floor(work, how.matmuls)
-    ranks = training.tensor * p * training.data
-    traffic = exposed(decoder, training, links or Links(), Phases(**phases)) if ranks > 1 else {}
+    traffic = exposed(decoder, training, links or Links(), Phases(**phases)) if training.ranks > 1 else {}
     parts["idle"] = _idle(decoder, training, how, rates, parts, sum(traffic.values()))
     return Step(parts, floor, traffic)
 
 
 def forward_seconds(decoder: Decoder, training: Training, how: How, rates: Rates) -> float:
     """Of the layers' forward alone, on one of the tensor-parallel ranks: no head, no loss, no host, no traffic."""
-    work = (each for each in _micro_batch(decoder, training, how) if each.phase == "forward" and not each.at_ends)
-    return sum(each.calls * rates.seconds(each, how.matmuls) for each in work)
+    return _sums(decoder, training, how, rates, False).phases["forward"]
 
 
 def _idle(

@@ -9,6 +9,8 @@ nodes, the ranks of a group that share a node share their cards to the network, 
     DDP       gradients travel by buckets, behind the backward of the last micro batch.
     tensor    nothing hides it: two reductions a layer forward and two backward.
     pipeline  activations from stage to stage in the open, and the bubble.
+    context   every rank gathers the keys and values of the whole sequence, in the open.
+    experts   tokens travel to their experts and back, each by itself, in the open.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 from tilewright.plan.calibration import FITTED
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.memory import Training, stage_layers
+from tilewright.plan.memory import Training, parameters_here, rank_tokens, stage_layers
 
 LINK_SHARE = 0.75  # of a link's or a card's datasheet, what a collective reaches
 BUCKET_BYTES = 25e6  # of DDP, at least; with many ranks Megatron makes them larger, for the rounds of their rings
@@ -50,6 +52,19 @@ class Links:
         rounds = (ranks - 1 - (nodes - 1)) / 3 + (nodes - 1)
         return size * (ranks - 1) / ranks / self.rate(ranks, apart) + rounds * FITTED["round seconds"]
 
+    def exchange(self, size: float, ranks: int, apart: int = 1) -> float:
+        """Seconds in which each of the ranks sends the others `size` bytes in all, an equal part to each.
+
+        >>> Links().exchange(1e9, 1), Links().exchange(1e9, 8) < Links().exchange(1e9, 16)
+        (0.0, True)
+        """
+        if ranks == 1:
+            return 0.0
+        near = max(1, min(ranks, self.node // apart))
+        inside, outside = size * (near - 1) / ranks, size * (ranks - near) / ranks
+        late = FITTED["round seconds"] * (1 if ranks > near else 1 / 3)
+        return inside / (LINK_SHARE * self.link) + outside / (LINK_SHARE * self.network) + late
+
 
 def reductions(decoder: Decoder, tokens: int, element_bytes: int, ranks: int, links: Links) -> float:
     """Seconds of a layer's two tensor-parallel reductions in one forward, each a scatter and a gather."""
@@ -77,29 +92,40 @@ def exposed(decoder: Decoder, training: Training, links: Links, phases: Phases) 
     """Seconds of a step, by kind, in which ranks wait for each other."""
     found = {}
     micro_batches = training.accumulation or 1
-    tokens, c = training.micro_batch * decoder.sequence, training.compute_bytes
-    t, p, d = training.tensor, training.pipeline, training.data
+    tokens, c = rank_tokens(decoder, training), training.compute_bytes
+    t, p = training.tensor, training.pipeline
     layers = stage_layers(decoder, training)
     one = tokens * decoder.width * c
+    ways = 3 if training.recompute == "full" else 2  # forward, again, and backward
     if t > 1:
-        ways = 3 if training.recompute == "full" else 2  # forward, again, and backward
         found["tensor"] = micro_batches * layers * ways * reductions(decoder, tokens, c, t, links)
+    if training.context > 1:  # backward gathers, too, and scatters the gradients
+        keys = decoder.kv_heads_on(t) * (decoder.head_dim + decoder.values)
+        of_sequence = training.context * tokens * keys * c
+        found["context"] = micro_batches * layers * (ways + 1) * links.ring(of_sequence, training.context, t)
+    if training.expert > 1:
+        sparse = layers * (1 - decoder.dense_layers / decoder.layers)
+        sent = links.exchange(decoder.active_experts * one / t, training.expert, t)
+        found["expert"] = micro_batches * sparse * ways * 2 * sent
     if p > 1:
         late = FITTED["round seconds"] / (1 if p * t > links.node else 3)
         sent = 2 * (one / t / links.rate(p, t) + late)
         found["pipeline"] = micro_batches * training.interleave * sent
-        each = phases.forward + phases.backward + found.get("tensor", 0.0) / micro_batches
+        waiting = sum(found.get(kind, 0.0) for kind in ("tensor", "context", "expert"))
+        each = phases.forward + phases.backward + waiting / micro_batches
         found["bubble"] = (p - 1) * each / training.interleave
-    if d > 1:
+    if training.replicas > 1:
         found["data"] = _data(decoder, training, links, phases)
     return found
 
 
 def _data(decoder: Decoder, training: Training, links: Links, phases: Phases) -> float:
     """What backward, and under FSDP forward, does not hide."""
-    d, apart, micro_batches = training.data, training.tensor * training.pipeline, training.accumulation or 1
+    d, apart, micro_batches = training.replicas, training.tensor * training.pipeline, training.accumulation or 1
     layers = stage_layers(decoder, training)
-    here = decoder.parameters / training.tensor / training.pipeline / layers
+    # Of experts that ranks share, each sends its own part, to fewer.
+    here, _ = parameters_here(decoder, training, decoder.layers, decoder.embedding_parameters)
+    here /= training.pipeline * layers
     gather = links.ring(training.compute_bytes * here, d, apart)
     scatter = links.ring(training.gradient_bytes * here, d, apart)
     if training.zero == 3:

@@ -21,7 +21,7 @@ from tilewright.plan.calibration import FITTED
 from tilewright.plan.cost import Cost
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import Matmul, matmuls
-from tilewright.plan.memory import Training, logits_at_once, matmul_weights, norm_bytes, optimizer_bytes
+from tilewright.plan.memory import Training, logits_at_once, matmul_weights, norm_bytes, optimizer_bytes, rank_tokens
 
 CATEGORIES = ("matmul", "attention", "fused", "pointwise", "optimizer", "copy")  # as `measure.profile` tells them
 
@@ -138,8 +138,8 @@ def _style(decoder: Decoder, training: Training, how: How) -> tuple[str, str]:
 
 
 def _matmuls(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
-    tokens, c = training.micro_batch * decoder.sequence, training.compute_bytes
-    for matmul in matmuls(decoder, tokens, training.tensor):
+    tokens, c = rank_tokens(decoder, training), training.compute_bytes
+    for matmul in matmuls(decoder, tokens, training.tensor, training.expert):
         m, n, k, end = matmul.m, matmul.n, matmul.k, matmul.name == "logits"
         again = not end and training.recompute == "full"
         again = again or (matmul.name == "out" and training.recompute == "selective")
@@ -166,8 +166,8 @@ def _casts(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
 
     The second copy is transposed, for the matmul that makes the weight's gradient.
     """
-    tokens = training.micro_batch * decoder.sequence
-    for matmul in matmuls(decoder, tokens, training.tensor):
+    tokens = rank_tokens(decoder, training)
+    for matmul in matmuls(decoder, tokens, training.tensor, training.expert):
         if matmul.name not in ("logits", "router"):
             for side, elements in (("forward", matmul.m * matmul.k), ("backward", matmul.m * matmul.n)):
                 one = cost.elementwise(elements + matmul.n * matmul.k // 2, 4, 1)
@@ -197,8 +197,8 @@ def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     for side in ("forward", *again, "backward"):
         backward, phase = side == "backward", "forward" if side == "forward" else "backward"
         one = cost.attention(
-            b, s, heads, kv_heads, round(decoder.attention_dim), context=decoder.context(causal=True), element_bytes=c,
-            backward=backward,
+            b, s // training.context, heads, kv_heads, round(decoder.attention_dim), keys=s,
+            context=decoder.context(causal=True), element_bytes=c, backward=backward,
         )  # fmt: skip
         width = 128 if decoder.head_dim > 64 else 64
         share = SHARES[f"attention {width}{' backward' if backward else ''}"]
@@ -212,10 +212,10 @@ def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
             style=f"attention {width}", may_use="tf32" if wide else "", dtype="bf16" if how.matmuls == "fp8" else "",
         )  # fmt: skip
         if training.attention == "softmax":  # all scores through memory: masked, softmax, rounded
-            scores = cost.elementwise(b * heads * s * s, 6 * c, 6)
+            scores = cost.elementwise(b * heads * s * s // training.context, 6 * c, 6)
             yield Work(f"softmax, {side}", "pointwise", phase, scores, decoder.layers, SHARES["eager"], style="eager")
     # Gradients of queries, keys and values are put together for the matmul before them; fused, and summed on the way.
-    one = cost.elementwise(b * s * _qkv(decoder, t), 2 * c, 1)
+    one = cost.elementwise(rank_tokens(decoder, training) * _qkv(decoder, t), 2 * c, 1)
     summed = decoder.qkv_bias and _packs(decoder, training, how)
     style = "fused" if summed else "compiled" if training.compiled else "eager"
     category = "fused" if summed else "pointwise"
@@ -223,7 +223,7 @@ def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     if decoder.positions == "rope":
         style, category = _style(decoder, training, how)
         turned = (heads + 1, decoder.rope_dim) if decoder.kv_rank else (heads + kv_heads, decoder.head_dim)
-        one = cost.rope(b * s, *turned, element_bytes=c)
+        one = cost.rope(rank_tokens(decoder, training), *turned, element_bytes=c)
         share = SHARES["eager rope" if style == "eager" else style]
         yield Work("rope, forward", category, "forward", one, decoder.layers, share, style=style)
         calls = decoder.layers * (1 + len(again))
@@ -251,7 +251,7 @@ def _packs(decoder: Decoder, training: Training, how: How) -> bool:
 def _norms(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     """Dropout, add and norm."""
     shared = training.tensor if training.sequence_parallel else 1
-    rows, h, dropout = training.micro_batch * decoder.sequence // shared, decoder.width, decoder.dropout > 0
+    rows, h, dropout = rank_tokens(decoder, training) // shared, decoder.width, decoder.dropout > 0
     c, r = training.compute_bytes, training.residual_bytes
     n = norm_bytes(decoder, dataclasses.replace(training, device=how.device))
     style, category = _style(decoder, training, how)
@@ -286,7 +286,7 @@ def _both(work: Work, last: int) -> Iterator[Work]:
 
 
 def _activations(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
-    tokens, t = training.micro_batch * decoder.sequence, training.tensor
+    tokens, t = rank_tokens(decoder, training), training.tensor
     style, category = _style(decoder, training, how)
     if training.mlp_recompute and how.device == "cuda":  # of a standard block, too, that MLP is Tilewright's
         style = category = "fused"
@@ -308,7 +308,7 @@ def _experts(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     """Of a mixture: tokens are copied to their experts and summed up behind them, forward and backward."""
     if decoder.experts == 1:
         return
-    tokens, c = training.micro_batch * decoder.sequence, training.compute_bytes
+    tokens, c = rank_tokens(decoder, training), training.compute_bytes
     one = cost.elementwise(tokens * decoder.active_experts * decoder.width, 2 * c, 1)
     layers = 2 * (decoder.layers - decoder.dense_layers)
     style = "compiled" if training.compiled else "eager"
@@ -321,7 +321,7 @@ def _loss(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     """Cross-entropy, without the matmul before it."""
     if not decoder.head:
         return
-    c, rows = training.compute_bytes, training.micro_batch * decoder.sequence
+    c, rows = training.compute_bytes, rank_tokens(decoder, training)
     n = rows * -(-decoder.vocabulary // training.tensor)  # padded to whole ranks
     if training.loss != "plain" and how.device == "cuda":
         style, one = "fused", Cost(6 * n, c * n, c * n)
@@ -336,7 +336,7 @@ def _loss(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
 
 def _gradients(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     """What parameters cost beside the matmuls: those of biases and embeddings, and autocast's copies."""
-    tokens, h, t = training.micro_batch * decoder.sequence, decoder.width, training.tensor
+    tokens, h, t = rank_tokens(decoder, training), decoder.width, training.tensor
     style, category = _style(decoder, training, how)
     # Fused, an activation without a gate sums up the gradient of the bias before it.
     inner = decoder.ffn // t if style != "fused" else 2 * decoder.ffn // t if decoder.gated else 0
