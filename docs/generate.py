@@ -616,26 +616,88 @@ def dropout_add_norm_by_width(result: dict[str, Any]) -> Plot:
     return Plot(title, "width", "GB/s", panels, note, log_y=False)
 
 
-def attention_by_length(result: dict[str, Any]) -> Plot:
-    """FLOP/s by sequence length, at 32,768 tokens in all."""
-    tokens, heads = 32768, 16
-    cases = [c for c in result["cases"] if c["batch"] * c["sequence"] == tokens and c["heads"] == heads]
+def _plain_attention(result: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
+    """Causal cases of one length, by head_dim: of each those with most lengths at the same tokens and heads in all."""
+    groups = dict[tuple[int, int, int], list[dict[str, Any]]]()
+    for case in result["cases"]:
+        is_shared = case.get("kv_heads", case["heads"]) != case["heads"]
+        if case.get("causal", True) and not (case.get("window") or case.get("packed") or is_shared):
+            groups.setdefault((case["head_dim"], case["batch"] * case["sequence"], case["heads"]), []).append(case)
+    return {key[0]: cases for key, cases in sorted(groups.items(), key=lambda group: len(group[1]))}
+
+
+def _attention_plot(result: dict[str, Any], unit: str, value: Callable[[dict[str, Any], float], float]) -> Plot:
+    found = sorted(_plain_attention(result).items())
     names = {"tilewright": "Tilewright", "cudnn": "cuDNN", "flash": "FlashAttention in PyTorch"}
+    names |= {"fa3": "FlashAttention 3", "flex": "FlexAttention"}
     panels = [
-        Panel(step, lines(cases, "sequence", step, names, lambda of, seconds: of["flops"] / seconds / 1e12))
+        Panel(step if len(found) == 1 else f"{step}, {width}", lines(cases, "sequence", step, names, value))
+        for width, cases in found
         for step in ("forward", "backward")
     ]
-    size = f"bf16, {heads} heads of {cases[0]['head_dim']}, {tokens:,} tokens"
-    note = f"{size}. Bars: quartiles. {_measured_on(result)}"
-    return Plot("attention, causal", "sequence length", "TFLOPS", panels, note, log_y=False)
+    sizes = [
+        f"{case['heads']} heads of {width}, {case['batch'] * case['sequence']:,} tokens"
+        for width, (case, *_) in found
+    ]  # fmt: skip
+    note = f"bf16, {'; '.join(sizes)}. Bars: quartiles. {_measured_on(result)}"
+    return Plot("attention, causal", "sequence length", unit, panels, note, log_y=unit != "TFLOPS")
+
+
+def attention_by_length(result: dict[str, Any]) -> Plot:
+    """FLOP/s by sequence length, as many tokens in all."""
+    return _attention_plot(result, "TFLOPS", lambda of, seconds: of["flops"] / seconds / 1e12)
+
+
+def attention_time_by_length(result: dict[str, Any]) -> Plot:
+    """Time by sequence length, as many tokens in all."""
+    return _attention_plot(result, "ms", lambda of, seconds: seconds * 1e3)
+
+
+def _self_attention_plot(result: dict[str, Any], x: str, **fixed: int) -> Plot:
+    cases = [case for case in result["cases"] if fixed.items() <= case.items()]
+    names = {
+        "tilewright": "Tilewright",
+        "capture": "Tilewright, captured",
+        "eager": "PyTorch",
+        "sdpa": "fused attention",
+    }
+    names["compile"] = "torch.compile"
+    panels = [
+        Panel(title, lines(cases, x, step, names, lambda of, seconds: seconds * 1e6))
+        for step, title in (("forward", "forward"), ("forward_backward", "forward and backward"))
+    ]
+    size = f"float32, batch {cases[0]['batch']}, {cases[0]['heads']} heads"
+    what = ", ".join(f"{name} {value}" for name, value in fixed.items())
+    note = f"{size}, {what}. Bars: quartiles. {_measured_on(result)}"
+    return Plot("self_attention, what a caller waits", x, "us", panels, note)
+
+
+def self_attention_by_width(result: dict[str, Any]) -> Plot:
+    """Wall time by width, at 20 tokens."""
+    return _self_attention_plot(result, "width", sequence=20)
+
+
+def self_attention_by_sequence(result: dict[str, Any]) -> Plot:
+    """Wall time by tokens, at a width of 512."""
+    return _self_attention_plot(result, "sequence", width=512)
 
 
 def _measured_on(result: dict[str, Any]) -> str:
     facts = result["machine"]
-    return f"{facts['gpu']['name']}, torch {facts['torch'].split('+')[0]}, {facts['date'][:10]}."
+    name = facts["gpu"]["name"] if facts.get("gpu") else facts["cpu"]
+    return f"{name}, torch {facts['torch'].split('+')[0]}, {facts['date'][:10]}."
 
 
-PLOTS: dict[str, Callable[..., Plot]] = {f.__name__: f for f in (attention_by_length, dropout_add_norm_by_width)}
+PLOTS: dict[str, Callable[..., Plot]] = {
+    f.__name__: f
+    for f in (
+        attention_by_length,
+        attention_time_by_length,
+        dropout_add_norm_by_width,
+        self_attention_by_sequence,
+        self_attention_by_width,
+    )
+}
 
 
 def _read(match: re.Match[str]) -> list[dict[str, Any]] | None:

@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tilewright.bench import attention as attention_bench
+from tilewright.bench import self_attention as self_attention_bench
+
 ROOT = Path(__file__).parent.parent
+STEPS = ("forward", "backward", "forward_backward")
 specification = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
 generate = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(generate)
@@ -93,10 +97,33 @@ def test_pictures_follow_their_results_and_a_result_that_is_missing_is_named(tmp
     assert generate.main() == 1
 
 
+def test_pictures_of_attention_take_what_the_benchmarks_write():
+    """Of head sizes and masks that the committed result does not have yet."""
+    cell = {"median": 1e-3, "low": 0.9e-3, "high": 1.2e-3}
+    steps = {step: {"flops": 1e11, "implementations": {"tilewright": cell, "cudnn": cell}} for step in STEPS}
+    machine = {"gpu": {"name": "NVIDIA H200"}, "torch": "2.11.0+cu130", "date": "2026-11-17"}
+    cases = [
+        {**case, **steps} for case in attention_bench.cases(quick=False) if case["head_dim"] < 256 or case["causal"]
+    ]
+    for make in (generate.attention_by_length, generate.attention_time_by_length):
+        plot = make({"machine": machine, "cases": cases})
+        assert [panel.title for panel in plot.panels][:3] == ["forward, 64", "backward, 64", "forward, 128"]
+        assert {len(line.points) for panel in plot.panels for line in panel.lines} == {len(attention_bench.LENGTHS)}
+        assert generate.draw(plot).startswith("<svg")
+    cases = [{**case, **steps} for case in self_attention_bench.cases(quick=False)]
+    for machine_of in (machine, {**machine, "gpu": None, "cpu": "Some CPU"}):
+        result = {"machine": machine_of, "cases": cases}
+        by_width, by_sequence = generate.self_attention_by_width(result), generate.self_attention_by_sequence(result)
+        assert [len(plot.panels[0].lines[0].points) for plot in (by_width, by_sequence)] == [5, 3]
+        assert (generate.draw(by_width).startswith("<svg") and "Some CPU" in by_width.note) or machine_of["gpu"]
+
+
 def test_every_picture_is_up_to_date_and_names_what_it_compares():
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
     pictures = {name: svg for page in pages for name, svg in generate.pictures(page).items()}
-    assert set(pictures) == set(generate.PLOTS) == {path.stem for path in (ROOT / "docs" / "plots").iterdir()}
+    assert set(pictures) == {path.stem for path in (ROOT / "docs" / "plots").iterdir()}
+    named = {match["name"] for page in pages for match in generate.BLOCK.finditer(page) if match["kind"] == "plot"}
+    assert named == set(generate.PLOTS) and {"attention_by_length", "dropout_add_norm_by_width"} <= set(pictures)
     for name, svg in pictures.items():
         assert (ROOT / "docs" / "plots" / f"{name}.svg").read_text(encoding="utf-8") == svg
         assert ">Tilewright</text>" in svg and "NVIDIA H200" in svg

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ops.contract import DEVICE, assert_equal, assert_near_truth, on_gpu
+from ops.contract import DEVICE, HOPPER, assert_equal, assert_near_truth, on_gpu
 from tilewright import ops
 from tilewright.ops.attention import backends, table
 from tilewright.ops.attention.arguments import read
@@ -90,6 +90,33 @@ def test_what_cannot_be_computed_is_one_sentence_before_any_launch(case, monkeyp
 def test_a_cpu_tensor_is_not_for_a_gpus_backend(backend):
     with pytest.raises(ValueError, match=f"backend '{backend}' cannot take this call: the tensors are on cpu"):
         attention(*tensors(device="cpu"), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton", "cudnn", "flash", "efficient"])
+def test_without_kernels_for_its_device_a_backend_says_so(backend, monkeypatch):
+    monkeypatch.setattr(backends.dispatch, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=f"backend '{backend}' cannot take this call: the tensors are on cpu"):
+        attention(*tensors(device="cpu"), backend=backend)
+
+
+@on_gpu
+@pytest.mark.parametrize("backend", ["auto", "triton", "math", "hopper"])
+def test_nothing_waits_for_packed_sequences_to_be_read(backend):
+    if backend == "hopper" and not HOPPER:
+        return
+    q, k, v = (torch.randn(300, 2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    starts = torch.tensor([0, 100, 300], dtype=torch.int32, device=DEVICE)
+
+    def step():
+        attention(q, k, v, cu_seqlens_q=starts, max_seqlen_q=200, backend=backend).sum().backward()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 LACKING = {
