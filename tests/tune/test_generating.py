@@ -10,9 +10,10 @@ from tilewright.errors import UserError
 from tilewright.models import GPT
 from tilewright.plan.gpt import LLAMA, GPTConfig
 from tilewright.runtime import dispatch
-from tilewright.train.export import byte_tokenizer, export_huggingface
+from tilewright.train.export import byte_tokenizer, export_huggingface, generator_of
 from tilewright.tune.generating import tune_generating
 from tilewright.tune.proof.generating import Floor
+from tilewright.tune.report.code import generate_command
 from tilewright.tune.report.page import page
 from tilewright.tune.report.reread import reread
 from tilewright.tune.search.generating import Generating, GeneratingSpace, parse_fields, predict_generating
@@ -129,6 +130,15 @@ def test_jobs_measure_and_prove(folder, monkeypatch, tmp_path):
         verdicts.append(found["verdict"])
         assert ("--quality allows" in found["why"]) == (found["verdict"] == "wrong")
     assert verdicts == ["same within rounding", "different by design", "wrong"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model-int8"]
+    kept, narrowed = (
+        generator_of(path, device="cpu", weights=weights).generate("def", max_tokens=8)[0].tokens
+        for path, weights in ((tmp_path / "model-int8", ""), (folder, "int8"))
+    )
+    assert kept == narrowed, "the folder is what was measured and proved"
+    run = dataclasses.replace(start, weights="int8", kv_cache="int8")
+    ready = generate_command(run, tmp_path)
+    assert ready == f'tilewright generate {tmp_path}/model-int8 "Once upon a time" --device cpu --kv-cache int8'
 
 
 def test_a_whole_study_ends_with_a_command_a_file_and_a_page(folder, tmp_path, monkeypatch):

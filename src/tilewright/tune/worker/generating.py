@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,9 +124,28 @@ def check(job: trial.Job, say: trial.Say) -> tuple[str, dict[str, Any]]:
     found = prove(job)
     if found.verdict == "different by design" and run.weights != SAVED:
         say({"event": "alive", "what": "writing the quantized folder"})
-        save(run, saved_weights(run, Path(job["save"])), say)
+        try:
+            save(run, saved_weights(run, Path(job["save"])))
+        except UserError as error:  # the run is what was proved
+            found = dataclasses.replace(found, why=f"{found.why.rstrip('.')}; its folder was not written: {error}")
     return "done", dataclasses.asdict(found)
 
 
-def save(run: Generating, folder: Path, say: trial.Say) -> None:
+def save(run: Generating, folder: Path) -> None:
     """Write the quantized folder of a run, unless it is there."""
+    from tilewright.generate.config import of_huggingface
+    from tilewright.generate.quantizing import Plan, quantize_folder
+    from tilewright.generate.weights import formats
+    from tilewright.plan.huggingface import read_json
+    from tilewright.train.export import export_huggingface, load_model, tokenizer_of
+
+    if folder.exists():
+        return
+    with tempfile.TemporaryDirectory() as made:
+        source = Path(run.model)
+        if not (source / "config.json").exists():
+            export_huggingface(load_model(source), Path(made) / "model", tokenizer_of(source)[0])
+            source = Path(made) / "model"
+        shape = of_huggingface(read_json(source / "config.json")).shape
+        body, head = formats(run.weights, {shape.width, shape.ffn, shape.heads * shape.head_dim})
+        quantize_folder(source, folder, Plan(body, head), device=run.device)
