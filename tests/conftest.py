@@ -15,6 +15,9 @@ import interpreter
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Inductor would compile a program for each vector extension of the processor, to see whether the compiler knows it: in
+# every folder of its cache, of which many tests have one of their own, 15 seconds of a core.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # What shapes are drawn from, others in every run; the workers of pytest-xdist inherit that of their parent.
 os.environ.setdefault("TILEWRIGHT_SEED", str(secrets.randbelow(10**6)))
 torch.set_num_threads(1)
