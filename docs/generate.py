@@ -244,6 +244,14 @@ def gelu_mlp(result: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
+def glu_mlp(result: dict[str, Any]) -> str:
+    """Every size."""
+    return _op(
+        result, "bf16: tokens, width, inner width, activation", ("tilewright-parts", "eager", "compile"),
+        lambda case: f"{case['tokens']}, {case['width']}, {case['inner']}, {case['activation']}",
+    )  # fmt: skip
+
+
 def linear(result: dict[str, Any]) -> str:
     """Every size."""
     return _op(
@@ -560,6 +568,7 @@ TABLES: dict[str, Callable[..., str]] = {
         embedding,
         few_rows_linear,
         gelu_mlp,
+        glu_mlp,
         linear,
         linear_cross_entropy,
         lltm,

@@ -3,13 +3,10 @@ goes where and in which dtype, is held against float64 on every machine."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import shutil
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +22,7 @@ from ops.contract import (
     doubles,
     on_hopper,
 )
+from ops.matmul_stand_ins import gelu_gradient, gelu_value
 from tilewright.measure.work import Observation
 from tilewright.models import GPT
 from tilewright.nn import GeluMLP
@@ -39,27 +37,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 # Tiles are 256 x 192, and what a stage holds of the inner dimension is 64: whole, cut short, less than one.
 TILES = [(256, 64, 192), (512, 128, 384), (300, 72, 200), (129, 8, 8), (1, 768, 3072), (1000, 520, 1000)]
 SHAPES = TILES if HOPPER else [(256, 64, 192), (129, 8, 8), (1, 72, 200)]
-
-
-def activated(z, erf):
-    """The GELU and its slope, in float32."""
-    approximate = "none" if erf else "tanh"
-    slope = torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate=approximate)
-    return F.gelu(z, approximate=approximate), slope
-
-
-def value(x, up, bias, lean, erf):
-    with torch.autocast(DEVICE, enabled=False):
-        z = x.detach().float() @ up.detach().float().t() + (0.0 if bias is None else bias)
-        out, slope = activated(z.to(BF16).float() if lean else z, erf)
-        return out.to(BF16), z.to(BF16) if lean else slope.to(BF16)
-
-
-def gradient(dy, down, kept, lean, erf):
-    with torch.autocast(DEVICE, enabled=False):
-        again, slope = activated(kept.float(), erf) if lean else (None, kept.float())
-        out = dy.float() @ down.detach().float() * slope
-        return out.to(BF16), out.sum(0), again.to(BF16) if lean else None
 
 
 def gelu_mlp_by_erf(*leaves):
@@ -100,8 +77,8 @@ def fused(monkeypatch):
     if not HOPPER:
         monkeypatch.setattr(linear, "_DEVICES", (DEVICE,))
         monkeypatch.setattr(hopper, "ready", lambda device, *names: True)
-        monkeypatch.setattr(op, "_value", value)
-        monkeypatch.setattr(op, "_gradient", gradient)
+        monkeypatch.setattr(op, "_value", gelu_value)
+        monkeypatch.setattr(op, "_gradient", gelu_gradient)
         monkeypatch.setattr(linear_launch, "matmul_with_bias", biased)
     for name in ("_value", "_gradient"):
         kernel = getattr(op, name)
@@ -390,37 +367,6 @@ def test_the_registered_op_is_what_compilers_expect(fused):
         inputs = op.Gradient(*tensors, [True] * 4, [True] * 5, erf)
         detached = [each.detach() if isinstance(each, torch.Tensor) else each for each in inputs]
         torch.library.opcheck(torch.ops.tilewright.gelu_mlp_backward.default, tuple(detached), test_utils=names)
-
-
-FORMULAS = """
-#include "gelu.cuh"
-extern "C" void gelu(bool erf, int count, const float* z, float* value, float* slope) {
-  for (int i = 0; i < count; i++) {
-    if (erf) activate<true>(z[i], 1.0f, value[i], slope[i]);
-    else activate<false>(z[i], 1.0f, value[i], slope[i]);
-  }
-}
-"""
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_the_kernels_formulas_are_nearer_than_a_fiftieth_of_a_rounding_to_bfloat16(tmp_path):
-    (tmp_path / "gelu.cpp").write_text(FORMULAS)
-    folders = [f"-I{Path(__file__).with_name('hopper_emulator')}", f"-I{Path(op.__file__).parent}"]
-    library = tmp_path / "gelu.so"
-    subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", *folders, "-o", library, tmp_path / "gelu.cpp"],
-                   check=True)  # fmt: skip
-    gelu = ctypes.CDLL(str(library)).gelu
-    edges = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 40.0, -40.0, 1e18, -1e18, float("nan")])
-    z = torch.cat([torch.linspace(-9, 9, 20_001), torch.randn(10_000) * 3, edges])
-    for approximate in ("tanh", "none"):
-        value, slope = torch.empty_like(z), torch.empty_like(z)
-        gelu(approximate == "none", len(z), *(ctypes.c_void_p(each.data_ptr()) for each in (z, value, slope)))
-        exact = z.double().requires_grad_()
-        out = F.gelu(exact, approximate=approximate)
-        (expected,) = torch.autograd.grad(out.sum(), exact)
-        torch.testing.assert_close(value.double(), out.detach(), rtol=2**-9 / 50, atol=1e-7, equal_nan=True)
-        torch.testing.assert_close(slope.double(), expected, rtol=2**-9 / 50, atol=4e-5, equal_nan=True)
 
 
 # The kernels themselves.

@@ -2,12 +2,14 @@
 
 import copy
 import sys
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ops.matmul_stand_ins import gelu_gradient, gelu_value, glu_gradient, glu_value
 from tilewright.optimize.backend import Backend
 from tilewright.optimize.rules import chosen
 from tilewright.runtime import cublaslt, hopper
@@ -15,6 +17,7 @@ from tilewright.runtime import cublaslt, hopper
 WIDTH, INNER = 16, 24
 linear = sys.modules["tilewright.ops.linear.op"]
 gelu_mlp = sys.modules["tilewright.ops.gelu_mlp.op"]
+glu_mlp = sys.modules["tilewright.ops.glu_mlp.op"]
 rule = sys.modules["tilewright.optimize.rules.linear"]
 
 
@@ -27,44 +30,39 @@ class MLP(nn.Module):
         return x + self.down(self.activation(self.up(x)))
 
 
+class GatedMLP(nn.Module):
+    def __init__(self, activation, bias=False):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias) for _ in range(2))
+        self.down, self.activation = nn.Linear(INNER, WIDTH), activation
+
+    def forward(self, x):
+        return x + self.down(self.activation(self.gate(x)) * self.up(x))
+
+
 def spelled_out(z):
     return 0.5 * z * (1.0 + torch.erf(z * 0.5**0.5))
 
 
-class Emulator:
-    """What stands on a CPU for the kernels; it counts their calls."""
-
-    def __init__(self):
-        self.matmuls, self.values, self.gradients = 0, 0, 0
-
-    def matmul(self, *_):
-        self.matmuls += 1
-        return False  # so that PyTorch does it
-
-    def value(self, x, up, bias, lean, erf):
-        self.values += 1
-        z, approximate = F.linear(x.float(), up.float(), bias), "none" if erf else "tanh"
-        slope = torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate=approximate)
-        return F.gelu(z, approximate=approximate).to(x.dtype), slope.to(x.dtype)
-
-    def gradient(self, dy, down, slope, lean, erf):
-        self.gradients += 1
-        dz = dy.float() @ down.float() * slope.float()
-        return dz.to(dy.dtype), dz.sum(0), None
-
-
 @pytest.fixture
-def emulator(monkeypatch):
-    """Every matmul is large enough for the kernels."""
-    found = Emulator()
+def called(monkeypatch):
+    """Every matmul is large enough for the kernels; what stands for them here counts its calls."""
+    found = Counter()
+
+    def stand_in(module, name, function):
+        monkeypatch.setattr(module, name, lambda *inputs: found.update([name]) or function(*inputs))
+
     monkeypatch.setattr(rule, "_LEAST", 0.0)
     monkeypatch.setattr(linear, "_DEVICES", ("cpu",))
     monkeypatch.setattr(cublaslt, "WORTH_CHOOSING", 0)
-    monkeypatch.setattr(cublaslt, "matmul", found.matmul)
     monkeypatch.setattr(gelu_mlp, "_LEAST_BUSY", 0.0)
-    monkeypatch.setattr(hopper, "ready", lambda device, *names: names[0].startswith("tilewright_gelu_mlp"))
-    monkeypatch.setattr(gelu_mlp, "_value", found.value)
-    monkeypatch.setattr(gelu_mlp, "_gradient", found.gradient)
+    monkeypatch.setattr(glu_mlp, "IS_ON", True)
+    monkeypatch.setattr(hopper, "ready", lambda device, *names: "lu_mlp" in names[0])
+    stand_in(cublaslt, "matmul", lambda *_: False)  # so that PyTorch does it
+    stand_in(gelu_mlp, "_value", gelu_value)
+    stand_in(gelu_mlp, "_gradient", gelu_gradient)
+    stand_in(glu_mlp, "_value", glu_value)
+    stand_in(glu_mlp, "_gradient", glu_gradient)
     yield found
     torch._dynamo.reset()
 
@@ -103,10 +101,10 @@ modes = pytest.mark.parametrize("mode", ["none", "aot_eager"])
 
 
 @modes
-def test_the_matmuls_of_a_layer_reach_cublaslt(mode, emulator):
+def test_the_matmuls_of_a_layer_reach_cublaslt(mode, called):
     sites = check(MLP(nn.ReLU()), "linear", mode)
     assert [site.is_changed for site in sites] == [True, True]
-    assert emulator.matmuls == 4  # two forward, and two gradients of an input
+    assert called["matmul"] == 4  # two forward, and two gradients of an input
 
 
 @modes
@@ -116,29 +114,65 @@ def test_the_matmuls_of_a_layer_reach_cublaslt(mode, emulator):
     [(nn.GELU(), "gelu"), (nn.GELU("tanh"), "gelu_tanh"), (spelled_out, "gelu")],
     ids=["erf", "tanh", "spelled out"],
 )
-def test_the_gelu_of_an_mlp_goes_into_the_matmuls(activation, kind, bias, mode, emulator):
+def test_the_gelu_of_an_mlp_goes_into_the_matmuls(activation, kind, bias, mode, called):
     sites = check(MLP(activation, bias), "gelu_mlp,gelu,linear", mode)
     assert [(site.rule, site.detail.split(",")[0]) for site in sites if site.is_changed] == [("gelu_mlp", kind)]
-    assert emulator.values == emulator.gradients == 1
+    assert called["_value"] == called["_gradient"] == 1
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.ReLU(), lambda z: F.gelu(z) * 2.0, lambda z: F.gelu(z) + z])
-def test_what_is_no_mlp_of_a_gelu_is_left_alone(activation, emulator):
+def test_what_is_no_mlp_of_a_gelu_is_left_alone(activation, called):
     sites = check(MLP(activation), "gelu_mlp", "none")
-    assert not any(site.is_changed for site in sites) and not emulator.values
+    assert not any(site.is_changed for site in sites) and not called["_value"]
 
 
-def test_what_somebody_reads_between_the_matmuls_stays(emulator):
+def test_what_somebody_reads_between_the_matmuls_stays(called):
     class Read(MLP):
         def forward(self, x):
             between = self.activation(self.up(x))
             return self.down(between) + between.mean(-1, keepdim=True)
 
-    assert not check(Read(nn.GELU()), "gelu_mlp", "none") and not emulator.values
+    assert not check(Read(nn.GELU()), "gelu_mlp", "none") and not called["_value"]
 
 
-def test_without_gradients_the_gelu_is_a_pass_of_its_own(emulator):
+def test_without_gradients_the_gelu_is_a_pass_of_its_own(called):
     backend = Backend(chosen("gelu_mlp,gelu"))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.compile(MLP(nn.GELU()), backend=backend)(torch.randn(6, WIDTH))
-    assert [site.rule for site in backend.captured.sites] == ["gelu"] and not emulator.values
+    assert [site.rule for site in backend.captured.sites] == ["gelu"] and not called["_value"]
+
+
+@modes
+@pytest.mark.parametrize(("activation", "kind"), [(nn.SiLU(), "silu"), (nn.GELU("tanh"), "gelu_tanh")], ids=str)
+def test_the_activation_of_a_gated_mlp_goes_into_the_matmuls(activation, kind, mode, called):
+    sites = check(GatedMLP(activation), "glu_mlp,glu,linear", mode)
+    assert [(site.rule, site.detail.split(",")[0]) for site in sites if site.is_changed] == [("glu_mlp", kind)]
+    assert called["_value"] == called["_gradient"] == 1
+
+
+def test_a_gated_mlp_with_biases_or_of_two_inputs_is_left_to_other_rules(called):
+    class TwoInputs(GatedMLP):
+        def forward(self, x):
+            return x + self.down(self.activation(self.gate(x)) * self.up(x * 2.0))
+
+    for model in (GatedMLP(nn.SiLU(), bias=True), TwoInputs(nn.SiLU())):
+        assert not check(model, "glu_mlp", "none") and not called["_value"]
+
+
+def test_before_a_fused_loss_the_first_two_gated_mlps_compute_again_but_never_the_last(called):
+    class Model(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = nn.Sequential(*(GatedMLP(nn.SiLU()) for _ in range(layers)))
+            self.head = nn.Linear(WIDTH, 40, bias=False)
+
+        def forward(self, x):
+            return F.cross_entropy(self.head(self.layers(x)), torch.arange(6))
+
+    for layers, forgetting in ((1, 0), (2, 1), (4, 2)):
+        backend = Backend(chosen("linear_cross_entropy,glu_mlp"))
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.compile(Model(layers), backend=backend)(torch.randn(6, WIDTH)).backward()
+        details = [site.detail for site in backend.captured.sites if site.rule == "glu_mlp" and site.is_changed]
+        assert len(details) == layers and ["again" in each for each in details].count(True) == forgetting
+        assert not any("again" in each for each in details[forgetting:])

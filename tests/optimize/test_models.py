@@ -132,7 +132,7 @@ def test_what_an_architecture_has_is_found(name: str) -> None:
 def test_every_rule_that_can_run_here_has_a_site_in_some_model() -> None:
     """Embeddings need a large table, attention and linear a GPU's shapes."""
     used = {rule for counts in RECORD.values() for rule in counts}
-    assert used >= set(ALL) - {"embedding", "attention", "linear", "gelu_mlp", "cross_entropy"}
+    assert used >= set(ALL) - {"embedding", "attention", "linear", "gelu_mlp", "glu_mlp", "cross_entropy"}
 
 
 def test_gemma3_in_bfloat16_has_the_dtypes_it_had(monkeypatch: pytest.MonkeyPatch) -> None:

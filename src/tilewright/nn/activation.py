@@ -14,6 +14,7 @@ from tilewright.nn.linear import Linear
 from tilewright.nn.recompute import forgetting, if_unchanged, is_memory_of
 from tilewright.ops.activation.op import bias_gelu, geglu, swiglu
 from tilewright.ops.gelu_mlp.op import fused_gelu_mlp, gelu_mlp
+from tilewright.ops.glu_mlp.op import fused_glu_mlp
 from tilewright.ops.linear.op import linear
 
 _GATED: dict[str, Callable[..., torch.Tensor]] = {
@@ -21,6 +22,8 @@ _GATED: dict[str, Callable[..., torch.Tensor]] = {
     "geglu_tanh": functools.partial(geglu, approximate="tanh"),
     "geglu": functools.partial(geglu, approximate="none"),
 }
+
+_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "geglu": "gelu"}  # as `glu_mlp` names them
 
 
 def _project(
@@ -115,6 +118,13 @@ class GatedMLP(torch.nn.Module):
         self.down_proj = self.linear(inner, width, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor, recompute: bool = False) -> torch.Tensor:
+        projections = self.gate_proj, self.up_proj, self.down_proj
+        if all(is_own(each, Linear) for each in projections) and self.gate_proj.bias is self.up_proj.bias is None:
+            weights = (each.weight for each in projections)
+            activation, keep = _ACTIVATIONS[self.activation], not (self.recompute or recompute)
+            y = fused_glu_mlp(x, *weights, self.down_proj.bias, activation=activation, keep=keep)
+            if y is not None:
+                return y
         gate, up = self.gate_proj(x), self.up_proj(x)
         dtype = torch.promote_types(gate.dtype, up.dtype)  # of somebody else's module it may be another one
         inputs = gate.to(dtype), up.to(dtype)

@@ -12,6 +12,7 @@ from tilewright.ops.dropout_add_norm.op import dropout_add_norm
 from tilewright.ops.embedding.op import embedding
 from tilewright.ops.few_rows_linear.op import few_rows_linear
 from tilewright.ops.gelu_mlp.op import gelu_mlp
+from tilewright.ops.glu_mlp.op import glu_mlp
 from tilewright.ops.linear.group import linear_group
 from tilewright.ops.linear.op import linear, linear_parts
 from tilewright.ops.linear_cross_entropy.op import linear_cross_entropy
@@ -22,6 +23,6 @@ from tilewright.runtime.paths import explain
 
 __all__ = [
     "append_to_cache", "attention", "bias_gelu", "cross_entropy", "decode_attention", "dropout_add_norm", "embedding",
-    "explain", "few_rows_linear", "fp8_linear", "geglu", "gelu_mlp", "int4_linear", "int8_linear", "linear",
+    "explain", "few_rows_linear", "fp8_linear", "geglu", "gelu_mlp", "glu_mlp", "int4_linear", "int8_linear", "linear",
     "linear_cross_entropy", "linear_group", "linear_parts", "rope", "rope_tables", "self_attention", "swiglu",
 ]  # fmt: skip

@@ -121,6 +121,20 @@ def gelu_mlp(tokens: int, width: int, inner: int, *, element_bytes: int = 2, bac
     return Cost(2 * (up.flops + down.flops), 3 * outer + 2 * weights + 4 * between, outer + 2 * weights + between)
 
 
+def glu_mlp(tokens: int, width: int, inner: int, *, element_bytes: int = 2, backward: bool = False) -> Cost:
+    """Three matmuls with a gated activation between them, where three tensors are written, and in backward read.
+
+    >>> glu_mlp(1, 2, 8).flops, glu_mlp(1, 2, 8, backward=True).flops
+    (96, 192)
+    """
+    flops, weights = 6 * tokens * width * inner, element_bytes * 3 * width * inner
+    outer, between = element_bytes * tokens * width, element_bytes * tokens * inner
+    if not backward:
+        return Cost(flops, outer + weights + between, outer + 3 * between)
+    # Read: dy twice, x twice, the weights, what was kept, and both gradients of what lies between, twice each.
+    return Cost(2 * flops, 4 * outer + weights + 7 * between, outer + weights + 2 * between)
+
+
 def embedding(
     tokens: int, vocabulary: int, width: int, *, rows: int | None = None, table_bytes: int = 2, out_bytes: int = 2,
     backward: bool = False,

@@ -29,11 +29,16 @@ _ONLY = re.compile(r"defined\(ONLY_(\w+)\)")  # around each kernel of a source: 
 Kernels = dict[str, nvrtc.Kernel]
 _loaded: dict[tuple[Any, ...], Kernels | None] = {}  # None where there are none, and never will be
 _sources: list[Path] = []  # of kernels of the GEMM
+_rare: list[str] = []  # words in names of those that are compiled when they are first wanted
 
 
-def add_gemms(source: Path) -> None:
-    """Add a source whose kernels `ready` and `start` know from then on, by the names of its ONLY_ macros."""
+def add_gemms(source: Path, rare: tuple[str, ...] = ()) -> None:
+    """Add a source whose kernels `ready` and `start` know from then on, by the names of its ONLY_ macros.
+
+    Those with a word of `rare` in their names are not compiled ahead.
+    """
     _sources.append(source)
+    _rare.extend(rare)
 
 
 def gemms() -> dict[str, Path]:
@@ -85,7 +90,7 @@ def compile_ahead(device: torch.device, source: Path | None = None, macros: dict
         nvrtc.compile_ahead(source, device.index, macros or {})
         return
     for name in gemms():
-        if "lean" not in name and "erf" not in name:  # those are for recompute, and for another GELU than our GPT's
+        if not any(word in name for word in _rare):
             compile_ahead(device, *gemm(name))
 
 

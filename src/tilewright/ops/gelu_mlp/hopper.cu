@@ -3,14 +3,14 @@
 //   value       z = left right^T + bias     stores gelu(z) and its slope; lean, z and not the slope
 //   gradient    g = (left right) slope      stores g, and its sum over 128 rows; lean, it takes z, has the slope of it,
 //                                           and stores gelu(z) once more
-#include "gelu.cuh"
+#include "activations.cuh"
 #include "gemm.cuh"
 
 // Slopes are stored times 7/8. Many lie between 1 and 1.13, where bfloat16 is at its coarsest; below 1 it is twice as fine.
 constexpr float SCALE = 0.875f, UNSCALE = 1.0f / SCALE;
 
 // Values in one buffer and slopes, or sums, in the next, and while copies read those two, more go to two others.
-template <bool LEAN, bool ERF>
+template <bool LEAN, int KIND>
 __device__ __forceinline__ void finish_value(float (&sum)[2][96], const Place& at, const Map* kept_map,
                                              const Map* value_map) {
   const int lane = at.thread % 32;
@@ -38,8 +38,8 @@ __device__ __forceinline__ void finish_value(float (&sum)[2][96], const Place& a
             kept[k] = pack(first, second);
             first = low(kept[k]), second = high(kept[k]);
           }
-          activate<ERF>(first, SCALE, y[2 * k], slope[2 * k]);
-          activate<ERF>(second, SCALE, y[2 * k + 1], slope[2 * k + 1]);
+          activate<KIND>(first, SCALE, y[2 * k], slope[2 * k]);
+          activate<KIND>(second, SCALE, y[2 * k + 1], slope[2 * k + 1]);
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ float reduce(const float (&total)[4], int lane) {
 
 // Gradients take the place of what was kept. LEAN: values go to the buffers behind, two of half the size. What comes next
 // is loaded in the middle of a chunk, when the copy of the one before has long been read.
-template <bool LEAN, bool ERF>
+template <bool LEAN, int KIND>
 __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place& at, const Map* kept_map,
                                                 const Map* value_map, const Map* out_map, float* sums, int columns,
                                                 u32& parity) {
@@ -114,8 +114,8 @@ __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place
           float first, second;
           if (LEAN) {
             float y[2];
-            activate<ERF>(low(kept[k]), 1.0f, y[0], first);
-            activate<ERF>(high(kept[k]), 1.0f, y[1], second);
+            activate<KIND>(low(kept[k]), 1.0f, y[0], first);
+            activate<KIND>(high(kept[k]), 1.0f, y[1], second);
             values[k] = pack(y[0], y[1]);
             first *= x[2 * k], second *= x[2 * k + 1];
           } else {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void finish_gradient(float (&sum)[2][96], const Place
   }
 }
 
-template <bool LEAN, bool ERF>
+template <bool LEAN, int KIND>
 struct Value : Epilogue {
   const Map *kept, *value;
   const float* bias;  // or null
@@ -162,11 +162,11 @@ struct Value : Epilogue {
       : kept(kept), value(value), bias(bias), columns(columns) {}
   __device__ __forceinline__ void load(const Place& at) const { load_bias(at, bias, columns); }
   __device__ __forceinline__ void finish(float (&sum)[2][96], const Place& at, u32& parity) const {
-    finish_value<LEAN, ERF>(sum, at, kept, value);
+    finish_value<LEAN, KIND>(sum, at, kept, value);
   }
 };
 
-template <bool LEAN, bool ERF>
+template <bool LEAN, int KIND>
 struct Gradient : Epilogue {
   static constexpr bool RIGHT_ACROSS = true;
   const Map *kept, *value, *out;
@@ -180,39 +180,39 @@ struct Gradient : Epilogue {
     for (int chunk = 0; chunk < BUFFERS; chunk++) load_kept<LEAN ? NARROW : CHUNK>(at, kept, chunk);
   }
   __device__ __forceinline__ void finish(float (&sum)[2][96], const Place& at, u32& parity) const {
-    finish_gradient<LEAN, ERF>(sum, at, kept, value, out, sums, columns, parity);
+    finish_gradient<LEAN, KIND>(sum, at, kept, value, out, sums, columns, parity);
   }
 };
 
-#define GELU_MLP_VALUE(name, LEAN, ERF)                                                                              \
+#define GELU_MLP_VALUE(name, LEAN, KIND)                                                                             \
   KERNEL name(MAP(left), MAP(right), MAP(kept), MAP(value), float* bias, int rows, int columns, int inner) {         \
-    run(Value<LEAN, ERF>(&kept, &value, bias, columns), &left, &right, rows, columns, inner);                        \
+    run(Value<LEAN, KIND>(&kept, &value, bias, columns), &left, &right, rows, columns, inner);                       \
   }
-#define GELU_MLP_LEAN_GRADIENT(name, ERF)                                                                            \
+#define GELU_MLP_LEAN_GRADIENT(name, KIND)                                                                           \
   KERNEL name(MAP(left), MAP(right), MAP(sum), MAP(value), MAP(out), float* sums, int rows, int columns, int inner) { \
-    run(Gradient<true, ERF>(&sum, &value, &out, sums, columns), &left, &right, rows, columns, inner);                \
+    run(Gradient<true, KIND>(&sum, &value, &out, sums, columns), &left, &right, rows, columns, inner);               \
   }
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_VALUE)
-GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_value, false, false)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_value, false, BY_TANH)
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_VALUE)
-GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_lean_value, true, false)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_lean_value, true, BY_TANH)
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_ERF_VALUE)
-GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_erf_value, false, true)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_erf_value, false, BY_ERF)
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_ERF_VALUE)
-GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_lean_erf_value, true, true)
+GELU_MLP_VALUE(tilewright_gelu_mlp_matmul_lean_erf_value, true, BY_ERF)
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_GRADIENT)
 KERNEL tilewright_gelu_mlp_matmul_gradient(MAP(left), MAP(right), MAP(slope), MAP(out), float* sums, int rows,
                                            int columns, int inner) {
-  run(Gradient<false, false>(&slope, nullptr, &out, sums, columns), &left, &right, rows, columns, inner);
+  run(Gradient<false, BY_TANH>(&slope, nullptr, &out, sums, columns), &left, &right, rows, columns, inner);
 }
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_GRADIENT)
-GELU_MLP_LEAN_GRADIENT(tilewright_gelu_mlp_matmul_lean_gradient, false)
+GELU_MLP_LEAN_GRADIENT(tilewright_gelu_mlp_matmul_lean_gradient, BY_TANH)
 #endif
 #if !defined(ONLY) || defined(ONLY_TILEWRIGHT_GELU_MLP_MATMUL_LEAN_ERF_GRADIENT)
-GELU_MLP_LEAN_GRADIENT(tilewright_gelu_mlp_matmul_lean_erf_gradient, true)
+GELU_MLP_LEAN_GRADIENT(tilewright_gelu_mlp_matmul_lean_erf_gradient, BY_ERF)
 #endif

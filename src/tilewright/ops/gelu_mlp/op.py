@@ -46,7 +46,7 @@ HOST_BOUND = 4 * 2**20  # elements between the matmuls up to which PyTorch's own
 _SMALL = 4e9  # FLOPs of a matmul below which no kernel of ours pays
 _LEAST_BUSY = 0.83  # of the processors: with less, cuBLAS's smaller tiles gain more than the GELU's own pass costs
 
-hopper.add_gemms(Path(__file__).with_name("hopper.cu"))
+hopper.add_gemms(Path(__file__).with_name("hopper.cu"), rare=("lean", "erf"))
 
 Tensor = torch.Tensor
 

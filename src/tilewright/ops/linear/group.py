@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.ops.linear.launch import Gradient, Inputs, as_matrix, backward, forward
+from tilewright.ops.linear.launch import Gradient, Inputs, add_matmul, backward, forward
 from tilewright.ops.linear.op import linear, prepare
 from tilewright.runtime import paths, register
 
@@ -74,9 +74,7 @@ def _differentiate(ctx: Any, _: Any, *upstream: Tensor | None) -> Sequence[Tenso
         if is_first:
             dx = first
         elif dx is not None:
-            rows, matrix = as_matrix(dy), as_matrix(cast)
-            sums = dx.view(len(rows), matrix.shape[1])
-            torch.addmm(sums, rows, matrix, out=sums)
+            add_matmul(dx, dy, cast)
         found += [dweight, dbias, None]
     return dx, *found
 

@@ -94,6 +94,13 @@ def backward(inputs: Gradient) -> list[Tensor | None]:
     return [dx, dweight, dbias]
 
 
+def add_matmul(dx: Tensor, dy: Tensor, cast: Tensor) -> None:
+    """Add dy @ cast to dx within the matmul."""
+    rows, matrix = as_matrix(dy), as_matrix(cast)
+    sums = dx.view(len(rows), matrix.shape[1])
+    torch.addmm(sums, rows, matrix, out=sums)
+
+
 def _sum_rows(rows: Tensor) -> Tensor:
     """Over the rows, in float32."""
     if not dispatch.runs_kernel(rows):

@@ -18,6 +18,7 @@ from tilewright.optimize.rules import (
     gelu,
     gelu_mlp,
     glu,
+    glu_mlp,
     linear,
     linear_cross_entropy,
     mask,
@@ -28,8 +29,8 @@ from tilewright.optimize.rules import (
 ALL: dict[str, Rule] = {
     each.RULE.name: each.RULE
     for each in (
-        linear_cross_entropy, cross_entropy, add_norm, norm, glu, gelu_mlp, gelu, rope, embedding, mask, attention,
-        linear,
+        linear_cross_entropy, cross_entropy, add_norm, norm, glu_mlp, glu, gelu_mlp, gelu, rope, embedding, mask,
+        attention, linear,
     )
 }  # fmt: skip
 

@@ -39,6 +39,11 @@ struct Epilogue {
   __device__ __forceinline__ void load_left(const Map* left, u32 to, u32 full, int row, int at_inner) const {
     ::load(to, left, full, at_inner, row);
   }
+  // Of the right operand's columns what this SM loads for both, where rows follow the inner dimension.
+  __device__ __forceinline__ void load_right(const Map* right, u32 to, u32 full, int at_inner, int column,
+                                             u32 rank) const {
+    load_for_both(to, right, full, at_inner, column + rank * (COLUMNS / 2));
+  }
   // Of a tile: before its matmul, what the epilogue needs; after it, the epilogue. `parity` has a bit for each buffer.
   //   void load(const Place& at) const
   //   void finish(float (&sum)[2][96], const Place& at, u32& parity) const
@@ -89,7 +94,7 @@ __device__ __forceinline__ void run(const Kind& epilogue, const Map* left, const
               load_for_both(at + LEFT + i * ACROSS + rank * (ACROSS / 2), right, full, column + 64 * i,
                             step * INNER + rank * (INNER / 2));
           } else {
-            load_for_both(at + LEFT + rank * (RIGHT / 2), right, full, step * INNER, column + rank * (COLUMNS / 2));
+            epilogue.load_right(right, at + LEFT + rank * (RIGHT / 2), full, step * INNER, column, rank);
           }
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }

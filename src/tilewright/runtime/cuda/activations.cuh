@@ -1,4 +1,4 @@
-// GELU and its slope in float32, for results of 16 bits: value = z share, slope = share + z share'.
+// SiLU and GELU with their slopes in float32, for results of 16 bits: value = z share, slope = share + z share'.
 #pragma once
 #include "hopper.cuh"
 
@@ -27,9 +27,20 @@ __device__ __forceinline__ void activate_by_erf(float z, float scale, float& val
   slope = fmaf(0.3989422804f * scale * z, bell, scale * share);
 }
 
-template <bool ERF>
+// SiLU: share = sigmoid(z).
+__device__ __forceinline__ void activate_by_sigmoid(float z, float scale, float& value, float& slope) {
+  const float share = reciprocal(1.0f + power_of_two(-LOG2E * z));
+  value = z * share;
+  slope = scale * share * fmaf(z, 1.0f - share, 1.0f);
+}
+
+constexpr int BY_TANH = 0, BY_ERF = 1, BY_SIGMOID = 2;
+
+template <int KIND>
 __device__ __forceinline__ void activate(float z, float scale, float& value, float& slope) {
-  if (ERF)
+  if (KIND == BY_SIGMOID)
+    activate_by_sigmoid(z, scale, value, slope);
+  else if (KIND == BY_ERF)
     activate_by_erf(z, scale, value, slope);
   else
     activate_by_tanh(z, scale, value, slope);
