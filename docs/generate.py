@@ -664,13 +664,8 @@ def attention_time_by_length(result: dict[str, Any]) -> Plot:
 
 def _self_attention_plot(result: dict[str, Any], x: str, **fixed: int) -> Plot:
     cases = [case for case in result["cases"] if fixed.items() <= case.items()]
-    names = {
-        "tilewright": "Tilewright",
-        "capture": "Tilewright, captured",
-        "eager": "PyTorch",
-        "sdpa": "fused attention",
-    }
-    names["compile"] = "torch.compile"
+    names = {"tilewright": "Tilewright", "capture": "Tilewright, captured", "eager": "PyTorch"}
+    names |= {"sdpa": "fused attention", "compile": "torch.compile"}
     panels = [
         Panel(title, lines(cases, x, step, names, lambda of, seconds: seconds * 1e6))
         for step, title in (("forward", "forward"), ("forward_backward", "forward and backward"))
