@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from generate.models import SHAPE, tiny
+from ops.contract import on_gpu
 from tilewright.errors import UserError
 from tilewright.generate import Generator, Plan, quantize_folder
 from tilewright.quantize import Int4, Int8, load, read_folder
@@ -158,3 +159,20 @@ def test_an_interrupt_leaves_nothing_and_what_a_kill_leaves_is_removed_by_the_ne
     assert sorted(os.listdir(tmp_path)) == ["m", "q"]
     with safe_open(tmp_path / "q" / "model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["tilewright"]) == {"int8": 1}
+
+
+@on_gpu
+def test_a_gpu_makes_what_a_cpu_does(tmp_path):
+    """Codes may differ where a weight lies between two numbers; what the model says may not, beyond 16 bits."""
+    save(tmp_path / "m").to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    found, words = {}, tokens(4)
+    for device in ("cpu", "cuda"):
+        plan = Plan(Int4(group=64), Int8(), calibrate="gptq", act_order=True)
+        found[device] = quantize_folder(
+            tmp_path / "m", tmp_path / device, plan, samples=words, check=words, device=device
+        )
+    (report, quality), (other, others) = found.values()
+    for one, two in zip(report.layers, other.layers, strict=True):
+        assert two.output_error < 1.3 * one.output_error + 0.01, (one, two)
+    assert others.divergence < 2 * quality.divergence + 1e-3
+    Generator.from_folder(tmp_path / "cuda").generate([[1, 2, 3]], max_tokens=4)

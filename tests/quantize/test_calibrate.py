@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tilewright.errors import UserError
 from tilewright.nn import QuantizedLinear
@@ -38,6 +40,25 @@ def test_each_method_errs_less_on_the_outputs_than_the_one_before(kind):
         assert not remark and error(kind, packed, weight, x) < 0.6 * plain
         again, _ = quantize_calibrated(weight, kind, moments, act_order=act_order)
         assert all(torch.equal(packed[part].view(torch.uint8), again[part].view(torch.uint8)) for part in packed)
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(2, 60),
+    st.sampled_from(KINDS[:4]),
+    st.booleans(),
+    st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+)
+def test_any_shape_and_few_rows_err_no_more_than_rounding_does(outputs, spans, rows, kind, act_order, dtype):
+    """Fewer rows than inputs too, of which the moments have no inverse without damping."""
+    weight, x = layer(outputs, 64 * spans, rows)
+    weight = weight.to(dtype)
+    packed, remark = quantize_calibrated(weight, kind, x.t() @ x / rows, act_order=act_order)
+    kind.check(packed, outputs, 64 * spans)
+    assert not remark
+    assert error(kind, packed, weight.float(), x) <= error(kind, kind.quantize(weight), weight.float(), x)
 
 
 @pytest.mark.parametrize("kind", (Int8(), Int4(group=64)), ids=str)

@@ -66,7 +66,9 @@ def quantize(
         with Signals(at_once=True), _huggingface(folder) as source, Stages() as stages:
             windows, tokens, why = _tokens(source, text, samples if plan.calibrate else _MEASURE, check, length)
             if windows is None and (plan.calibrate or check):
-                raise UserError(f"{why} --calibrate and --check read text; put tokenizer.json beside the model.")
+                raise UserError(
+                    f"{folder} has no tokenizer.json, and --calibrate and --check read text; put it beside the model."
+                )
             report, quality = quantize_folder(
                 source, out, plan, samples=windows, check=tokens, device=_device(device), progress=stages
             )
@@ -147,7 +149,7 @@ def _tokens(
     shape = of_huggingface(read_json(folder / "config.json")).shape
     content = read_tokenizer(folder)
     if content is None:
-        return None, None, f"{folder} has no tokenizer.json: errors are those of weights."
+        return None, None, "There is no tokenizer.json to read text with: errors are those of weights, not of outputs."
     length = min(length, shape.longest or shape.sequence)
     needed = (samples + _CHECK * check) * length
     ids = Tokenizer(content, shape.vocabulary).encode(_read(text, needed))
