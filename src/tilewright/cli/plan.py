@@ -40,6 +40,7 @@ PRECISION = typer.Option(
 OPTIMIZER = typer.Option(None, help="Default: adamw. Or: " + ", ".join(memory.OPTIMIZERS) + ".")
 RECOMPUTE = typer.Option(None, help="none (the default), selective or full.")
 TENSOR = typer.Option(1, min=1, help="Tensor-parallel ranks.")
+LORA = typer.Option(0, min=0, help="Rank of LoRA's adapters beside all linear layers, which alone are trained.")
 COMPILED = typer.Option(False, "--compiled", help="As torch.compile makes it of the model.")
 
 
@@ -122,6 +123,7 @@ def train(
     attention: str = typer.Option(None, help="flash (the default), or softmax whose scores are stored."),
     loss: str = typer.Option(None, help="plain (the default), fused or linear_fused."),
     compiled: bool = COMPILED,
+    lora: int = LORA,
     accumulation: int = typer.Option(None, min=1, help="Micro batches a step; more than 1 keep their gradients."),
     data: int = typer.Option(1, min=1, help="Data-parallel ranks."),
     zero: int = typer.Option(0, min=0, max=3, help="ZeRO stage; 3 is FSDP."),
@@ -153,7 +155,7 @@ def train(
         dict(data=data, zero=zero, tensor=tensor, sequence_parallel=sequence_parallel, pipeline=pipeline,
              interleave=interleave, context=context, expert=expert),
         micro_batch=micro_batch, precision=precision, optimizer=optimizer, recompute=recompute, attention=attention,
-        loss=loss, accumulation=accumulation, compiled=compiled or None,
+        loss=loss, accumulation=accumulation, compiled=compiled or None, lora=lora or None,
     )  # fmt: skip
     anatomy = memory.train(shape, how)
     chip = find_gpu(gpu) if gpu else None

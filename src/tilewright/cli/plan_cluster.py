@@ -15,6 +15,7 @@ from tilewright.cli.plan import (
     COMPILED,
     EXPLAIN,
     GPU,
+    LORA,
     MICRO,
     MODEL,
     OPTIMIZER,
@@ -105,6 +106,7 @@ def step_command(
     recompute: str = RECOMPUTE,
     loss: str = typer.Option(None, help="plain (the default), fused or linear_fused."),
     compiled: bool = COMPILED,
+    lora: int = LORA,
     accumulation: int = typer.Option(None, min=1, help="Micro batches a step."),
     data: int = typer.Option(1, min=1, help="Data-parallel ranks."),
     zero: int = typer.Option(0, min=0, max=3, help="ZeRO stage; 3 is FSDP."),
@@ -137,6 +139,7 @@ def step_command(
     shape, how = load_run(
         model, changes or [], split, micro_batch=micro_batch, precision=precision, optimizer=optimizer,
         recompute=recompute, loss=loss, accumulation=accumulation, compiled=compiled or None,
+        lora=lora or None,
     )  # fmt: skip
     memory.check_parallel(shape, how)
     cluster = make_cluster(gpu, how.ranks, node, link, network, None)
@@ -190,6 +193,7 @@ def parallel_command(
     precision: str = typer.Option("fsdp", help=", ".join(memory.PRECISIONS) + "."),
     optimizer: str = OPTIMIZER,
     compiled: bool = COMPILED,
+    lora: int = LORA,
     tensor: int = typer.Option(None, "--tensor", "--tp", min=1, help="These tensor-parallel ranks and no others."),
     pipeline: int = typer.Option(None, "--pipeline", "--pp", min=1, help="These pipeline stages and no others."),
     interleave: int = typer.Option(None, min=1, help="So many pieces of a stage."),
@@ -219,7 +223,9 @@ def parallel_command(
         tilewright plan parallel 7b --gpu H200-SXM --gpus 64 --global-batch 512 --tokens 1T --price 2.5
     """
     shape, cluster = load_shape(model, changes or []), make_cluster(gpu, count(gpus), node, link, network, memory_gb)
-    base = memory.Training(precision=precision, optimizer=optimizer or "adamw", loss="fused", compiled=compiled)
+    base = memory.Training(
+        precision=precision, optimizer=optimizer or "adamw", loss="fused", compiled=compiled, lora=lora
+    )
     given: dict[str, Any] = dict(tensor=tensor, pipeline=pipeline, interleave=interleave, data=data, zero=zero,
                                  recompute=recompute, micro_batch=micro_batch, context=context,
                                  expert=expert)  # fmt: skip

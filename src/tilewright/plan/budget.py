@@ -65,11 +65,11 @@ class Checkpoint:
 
 
 def checkpoint(decoder: Decoder, training: Training) -> Checkpoint:
-    """A checkpoint to continue from: each parameter as it is stored, and its optimizer's states.
+    """A checkpoint to continue from: each parameter that is trained as it is stored, and its optimizer's states.
 
     >>> from tilewright.plan.decoder import load
     >>> checkpoint(load("7b"), Training()).whole / load("7b").parameters
     12.0
     """
-    n = decoder.parameters
+    n = decoder.adapter_parameters(training.lora) if training.lora else decoder.parameters
     return Checkpoint(training.stored_bytes * n, (training.stored_bytes + optimizer_bytes(decoder, training)) * n)

@@ -196,6 +196,26 @@ class Decoder:
         sparse = min(layers, self.layers - self.dense_layers)
         return sparse * self.experts * (self.mlp_weights(self.ffn) + self._mlp_biases(self.ffn))
 
+    def adapter_parameters(self, rank: int) -> int:
+        """Of LoRA's two factors beside every linear layer but router and head: r·(inputs + outputs) each.
+
+        Queries, keys and values are layers of their own, and so are gate and up.
+
+        >>> one = Decoder(8, 1, 2, 2, 4, 32, 100, 16)
+        >>> one.adapter_parameters(2) == 2 * (4 * (8 + 8) + (8 + 32) + (32 + 8))
+        True
+        """
+
+        def mlp(ffn: int) -> int:
+            return (3 if self.gated else 2) * (self.width + ffn)
+
+        attention = sum(columns + rows for _, columns, rows in self.projections(1))
+        attention += 0 if self.kv_rank else 2 * self.width
+        dense = self.layers if self.experts == 1 else self.dense_layers
+        sparse = self.experts * mlp(self.ffn) + (mlp(self.shared_ffn) if self.shared_ffn else 0)
+        inner = dense * mlp(self.ffn if self.experts == 1 else self.dense_ffn or self.ffn)
+        return rank * (self.layers * attention + inner + (self.layers - dense) * sparse)
+
     def _mlp(self, experts: float) -> tuple[float, float]:
         """Parameters of a layer's MLP, with this many experts of a mixture counted, and of a layer without experts."""
         one = self.mlp_weights(self.ffn) + self._mlp_biases(self.ffn)

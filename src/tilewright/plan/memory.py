@@ -74,6 +74,7 @@ class Training:
     sequence_parallel: bool = False
     pipeline: int = 1
     interleave: int = 1  # pieces of a pipeline stage; more of them make a smaller bubble and more traffic
+    lora: int = 0  # rank of adapters beside every linear layer, which alone are trained; 0: all parameters are
     context: int = 1  # ranks that share every sequence
     expert: int = 1  # of the data and context ranks, those that share the experts of a mixture
 
@@ -89,6 +90,8 @@ class Training:
         for name in ("micro_batch", "data", "tensor", "pipeline", "interleave", "context", "expert"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.lora < 0:
+            raise UserError(f"lora is {self.lora}; give the rank of its adapters, or 0 to train all parameters.")
         if self.accumulation is not None and self.accumulation < 1:
             raise UserError(f"accumulation is {self.accumulation}; it must be at least 1.")
 
@@ -367,12 +370,20 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     gradients = stored * (shard if training.zero >= 2 else here)
     states = optimizer_bytes(decoder, training) * (shard if training.zero >= 1 else here)
 
+    adapters = 0.0
+    if training.lora:  # what is not trained is kept in 16 bits, without gradients and states
+        adapters = decoder.adapter_parameters(training.lora) * layers / decoder.layers / training.tensor
+        weights = training.compute_bytes * (shard if training.zero == 3 else here)
+        own = [adapters / (ranks if training.zero >= stage else 1) for stage in (3, 2, 1)]
+        weights += stored * own[0]
+        gradients, states = stored * own[1], optimizer_bytes(decoder, training) * own[2]
+
     # 16-bit copies: autocast's, kept for backward; under FSDP two layers of gathered weights instead.
     two_layers, _ = parameters_here(decoder, training, min(2, decoder.layers))
     copies = head_copy = 0.0
     if training.zero == 3 and ranks > 1:
         copies = head_copy = training.compute_bytes * (two_layers + (table / training.tensor if last else 0))
-    elif training.is_autocast or training.has_copies:
+    elif (training.is_autocast or training.has_copies) and not training.lora:
         in_layers = (matmul_weights(decoder) - table) / share
         in_layers -= decoder.expert_parameters(layers) * (1 - 1 / training.expert)
         head_copy = 2 * (table if last else 0) / training.tensor
@@ -397,8 +408,10 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     moment, (grads, copied, acts, loss) = max(moments.items(), key=lambda item: sum(item[1]))
     t = training.tensor
     split = "" if t == 1 and ranks == 1 else f", split over {t} tensor and {ranks} data ranks"
+    each = training.compute_bytes if training.lora else stored
+    beside = f"; {adapters:,.0f} of adapters beside them, which alone are trained" if adapters else ""
     parts = [
-        Part("weights", weights, f"{stored} B x {here:,.0f} parameters{split}"),
+        Part("weights", weights, f"{each} B x {here:,.0f} parameters{split}{beside}"),
         Part("16-bit copies", copied, "gathered layers" if training.zero == 3 else "2 B a weight that a matmul uses"),
         Part("gradients", grads, f"{stored} B a parameter, where they are there at the peak"),
         Part("optimizer", states, f"{optimizer_bytes(decoder, training):.3g} B a parameter, {training.optimizer}"),

@@ -120,6 +120,7 @@ def estimate(
     tokens = training.micro_batch * decoder.sequence * (training.accumulation or 1) * training.data
     peak = cluster.accelerator.peak_flops[cluster.matmul(training.precision).dtype]
     model_flops, traffic = conventions(decoder)[DEFAULT].model, found.traffic
+    model_flops *= 2 / 3 if training.lora else 1  # no gradients of weights
     return Plan(
         training=training, seconds=found.seconds, compute=sum(found.parts.values()),
         tensor_traffic=traffic.get("tensor", 0.0), pipeline_traffic=traffic.get("pipeline", 0.0),

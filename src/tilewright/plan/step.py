@@ -142,6 +142,9 @@ def step(decoder: Decoder, training: Training, how: How, rates: Rates, links: Li
     whole, shard = (
         held / p for held in parameters_here(decoder, training, decoder.layers, decoder.embedding_parameters)
     )
+    if training.lora:
+        whole = decoder.adapter_parameters(training.lora) / training.tensor / p
+        shard = whole / training.replicas
     kept = shard if training.zero else whole
     for work in update_work(decoder, training, how, kept):
         parts[work.category] += work.calls * rates.seconds(work, how.matmuls)

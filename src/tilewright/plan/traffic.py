@@ -126,17 +126,22 @@ def _data(decoder: Decoder, training: Training, links: Links, phases: Phases) ->
     # Of experts that ranks share, each sends its own part, to fewer.
     here, _ = parameters_here(decoder, training, decoder.layers, decoder.embedding_parameters)
     here /= training.pipeline * layers
+    trained = here
+    if training.lora:
+        trained = decoder.adapter_parameters(training.lora) / training.tensor / training.pipeline / layers
     gather = links.ring(training.compute_bytes * here, d, apart)
-    scatter = links.ring(training.gradient_bytes * here, d, apart)
+    scatter = links.ring(training.gradient_bytes * trained, d, apart)
     if training.zero == 3:
         forward = gather + beside(phases.forward, (layers - 1) * gather)
         backward = scatter + beside(phases.backward, layers * gather + (layers - 1) * scatter)
         return micro_batches * (forward + backward)
     if training.zero == 2:  # gradients scattered for every micro batch, weights gathered once
-        return micro_batches * (scatter + beside(phases.backward, (layers - 1) * scatter)) + layers * gather
+        return micro_batches * (scatter + beside(phases.backward, (layers - 1) * scatter)) + layers * links.ring(
+            training.compute_bytes * trained, d, apart
+        )
     # Gradients scattered and gathered or, from where the states are, weights gathered.
     back = training.compute_bytes if training.zero and training.has_copies else training.gradient_bytes
-    sent = (training.gradient_bytes + back) / 2 * here * layers
+    sent = (training.gradient_bytes + back) / 2 * trained * layers
     buckets = max(1.0, sent / max(BUCKET_BYTES, _BUCKET_BYTES_A_RANK * d))
     whole = 2 * links.ring(sent / buckets, d, apart)
     return whole + beside(phases.backward, (buckets - 1) * whole)

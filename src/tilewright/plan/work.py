@@ -96,7 +96,7 @@ def micro_batch_work(decoder: Decoder, training: Training, how: How) -> Iterator
     if how.device == "cpu":
         pointwise = CPU_SHARES["float32" if training.compute_bytes == 4 else "bfloat16"]
         pointwise *= CPU_SHARES.get(decoder.gpt_block, 1.0)
-    for part in (_matmuls, _attention, _norms, _activations, _experts, _loss, _gradients):
+    for part in (_matmuls, _adapters, _attention, _norms, _activations, _experts, _loss, _gradients):
         for work in part(decoder, training, how):
             if work.calls:
                 yield work if work.is_matmul else dataclasses.replace(work, share=work.share * pointwise)
@@ -150,7 +150,9 @@ def _matmuls(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
         yield Work(f"{name}, forward", "matmul", "forward", one, calls, forward, True, dtype=dtype, at_ends=end)
         if again:
             yield Work(f"{name}, recompute", "matmul", "backward", one, calls, forward, True, dtype=dtype, at_ends=end)
-        yield Work(f"{name}s, backward", "matmul", "backward", one, 2 * calls, backward, True, dtype=dtype, at_ends=end)
+        both = 1 if training.lora else 2  # of weights that are not trained there is no gradient
+        calls *= both
+        yield Work(f"{name}s, backward", "matmul", "backward", one, calls, backward, True, dtype=dtype, at_ends=end)
     if training.loss == "linear_fused" and decoder.head:  # the weight's gradient is added up, a part of the tokens
         logits = c * tokens * decoder.vocabulary  # after the other
         added = math.ceil(logits / logits_at_once(logits, tokens)) - 1
@@ -159,6 +161,26 @@ def _matmuls(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
 
     if how.matmuls == "fp8":
         yield from _casts(decoder, training, how)
+
+
+def _adapters(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
+    """LoRA's two thin matmuls beside each layer, and the sum with its output; backward has four, and two sums."""
+    if not training.lora:
+        return
+    c, r = training.compute_bytes, training.lora
+    share = SHARES["compiled" if training.compiled else "eager"]
+    for matmul in matmuls(decoder, rank_tokens(decoder, training), training.tensor, training.expert):
+        if matmul.name in ("logits", "router"):
+            continue
+        down = cost.matmul(matmul.m, r, matmul.k, element_bytes=c)
+        up = cost.matmul(matmul.m, matmul.n, r, element_bytes=c)
+        for side, ways in (("forward", 1), ("backward", 2)):
+            added = matmul.m * (matmul.n if side == "forward" else matmul.k)
+            style = "compiled" if training.compiled else "eager"
+            for one in (down, up):
+                yield Work(f"adapters, {side}", "matmul", side, one, ways * matmul.count, share, True)
+            sums = cost.elementwise(added, 3 * c, 1)
+            yield Work(f"sums with adapters, {side}", "pointwise", side, sums, matmul.count, share, style=style)
 
 
 def _casts(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
@@ -343,7 +365,7 @@ def _gradients(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     outputs = inner + 2 * h if decoder.mlp_bias else 0
     if decoder.qkv_bias and not _packs(decoder, training, how):
         outputs += _qkv(decoder, t)
-    if outputs:  # sums over the gradients
+    if outputs and not training.lora:  # sums over the gradients
         one = cost.elementwise(tokens * outputs, training.compute_bytes, 1)
         yield Work("gradients of biases", category, "backward", one, decoder.layers, SHARES[style], style=style)
     around = "compiled" if training.compiled else "eager"
@@ -351,6 +373,8 @@ def _gradients(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     stream = cost.elementwise(tokens * h, 2 * training.residual_bytes, 1)
     yield Work("embedding, forward", "pointwise", "forward", stream, 1, **more)
     yield Work("embedding, backward", "pointwise", "backward", stream, 1, **more)
+    if training.lora:  # nor is there anything to round
+        return
     # The table's gradient begins as zeros and, tied, is added to the head's.
     each = (4 if decoder.tied else 1) * training.stored_bytes
     table = cost.elementwise(decoder.vocabulary * h // t, each, 1)
