@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tilewright.tilesync import device
+from tilewright.tilesync import Rope, device
 
 FOLDER = Path(__file__).parent / "emulator"
 # A stage of the user's own: twice the first input plus the second.
@@ -31,8 +31,15 @@ extern "C" const char* run(int blocks, int resident, const Program* asked, const
 }
 """
 # One build for all graphs of the tests: each has fewer tensors, and none larger tiles.
-MACROS = {"TENSORS": 40, "HALF": 0, "X_BYTES": 140 * 1024, "FEW_TILES": 4, "MANY_ROWS": 64, "MANY_COLUMNS": 64,
+MACROS = {"TENSORS": 64, "HALF": 0, "X_BYTES": 140 * 1024, "FEW_TILES": 4, "MANY_ROWS": 64, "MANY_COLUMNS": 64,
           "COMBINES": 1, "NORMS": 1, "ATTENTION": 1, "HAS_USER_STAGES": 1}  # fmt: skip
+
+
+HEAD_DIM, ROTATED = 8, 40  # of the decoder of the tests
+
+
+def rope_source():
+    return Rope("r", "x", "cos", "sin", (1, 56), head_dim=HEAD_DIM, rotated=ROTATED).source
 
 
 def build(folder):
@@ -41,7 +48,7 @@ def build(folder):
         shutil.copy(path, folder)
     shutil.copy(FOLDER / "sync.cuh", folder)
     (folder / "run.cpp").write_text(WRAPPER)
-    (folder / "user_stages.cuh").write_text(device._user_stages([SOURCE]))
+    (folder / "user_stages.cuh").write_text(device._user_stages([SOURCE, rope_source()]))
     hopper = FOLDER.parent.parent / "ops" / "hopper_emulator"
     command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{hopper}"]
     command += [f"-D{name}={value}" for name, value in MACROS.items()]
@@ -56,6 +63,11 @@ class Emulated:
 
     def __init__(self, library, program, dtype=torch.bfloat16):
         self.library, self.lowered = library, device.lower(program, dtype)
+        kinds = [[SOURCE, rope_source()].index(each) for each in device._sources(program)]
+        own = self.lowered.stages["kind"] >= device.USER  # by the numbers that the build has
+        self.lowered.stages["kind"][own] = [
+            device.USER + kinds[kind - device.USER] for kind in self.lowered.stages["kind"][own]
+        ]
         self.control = np.zeros(self.lowered.control_words, np.uint32)
         self.failure, self.report = np.zeros(1, device.FAILURE), np.zeros(1, device.FAILURE)
         self.times = np.zeros(len(program.tasks), device.TIME)

@@ -112,12 +112,11 @@ def _reversed(grid):
 def tensors(graph, seed=0, dtype=torch.float32, device="cpu"):
     """Random inputs of a graph; weights are scaled so that nothing grows."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: (torch.randn(shape, generator=generator) / (1.0 if name == "x" else max(1, shape[-1]) ** 0.5)).to(
-            device, dtype
-        )
-        for name, shape in graph.inputs.items()
-    }
+    made = {}
+    for name, shape in graph.inputs.items():
+        x = torch.randn(shape, generator=generator) / (1.0 if name == "x" else max(1, shape[-1]) ** 0.5)
+        made[name] = (torch.full(shape, 7, dtype=torch.int32) if name in graph.integers else x.to(dtype)).to(device)
+    return made
 
 
 def chain(rows=4, middle=6, columns=3, sync=None, **more):

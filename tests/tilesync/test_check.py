@@ -61,7 +61,7 @@ def by_tiles(program, given_tensors, seed):
     return values
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(graphs(), st.integers(0, 99))
 def test_tiles_in_any_order_that_the_waits_allow_compute_the_same(graph, seed):
     program = check(graph)

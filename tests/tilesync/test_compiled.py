@@ -46,13 +46,28 @@ def test_graphs_that_differ_in_a_policy_a_tile_or_a_function_are_others():
     assert compiled.fingerprint(again) == compiled.fingerprint(chain()) == prints[-2]
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(graphs(stages=4), st.integers(0, 99))
 def test_the_op_passes_torchs_checks(graph, seed):
     inputs = [x.double().requires_grad_() for x in tensors(graph, seed).values()]
     op = compile(graph)
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(compiled._registered, (inputs, op.name), test_utils=utilities)
+
+
+def test_a_decode_step_is_one_op_and_takes_the_caches_length_from_the_device():
+    graph = chains.decode_step(1, 16, 24, 2, 1, 8, 20, 12, 2)
+    inputs = tensors(graph)
+    op = compile(graph)
+    first = op(**inputs)
+    assert [tuple(y.shape) for y in first] == [(2, 20), (2, 32)]
+    inputs["k0"][7:], inputs["v0"][7:] = torch.nan, torch.nan
+    assert all(torch.equal(*pair) for pair in zip(op(**inputs), first, strict=True))
+    inputs["length"] -= 1
+    assert not torch.equal(op(**inputs)[0], first[0]) and torch.equal(op(**inputs)[1], first[1])
+    torch.library.opcheck(
+        compiled._registered, (list(inputs.values()), op.name), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_gradients_are_those_of_the_stages():
@@ -129,26 +144,29 @@ def test_every_mode_computes_the_same(graph, seed):
 
 
 LARGE = [("llama-mlp", 1), ("llama-mlp", 16), ("llama-mlp", 64), ("llama-mlp", 300), ("gpt3-mlp", 1), ("gpt3-mlp", 512),
-         ("attention", 2), ("conv-14", 4), ("conv-56", 2)]  # fmt: skip
+         ("attention", 2), ("conv-14", 4), ("conv-56", 2),
+         ("decode", 1), ("decode", 4)]  # fmt: skip
 
 
 @on_hopper
 @pytest.mark.parametrize(("name", "rows"), LARGE)
 def test_large_chains_replayed_1000_times_on_two_streams(name, rows):
-    graph = chains.CHAINS[name](rows)
+    graph = (
+        chains.decode_step(2, 2048, 8192, 32, 8, 64, 4096, 512, rows) if name == "decode" else chains.CHAINS[name](rows)
+    )
     inputs = tensors(graph, 1, HALF, DEVICE)
     truth = compute_plainly(check(graph), list(inputs.values()))[0]
     for mode in OURS:
         op, streams, captured = compile(graph, mode), [torch.cuda.Stream() for _ in range(2)], []
-        y = op(**inputs)
+        y = op.run(list(inputs.values()))[0]
         assert near(y, truth), mode
         for stream in streams:
             with torch.cuda.stream(stream):
-                op(**inputs)
+                op.run(list(inputs.values()))
             stream.synchronize()
             captured.append(torch.cuda.CUDAGraph())
             with torch.cuda.graph(captured[-1], stream=stream):
-                captured[-1].output = op(**inputs)
+                captured[-1].output = op.run(list(inputs.values()))[0]
         for _ in range(1000):
             for stream, replay in zip(streams, captured, strict=True):
                 with torch.cuda.stream(stream):

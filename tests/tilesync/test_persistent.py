@@ -5,13 +5,14 @@ import subprocess
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilesync.emulated import MACROS, SOURCE, Emulated, build
+from tilesync.emulated import HEAD_DIM, MACROS, ROTATED, SOURCE, Emulated, build, rope_source
 from tilesync.graphs import graphs, tensors
 from tilewright.runtime import nvrtc
-from tilewright.tilesync import Custom, Gemm, Graph, GraphError, Region, RowSync, TileSync, check, device
+from tilewright.tilesync import Custom, Gemm, Graph, GraphError, Region, RowSync, TileSync, chains, check, device
 from tilewright.tilesync.check import lower
 from tilewright.tilesync.graph import span
 
@@ -101,6 +102,43 @@ def test_a_stage_of_the_users_own(library):
     assert name == "user_stages.cuh" and SOURCE in text and run.lowered.macros["HAS_USER_STAGES"] == 1
 
 
+@pytest.mark.parametrize(("rows", "length"), [(1, 5), (3, 0), (1, 24)])
+def test_a_decode_step(library, rows, length):
+    """Of a decoder of two layers, in one launch, against PyTorch's own functions on a cache as long as it is."""
+    heads, shared, size, width = 4, 1, HEAD_DIM, 24
+    assert (heads + shared) * size == ROTATED
+    graph = chains.decode_step(2, width, 40, heads, shared, size, 48, 24, rows)
+    inputs = tensors(graph, 1, torch.bfloat16)
+    inputs["length"] = torch.tensor([length], dtype=torch.int32)
+    for name in ("k0", "k1", "v0", "v1"):
+        inputs[name][length:] = torch.nan  # where nothing was written yet
+    values = Emulated(library, check(graph))(inputs, blocks=3, seed=length)
+    compare(values, serial(graph, inputs), graph)
+    assert torch.isfinite(values["logits"]).all()
+
+    wide = {name: each.float() for name, each in inputs.items()}
+    x, places = wide["x"], (rows, -1, size)
+    for layer in ("0", "1"):
+        qkv = F.linear(F.rms_norm(x, (width,), wide["norm_a" + layer], 1e-5), wide["qkv" + layer])
+        q, k, v = (part.view(places) for part in qkv.split((heads * size, shared * size, shared * size), 1))
+        q, k = (each * wide["cos"][:, None] + torch.cat((-each[..., size // 2 :], each[..., : size // 2]), -1)
+                * wide["sin"][:, None] for each in (q, k))  # fmt: skip
+        k, v = (
+            torch.cat((wide[name + layer][:length].view(length, shared, size), new))
+            for name, new in (("k", k), ("v", v))
+        )
+        mask = torch.ones(rows, length + rows, dtype=torch.bool).tril(length)
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        x = x + F.linear(y, wide["o" + layer])
+        h = F.rms_norm(x, (width,), wide["norm_b" + layer], 1e-5)
+        x = x + F.linear(
+            F.silu(F.linear(h, wide["gate" + layer])) * F.linear(h, wide["up" + layer]), wide["down" + layer]
+        )
+    logits = F.linear(F.rms_norm(x, (width,), wide["norm"], 1e-5), wide["head"])
+    assert (values["logits"].float() - logits).abs().max() < 0.05 * logits.abs().max()
+
+
 def test_numbers_may_wrap_around(library):
     graph = two_layers()
     given_tensors, run = tensors(graph, 1, torch.bfloat16), Emulated(library, check(graph))
@@ -174,7 +212,7 @@ def test_what_the_kernel_has_not_is_a_sentence():
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
 def test_the_compiler_takes_it_and_spills_nothing(tmp_path):
-    (tmp_path / "user_stages.cuh").write_text(device._user_stages([SOURCE]))
+    (tmp_path / "user_stages.cuh").write_text(device._user_stages([SOURCE, rope_source()]))
     given_macros = {**MACROS, "FEW_TILES": 2, "MANY_ROWS": 128, "MANY_COLUMNS": 128}
     command = ["nvcc", "-std=c++17", "-arch=sm_90a", "-cubin", "-Xptxas", "-v", "-o", tmp_path / "run.cubin"]
     command += [

@@ -22,7 +22,7 @@ def _root() -> None:
 @app.command("show")
 def show(
     chain: str = typer.Argument(
-        help="llama-mlp, llama-mlp-2816, gpt3-mlp, attention, conv-56, conv-28, conv-14 or conv-7."
+        help="llama-mlp, llama-mlp-2816, gpt3-mlp, attention, decode-1b, conv-56, conv-28, conv-14, conv-7."
     ),
     rows: int = typer.Option(1, min=1, help="Rows of x; images of a convolution."),
     gpu: str = typer.Option("H200", help="Accelerator to simulate."),
@@ -90,7 +90,9 @@ def _measure(program: Any) -> dict[str, Any]:
         raise UserError("PyTorch sees no GPU to measure on; leave out --measured for the simulator.")
     device = torch.device("cuda", torch.cuda.current_device())
     inputs = {
-        name: torch.randn(shape, device=device, dtype=torch.bfloat16) * shape[-1] ** -0.5
+        name: torch.full(shape, program.graph.shape("k0")[0] // 2, device=device, dtype=torch.int32)
+        if name in program.graph.integers
+        else torch.randn(shape, device=device, dtype=torch.bfloat16) * shape[-1] ** -0.5
         for name, shape in program.graph.inputs.items()
     }
     if why := launch.why_no_kernel(program, list(inputs.values())):

@@ -27,11 +27,12 @@ from tilewright.tilesync.stages import (
     Norm,
     QuantizedGemm,
     Reduction,
+    Rope,
 )
 
 __all__ = [
     "MODES", "Attention", "Compiled", "Conv2DSync", "Conv2d", "Custom", "DerivedSync", "Edge", "Elementwise", "Gemm",
     "Graph", "GraphError", "GroupSync", "NoSync", "Norm", "Policy", "Program", "QuantizedGemm", "Reduction", "Region",
-    "RowSync", "Spec", "SplitKSync", "Stage", "StageSync", "StridedSync", "TileSync", "TilesyncError", "Work", "check",
-    "check_queues", "check_residency", "compile", "derive_policy", "edges", "find",
+    "Rope", "RowSync", "Spec", "SplitKSync", "Stage", "StageSync", "StridedSync", "TileSync", "TilesyncError", "Work",
+    "check", "check_queues", "check_residency", "compile", "derive_policy", "edges", "find",
 ]  # fmt: skip

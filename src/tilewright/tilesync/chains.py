@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from tilewright.tilesync.check import check
 from tilewright.tilesync.device import MOST_FEW_ROWS
-from tilewright.tilesync.graph import Graph
+from tilewright.tilesync.graph import Graph, Stage
 from tilewright.tilesync.policies import Conv2DSync, GroupSync
 from tilewright.tilesync.simulate import Machine, predict
-from tilewright.tilesync.stages import Attention, Conv2d, Gemm
+from tilewright.tilesync.stages import Attention, Conv2d, Gemm, Norm, Rope
 
 Tile2 = tuple[int, int]
 
@@ -85,6 +85,54 @@ def attention_block(
 
 
 @functools.lru_cache(256)
+def decode_step(
+    layers: int, width: int, inner: int, heads: int, key_heads: int, head_dim: int, vocabulary: int, context: int,
+    rows: int = 1, eps: float = 1e-5,
+) -> Graph:  # fmt: skip
+    """Return a step of a Llama-shaped decoder for some new tokens of one sequence, the last norm and the head included.
+
+    Inputs, beside x, cos, sin and the weights: for each layer a cache of `context` keys and values, of which the first
+    `length` rows are filled. Outputs: the logits, and for each layer the new tokens' queries, keys and values, of which
+    the caller appends the latter two to the cache.
+
+    >>> graph = decode_step(2, 64, 96, 4, 2, 16, 100, 32)
+    >>> len(graph.stages), graph.outputs
+    (18, ['logits', 'r0', 'r1'])
+    """
+    q, kv = heads * head_dim, key_heads * head_dim
+    height = -(-rows // 8) * 8
+    one, gated = (height, 16), (height, 8)
+    inputs: dict[str, tuple[int, ...]] = {"x": (rows, width), "cos": (rows, head_dim), "sin": (rows, head_dim)}
+    inputs["length"] = (1,)
+    stages: list[Stage] = []
+    x = "x"
+    for layer in range(layers):
+        names = "norm_a norm_b qkv o gate up down k v a p r c y b h x"
+        n = {name: f"{name}{layer}" for name in names.split()}
+        inputs |= {n["norm_a"]: (width,), n["qkv"]: (q + 2 * kv, width), n["k"]: (context, kv), n["v"]: (context, kv)}
+        inputs |= {n["o"]: (width, q), n["norm_b"]: (width,), n["gate"]: (inner, width), n["up"]: (inner, width)}
+        inputs[n["down"]] = (width, inner)
+        stages += [
+            Norm(n["a"], x, n["norm_a"], (rows, width), eps=eps),
+            Gemm(n["p"], n["a"], n["qkv"], (rows, q + 2 * kv, width), tile=one),
+            Rope(n["r"], n["p"], "cos", "sin", (rows, q + 2 * kv), head_dim=head_dim, rotated=q + kv, tile=height),
+            Attention(n["c"], n["r"], n["k"], n["v"], rows=rows, context=context, heads=heads, key_heads=key_heads,
+                      head_dim=head_dim, length="length", new=(q, q + kv), tile=height),
+            Gemm(n["y"], n["c"], n["o"], (rows, width, q), tile=one, residual=x),
+            Norm(n["b"], n["y"], n["norm_b"], (rows, width), eps=eps),
+            Gemm(n["h"], n["b"], (n["gate"], n["up"]), (rows, inner, width), tile=gated, activation="silu", gated=True),
+            Gemm(n["x"], n["h"], n["down"], (rows, width, inner), tile=one, residual=n["y"]),
+        ]  # fmt: skip
+        x = n["x"]
+    inputs |= {"norm": (width,), "head": (vocabulary, width)}
+    stages += [
+        Norm("last", x, "norm", (rows, width), eps=eps),
+        Gemm("logits", "last", "head", (rows, vocabulary, width), tile=one),
+    ]
+    return Graph(inputs, stages, ["logits", *(f"r{layer}" for layer in range(layers))], f"decode-{layers}x{width}")
+
+
+@functools.lru_cache(256)
 def convolutions(
     images: int, side: int, channels: int, layers: int = 2, kernel: int = 3, machine: Machine | None = None
 ) -> Graph:
@@ -114,6 +162,7 @@ CHAINS: dict[str, Callable[[int], Graph]] = {
     "llama-mlp-2816": lambda rows: mlp(rows, 8192, 2816),
     "gpt3-mlp": lambda rows: mlp(rows, 12288, 6144, "gelu_tanh", gated=False),
     "attention": lambda rows: attention_block(rows, 2048, 32, 64, 1024, 8),
+    "decode-1b": lambda rows: decode_step(16, 2048, 8192, 32, 8, 64, 128256, 1024, rows),
     "conv-56": lambda images: convolutions(images, 56, 64),
     "conv-28": lambda images: convolutions(images, 28, 128),
     "conv-14": lambda images: convolutions(images, 14, 256),

@@ -275,18 +275,18 @@ def _check_reads(program: Program) -> None:
     """What a task reads is finished when it begins: by the tasks it waits for, and by those that they waited for."""
     totals = [0] * len(program.semaphores)
     done_by = [0] * len(program.semaphores)  # as bits: tasks that are finished where a semaphore has its full value
-    before = [0] * len(program.tasks)
     writers = _Writers(program)
     for task in program.tasks:
         for post in task.posts:
             totals[post.semaphore] += post.amount
     for number, task in enumerate(program.tasks):
+        before = 0
         for wait in task.waits:
             if wait.value == totals[wait.semaphore]:
-                before[number] |= done_by[wait.semaphore]
+                before |= done_by[wait.semaphore]
         for post in task.posts:
-            done_by[post.semaphore] |= before[number] | 1 << number
-        _check_reads_of(program, number, before[number], writers)
+            done_by[post.semaphore] |= before | 1 << number
+        _check_reads_of(program, number, before, writers)
 
 
 class _Writers:
@@ -325,10 +325,14 @@ def _check_reads_of(program: Program, number: int, before: int, writers: _Writer
                 f"{tuple(shape)}."
             )
         tasks, covered = writers.of(region)
+        missing = tasks & ~before & ~(1 << number)
+        unwritten = region.tensor not in graph.inputs and covered < volume(region.box)
+        if not missing and not unwritten:
+            continue
         part = f"{_start(program, number)} reads {_say(np.array(region.box))} of {region.tensor},"
-        if region.tensor not in graph.inputs and covered < volume(region.box):
+        if unwritten:
             raise GraphError(f"{part} some of which nobody writes.")
-        if missing := tasks & ~before & ~(1 << number):
+        if missing:
             other = (missing & -missing).bit_length() - 1
             producer, consumer = (program.stages[program.tasks[each].stage].name for each in (other, number))
             policy = program.policies.get((region.tensor, producer, consumer))

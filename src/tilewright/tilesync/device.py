@@ -32,7 +32,7 @@ STAGE = np.dtype(
     [(name, "i4") for name in (
         "kind", "rows", "columns", "inner", "tile_rows", "tile_columns", "splits", "activation", "x", "weight", "bias",
         "residual", "y", "gated", "height", "width", "channels", "kernel")]
-    + [("eps", "f4"), ("more", "i4", 5)]
+    + [("eps", "f4"), ("more", "i4", 5), ("extra", "i4", 3)]
 )  # fmt: skip
 TASK = np.dtype([(name, "i4") for name in (
     "stage", "split", "row", "column", "first_wait", "waits", "first_post", "posts")])  # fmt: skip
@@ -217,6 +217,7 @@ def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any
         row["height"], row["width"], row["gated"] = (graph.shape(name)[1] for name in stage.names)
         row |= {"channels": stage.head_dim, "kernel": stage.heads // stage.key_heads, "eps": stage.scale}
         row["more"] = (stage.causal, *stage.offsets, 0)
+        row["extra"] = (slot[stage.length] if stage.length else -1, *stage.new)
     elif isinstance(stage, Custom):
         row["rows"], row["columns"] = stage.sizes
         row["more"] = tuple(([slot[name] for name in stage.inputs] + [-1] * 5)[:5])

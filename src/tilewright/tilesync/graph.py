@@ -76,6 +76,7 @@ class Stage:
     """
 
     shared_bytes = 0  # of shared memory that a tile takes
+    integers: tuple[str, ...] = ()  # inputs of int32
 
     def __init__(
         self, outputs: Mapping[str, Spec], inputs: Sequence[str], grid: Tile, order: Order = "rows",
@@ -170,6 +171,11 @@ class Graph:
     def specs(self) -> dict[str, Spec]:
         """Shape and dtype of every tensor that a stage writes."""
         return {name: spec for stage in self.stages for name, spec in stage.outputs.items()}
+
+    @functools.cached_property
+    def integers(self) -> frozenset[str]:
+        """The inputs of int32."""
+        return frozenset(name for stage in self.stages for name in stage.integers)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""

@@ -108,7 +108,11 @@ def why_no_kernel(program: Program, inputs: Sequence[Tensor]) -> str:
         return f"The tensors are on {first.device}."
     if not hopper.is_hopper(first.device):
         return "The GPU is no Hopper, or NVRTC is missing."
-    if any(x.dtype != first.dtype or not x.is_contiguous() or x.data_ptr() % 16 or x.is_neg() for x in inputs):
+    graph = program.graph
+    wanted = [torch.int32 if name in graph.integers else first.dtype for name in graph.inputs]
+    if any(x.dtype != dtype for x, dtype in zip(inputs, wanted, strict=True)) or any(
+        not x.is_contiguous() or x.data_ptr() % 16 or x.is_neg() for x in inputs
+    ):
         return "The inputs have several dtypes, or one is not contiguous from a multiple of 16 bytes on."
     return device.why_not(program, first.dtype)
 

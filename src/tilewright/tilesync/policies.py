@@ -215,7 +215,12 @@ def derive_policy(edge: Edge) -> Policy:
     numbers: dict[frozenset[int], int] = {}
     groups = {tile: numbers.setdefault(readers[tile], len(numbers)) for tile in edge.producer.tiles}
     columns = edge.producer.grid[-1]
-    named: list[Policy] = [StageSync(), RowSync(), SplitKSync(), TileSync()]
+    named: list[Policy] = [
+        StageSync(),
+        RowSync(),
+        SplitKSync() if len(edge.producer.grid) == 3 else TileSync(),
+        TileSync(),
+    ]
     named += [GroupSync(size) for size in range(2, columns) if columns % size == 0]
     named += [StridedSync(stride) for stride in range(2, columns) if columns % stride == 0]
     for policy in named:

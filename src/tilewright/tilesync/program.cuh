@@ -16,6 +16,7 @@ struct Stage {
   int height, width, channels, kernel;      // of a convolution
   float eps;
   int more[5];
+  int extra[3];  // of attention while decoding: the slot of the cache's length, first columns of new keys and values
 };
 struct Task { int stage, split, row, column, first_wait, waits, first_post, posts; };
 struct Wait { u32 semaphore, value, total, unused; };  // total: what a launch adds to it

@@ -69,25 +69,33 @@ __device__ __forceinline__ void attend(const Stage& stage, const Task& task, con
   const u16* q = (const u16*)tensors.at[stage.x] + stage.more[1] + head * size;
   const u16* k = (const u16*)tensors.at[stage.weight] + stage.more[2] + shared_head * size;
   const u16* v = (const u16*)tensors.at[stage.bias] + stage.more[3] + shared_head * size;
+  // While decoding: keys and values of the rows themselves, behind those of the cache that are there.
+  const bool grows = stage.extra[0] >= 0;
+  const int filled = grows ? min(context, *(const int*)tensors.at[stage.extra[0]]) : 0;
+  const u16* fresh = (const u16*)tensors.at[stage.x] + shared_head * size;
   float* parts = (float*)memory;  // of each warp: largest, sum, output
   for (int row = task.row * stage.tile_rows; row < min((task.row + 1) * stage.tile_rows, stage.rows); row++) {
-    const int seen = causal ? min(context, row + 1 + context - stage.rows) : context;
+    const int seen = grows ? filled + row + 1 : causal ? min(context, row + 1 + context - stage.rows) : context;
     float query[8], output[8] = {}, largest = -INFINITY, total = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++)
       query[i] = i * 32 + lane < size ? widen(read_number(q + (long long)row * strides[0] + i * 32 + lane)) * stage.eps : 0;
     for (int at = warp; at < seen; at += WARPS) {
+      const bool is_fresh = grows && at >= filled;
+      const u16* beside = fresh + (long long)(at - filled) * strides[0];
+      const u16* key = is_fresh ? beside + stage.extra[1] : k + (long long)at * strides[1];
+      const u16* value = is_fresh ? beside + stage.extra[2] : v + (long long)at * strides[2];
       float score = 0;
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        if (i * 32 + lane < size) score += query[i] * widen(read_number(k + (long long)at * strides[1] + i * 32 + lane));
+        if (i * 32 + lane < size) score += query[i] * widen(read_number(key + i * 32 + lane));
       score = sum_of_warp(score);
       const float most = fmaxf(largest, score), keep = __expf(largest - most), weight = __expf(score - most);
       largest = most, total = total * keep + weight;
 #pragma unroll
       for (int i = 0; i < 8; i++)
         if (i * 32 + lane < size)
-          output[i] = output[i] * keep + weight * widen(read_number(v + (long long)at * strides[2] + i * 32 + lane));
+          output[i] = output[i] * keep + weight * widen(read_number(value + i * 32 + lane));
     }
     float* mine = parts + warp * 258;
 #pragma unroll

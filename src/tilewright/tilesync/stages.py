@@ -279,20 +279,32 @@ class Attention(Stage):
 
     A tile is some rows of one head. Where queries, keys and values are columns of one tensor, name it three times and
     give the `offsets` of their first columns. Causal, the last row sees the whole context.
+
+    While decoding, k and v are a cache of which the first `length` rows are filled, a number on the device, and the
+    keys and values of the rows themselves are columns of q's tensor, from `new` on: a row sees the cache, and the rows
+    up to itself.
     """
 
     def __init__(
         self, output: str, q: str, k: str, v: str, *, rows: int, context: int, heads: int, head_dim: int,
         key_heads: int | None = None, offsets: tuple[int, int, int] = (0, 0, 0), causal: bool = False,
-        scale: float | None = None, tile: int = 64, order: Order = "rows", sync: Sync = None,
+        length: str | None = None, new: tuple[int, int] = (0, 0), scale: float | None = None, tile: int = 64,
+        order: Order = "rows", sync: Sync = None,
     ) -> None:  # fmt: skip
         self.names, self.offsets, self.causal, self.tile = (q, k, v), offsets, causal, tile
         self.rows, self.context, self.heads, self.head_dim = rows, context, heads, head_dim
         self.key_heads, self.scale = key_heads or heads, scale or head_dim**-0.5
+        self.length, self.new, self.integers = length, new, (length,) if length else ()
         if heads % self.key_heads:
             raise GraphError(f"Stage {output}: {heads} heads cannot share {self.key_heads} key heads; take a divisor.")
         grid = -(-rows // tile), heads
-        super().__init__({output: Spec((rows, heads * head_dim))}, tuple(dict.fromkeys((q, k, v))), grid, order, sync)
+        super().__init__(
+            {output: Spec((rows, heads * head_dim))},
+            tuple(dict.fromkeys(filter(None, (q, k, v, length)))),
+            grid,
+            order,
+            sync,
+        )
 
     def _columns(self, which: int, head: int) -> tuple[int, int]:
         start = self.offsets[which] + head * self.head_dim
@@ -302,6 +314,9 @@ class Attention(Stage):
         rows, shared = span(tile[0], self.tile, self.rows), tile[1] // (self.heads // self.key_heads)
         seen = min(self.context, rows[1] + self.context - self.rows) if self.causal else self.context
         yield Region(self.names[0], (rows, self._columns(0, tile[1])))
+        for first in self.new if self.length else ():
+            start = first + shared * self.head_dim
+            yield Region(self.names[0], ((0, rows[1]), (start, start + self.head_dim)))
         for which in (1, 2):
             yield Region(self.names[which], ((0, seen), self._columns(which, shared)))
 
@@ -312,22 +327,26 @@ class Attention(Stage):
     def compute(self, *inputs: Tensor) -> Tensor:
         given = dict(zip(self.inputs, inputs, strict=True))
         q, k, v = (
-            widen(given[name])[:, start : start + count * self.head_dim]
-            .unflatten(1, (count, self.head_dim))
-            .transpose(0, 1)
+            self._heads(given[name], start, count)
             for name, start, count in zip(
                 self.names, self.offsets, (self.heads, self.key_heads, self.key_heads), strict=True
             )
         )
+        at, row = torch.arange(self.context, device=q.device), torch.arange(self.rows, device=q.device)
+        hidden = at > row[:, None] + self.context - self.rows if self.causal else at < row[:, None] * 0
+        if self.length:
+            fresh = [self._heads(given[self.names[0]], start, self.key_heads) for start in self.new]
+            k, v = (torch.cat(pair, 1) for pair in zip((k, v), fresh, strict=True))
+            hidden = torch.cat(((at >= given[self.length]).expand(self.rows, -1), row > row[:, None]), 1)
+            v = v.masked_fill(hidden.all(0)[:, None], 0.0)  # what the cache holds there may be no number
         share = self.heads // self.key_heads
         scores = q @ k.repeat_interleave(share, 0).transpose(1, 2) * self.scale
-        if self.causal:
-            hidden = torch.ones(self.rows, self.context, dtype=torch.bool, device=q.device).triu(
-                self.context - self.rows + 1
-            )
-            scores = scores.masked_fill(hidden, -math.inf)
-        y = scores.softmax(-1) @ v.repeat_interleave(share, 0)
+        y = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v.repeat_interleave(share, 0)
         return y.transpose(0, 1).flatten(1).to(inputs[0].dtype)
+
+    def _heads(self, x: Tensor, start: int, count: int) -> Tensor:
+        columns = widen(x)[:, start : start + count * self.head_dim]
+        return columns.unflatten(1, (count, self.head_dim)).transpose(0, 1)
 
     def work(self, tile: Tile) -> Work:
         rows = span(tile[0], self.tile, self.rows)
@@ -414,3 +433,45 @@ class Custom(Stage):
 
     def compute(self, *inputs: Tensor) -> Tensor:
         return self._compute(*inputs)
+
+
+class Rope(Custom):
+    """Rotates the first `rotated` columns, heads of one size, by angles of which cosine and sine are inputs.
+
+    A head's halves are a pair, as in Hugging Face's models; the other columns are taken as they are. A tile is some
+    rows of one head.
+    """
+
+    def __init__(
+        self, output: str, x: str, cos: str, sin: str, sizes: tuple[int, int], *, head_dim: int, rotated: int,
+        tile: int = 64, order: Order = "rows", sync: Sync = None,
+    ) -> None:  # fmt: skip
+        self.head_dim, self.rotated = head_dim, rotated
+        source = _ROPE.replace("HEAD_DIM", str(head_dim)).replace("ROTATED", str(rotated))
+        super().__init__(output, [x, cos, sin], sizes, tile=(tile, head_dim), reads=self._read, compute=self._rotate,
+                         source=source, order=order, sync=sync)  # fmt: skip
+
+    def _read(self, tile: Tile) -> Iterable[Region]:
+        return (region._replace(tensor=self.inputs[0]) for region in self.writes(tile))
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = widen(x)[:, : self.rotated].unflatten(1, (-1, self.head_dim))
+        first, second = heads.chunk(2, -1)
+        turned = heads * widen(cos)[:, None] + torch.cat((-second, first), -1) * widen(sin)[:, None]
+        return torch.cat((turned.flatten(1).to(x.dtype), x[:, self.rotated :]), 1)
+
+
+_ROPE = """
+  for (int i = threadIdx.x; i < tile.rows * HEAD_DIM; i += THREADS) {
+    const int row = tile.row + i / HEAD_DIM, at = i % HEAD_DIM;
+    const u16* x = (const u16*)tile.inputs[0] + (long long)row * tile.width + tile.column;
+    float y = widen(read_number(x + at));
+    if (tile.column < ROTATED) {
+      const float other = widen(read_number(x + (at + HEAD_DIM / 2) % HEAD_DIM));
+      const float cosine = widen(((const u16*)tile.inputs[1])[row * HEAD_DIM + at]);
+      const float sine = widen(((const u16*)tile.inputs[2])[row * HEAD_DIM + at]);
+      y = y * cosine + (at < HEAD_DIM / 2 ? -other : other) * sine;
+    }
+    write_number((u16*)tile.output + (long long)row * tile.width + tile.column + at, narrow(y));
+  }
+"""
