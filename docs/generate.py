@@ -223,7 +223,7 @@ def decode_attention(result: dict[str, Any]) -> str:
 
     def name(case: dict[str, Any]) -> str:
         heads = f"{case['heads']}/{case['kv_heads']} x {case['head_dim']}"
-        return f"{case['batch']} x {case['context']}, {heads}"
+        return f"{case['batch']} x {case['context']}, {heads}" + (f", {case['cache']}" if "cache" in case else "")
 
     return _op(result, "bf16: batch x context, heads x head_dim", ("sdpa", "compile"), name)
 

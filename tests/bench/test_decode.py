@@ -1,0 +1,52 @@
+"""Whole decoding steps: the benchmark's cases, its limits, and every implementation once on a CPU."""
+
+import pytest
+import torch
+
+from tilewright.bench import NAMES, decode
+from tilewright.runtime import dispatch
+
+TINY = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_implementation_steps_on_a_cpu(monkeypatch):
+    pytest.importorskip("transformers", reason="is the peer")
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    monkeypatch.setattr(decode, "_DEVICE", "cpu")
+    monkeypatch.setattr(decode, "_ROOM", 2)
+    monkeypatch.setitem(decode.MODELS, "tiny", TINY)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    for weights, kv_cache in (("bf16", "bf16"), ("int8", "int8"), ("int4", "fp8")):
+        case = {"model": "tiny", "batch": 2, "context": 6, "weights": weights, "kv_cache": kv_cache}
+        steps, failed = decode.prepare(case)
+        assert not failed
+        names = {"tilewright", "transformers, compile"} if weights == "bf16" else {"tilewright"}
+        assert set(steps["step"]) == names
+        for step in steps["step"].values():
+            for _ in range(4):  # past the room that there is, where it begins anew
+                step()
+
+
+def test_both_models_have_as_many_weights(monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="is the peer")
+    monkeypatch.setattr(decode, "_DEVICE", "cpu")
+    monkeypatch.setitem(decode.MODELS, "tiny", TINY)
+    decoder = decode._random_decoder("tiny")
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    sizes = [sum({id(p): p.numel() for p in each.parameters()}.values()) for each in (decoder, theirs)]
+    assert sizes[0] == sizes[1]
+
+
+def test_limits_are_the_bytes_of_a_step():
+    case = {"model": "Llama-3.1-8B", "batch": 1, "context": 256, "weights": "bf16", "kv_cache": "bf16"}
+    (limit,) = decode.limits(case).values()
+    assert limit.bytes / 4276e9 == pytest.approx(3.51e-3, rel=0.01)  # of an H200 at what it copies
+    eight, four = (decode.limits({**case, "weights": each})["step"].bytes for each in ("int8", "int4"))
+    assert eight == pytest.approx(limit.bytes / 2, rel=0.01) and four / 4276e9 == pytest.approx(0.96e-3, rel=0.03)
+    labels = [decode.label(each) for each in decode.cases(quick=False)]
+    assert len(set(labels)) == len(labels) == 2 * (3 * 4 + 3) and "decode" in NAMES
