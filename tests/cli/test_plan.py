@@ -238,6 +238,26 @@ def test_a_run_is_sized_in_days_hours_dollars_and_energy():
     assert data("train", "7b")["checkpoint"]["whole"] == 12 * 6_658_859_008
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tp", "3"), "tensor parallel 3"),
+        (("--data", "16", "--node", "3"), "16 GPUs are not whole nodes of 3"),
+        (("--data", "10000000"), "10,000,000 GPUs cannot be planned"),
+        (("--network", "-1"), "--network"),
+        (("--ep", "2", "--data", "2"), "has no experts"),
+        (("--cp", "3",), "two pieces a rank"),
+        (("--lora", "8", "--precision", "half"), "precision is 'half'"),
+        (("--tokens", "lots"), "not a number"),
+        (("--tokens", "1T", "--goodput", "0"), "goodput of 0 to 1"),
+        (("--gpu", "H300"), "H300"),
+    ],
+)  # fmt: skip
+def test_a_step_that_cannot_be_planned_is_one_sentence(arguments, message):
+    failed = run("step", "7b", *(() if "--gpu" in arguments else ("--gpu", "H100-SXM5")), *arguments).exception
+    assert isinstance(failed, UserError) and message in str(failed) and "\n" not in str(failed)
+
+
 def test_a_small_run_is_simulated_at_many_sizes(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     on = ("simulate", "7b", "--gpu", "H100-SXM5", "--micro-batch", "6", "--gpus", "8,512,16k")
@@ -259,7 +279,7 @@ def test_a_small_run_is_simulated_at_many_sizes(tmp_path, monkeypatch):
     assert replayed[1]["tokens_per_second"] == pytest.approx(98304 * 64 / 1.5)
     for bad, message in (
         (("--gpus", ""), "give 1 to 32 sizes"),
-        (("--gpus", "12", "--tp", "8"), "do not divide"),
+        (("--gpus", "4", "--tp", "8"), "do not divide"),
         (("--storage", "0"), "--storage"),
         (("--events", "none.json"), "Cannot read none.json"),
     ):

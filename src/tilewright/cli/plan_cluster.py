@@ -74,7 +74,7 @@ def make_cluster(
     gpu: str | None, gpus: int, node: int, link: float | None, network: float, memory_gb: float | None
 ) -> parallel.Cluster:
     """The GPUs that the options describe."""
-    return parallel.Cluster(
+    cluster = parallel.Cluster(
         accelerator=find_gpu(gpu),
         gpus=gpus,
         node=node,
@@ -82,6 +82,8 @@ def make_cluster(
         network=positive("--network", network) * 1e9,
         memory=None if memory_gb is None else positive("--memory-gb", memory_gb) * 1e9,
     )
+    cluster.check()
+    return cluster
 
 
 def basis(cluster: parallel.Cluster, how: memory.Training) -> list[Grid | Bar | str]:

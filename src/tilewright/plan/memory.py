@@ -172,6 +172,8 @@ def split_problem(decoder: Decoder, training: Training) -> str:
     if training.context > 1 and decoder.sequence % cut:
         return f"A sequence of {decoder.sequence:,} does not divide by {cut}, two pieces a rank of context parallel."
     if training.expert > 1:
+        if decoder.experts == 1:
+            return "The model has no experts; leave expert parallel out."
         if decoder.experts % training.expert:
             return f"{decoder.experts} experts do not divide by expert parallel {training.expert}."
         if training.replicas % training.expert:

@@ -56,6 +56,16 @@ class Cluster:
             raise UserError(f"The table has no link of {self.accelerator.name}; give its GB/s with --link.")
         return rate
 
+    def check(self) -> None:
+        """Refuse what no cluster has."""
+        if not 1 <= self.gpus <= _MOST_GPUS:
+            raise UserError(f"{self.gpus:,} GPUs cannot be planned; give 1 to {_MOST_GPUS:,}.")
+        for name, value in (("link", self.link_rate), ("network", self.network), ("memory", self.capacity)):
+            if not 0 < value < math.inf and not (name == "link" and self.gpus == 1):
+                raise UserError(f"{name} is {value}; it must be a number above 0.")
+        if self.gpus > self.node and self.gpus % self.node:
+            raise UserError(f"{self.gpus} GPUs are not whole nodes of {self.node}; give --node.")
+
     @property
     def links(self) -> Links:
         return Links(self.node, self.link_rate, self.network)
@@ -201,13 +211,9 @@ def search(
             to it is returned, whose `fits` is False.
     """
     base, given = base or Training(precision="fsdp", loss="fused"), given or {}
-    if not 1 <= cluster.gpus <= _MOST_GPUS or global_batch < 1:
-        raise UserError(f"GPUs must be 1 to {_MOST_GPUS:,}, and the global batch at least 1.")
-    for name, value in (("link", cluster.link_rate), ("network", cluster.network), ("memory", cluster.capacity)):
-        if not 0 < value < math.inf and not (name == "link" and cluster.gpus == 1):
-            raise UserError(f"{name} is {value}; it must be a number above 0.")
-    if cluster.gpus > cluster.node and cluster.gpus % cluster.node:
-        raise UserError(f"{cluster.gpus} GPUs are not whole nodes of {cluster.node}; give --node.")
+    if global_batch < 1:
+        raise UserError(f"The global batch is {global_batch}; it must be at least 1.")
+    cluster.check()
     rates = machine(cluster, base.precision)
     fits: dict[Training, Plan] = {}  # by split, with the ZeRO stage that is fastest, or the least of those
     smallest: tuple[float, Training] | None = None
