@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 
 import pytest
@@ -119,6 +120,21 @@ def test_what_cannot_be_quantized_is_one_sentence_and_leaves_nothing(change, con
     damaged(tmp_path, change)
     with pytest.raises(UserError, match=says) as caught:
         quantize_folder(tmp_path / "m", tmp_path / "q", Plan(config, config, **options), samples=tokens())
+    assert "\n" not in str(caught.value) and sorted(os.listdir(tmp_path)) == ["m"]
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    """A limit on the size of files stands for a disk that is full."""
+    save(tmp_path / "m")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+    try:
+        with pytest.raises(UserError, match="Cannot write") as caught:
+            quantize_folder(tmp_path / "m", tmp_path / "q", Plan(Int8(), Int8()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
     assert "\n" not in str(caught.value) and sorted(os.listdir(tmp_path)) == ["m"]
 
 

@@ -224,12 +224,12 @@ def _show(
         known = error_of(worst)
         sizes = [sum(each) for each in zip(*((x.bytes_before, x.bytes_after) for x in layers), strict=True)]
         rows.append([
-            kind.name, str(len(layers)), size(sizes[0]), size(sizes[1]),
+            kind.name, size(sizes[0]), size(sizes[1]),
             percent([layer.weight_error for layer in layers]), percent([layer.output_error for layer in layers]),
-            f"{known:.2%} in block {place}" if len(layers) > 1 else "",
+            *((f"{known:.2%}", str(place)) if len(layers) > 1 else ("", "")),
         ])  # fmt: skip
-    header = ["matmul", "count", "before", "after", "weight", "output", "worst"]
-    grids = [Grid("Relative errors of weights and of outputs, their mean and the worst", header, rows)]
+    header = ["matmul", "before", "after", "weight", "output", "worst", "block"]
+    grids = [Grid("Relative errors of weights and outputs: the mean, and the worst block", header, rows)]
     grids += [Grid("Quality", ["", "the model", "quantized"], quality_rows(quality))] if quality else []
     screen = console()
     share = report.bytes_after / max(1, report.bytes_before)

@@ -78,6 +78,8 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
     What a killed process has left of an earlier attempt is removed.
     """
+    from safetensors import SafetensorError
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
@@ -98,6 +100,10 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
             os.replace(made, folder)
     except OSError as error:
         raise UserError(f"Cannot write {folder}: {error.strerror}; choose another place.") from error
+    except SafetensorError as error:  # of what reads, `open_tensors` has made a sentence
+        raise UserError(
+            f"Cannot write {folder} ({str(error).splitlines()[0]}); make room or choose another."
+        ) from error
 
 
 def _remove_abandoned(folder: Path) -> None:
