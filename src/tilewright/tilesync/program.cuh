@@ -4,6 +4,7 @@
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int APART = 32;  // numbers from a semaphore to the next: each has 128 bytes to itself
+constexpr float LOWEST = -3.0e38f;  // than any score; NVRTC has no INFINITY
 constexpr int HEAD_BYTES = 128;  // of shared memory, for what all threads of a block must know
 
 enum Activation { NONE, GELU, GELU_TANH, SILU, RELU };

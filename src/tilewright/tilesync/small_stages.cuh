@@ -35,25 +35,25 @@ __device__ __forceinline__ void combine(const Stage& stage, const Task& task, co
 #if NORMS
 // RMSNorm, or LayerNorm where there is a bias: a warp a row.
 __device__ __forceinline__ void norm(const Stage& stage, const Task& task, const Tensors& tensors) {
-  const int lane = threadIdx.x % 32;
-  const u16 *weight = (const u16*)tensors.at[stage.weight];
+  const int lane = threadIdx.x % 32, columns = stage.columns;
+  const u16* weight = (const u16*)tensors.at[stage.weight];
   for (int row = task.row * stage.tile_rows + threadIdx.x / 32; row < min((task.row + 1) * stage.tile_rows, stage.rows);
        row += WARPS) {
-    const u16* x = (const u16*)tensors.at[stage.x] + (long long)row * stage.columns;
+    const u16* x = (const u16*)tensors.at[stage.x] + (long long)row * columns;
     float mean = 0, squares = 0;
     if (stage.bias >= 0) {
-      for (int i = lane; i < stage.columns; i += 32) mean += widen(read_number(x + i));
-      mean = sum_of_warp(mean) / stage.columns;
+      for (int i = lane; i < columns; i += 32) mean += widen(read_number(x + i));
+      mean = sum_of_warp(mean) / columns;
     }
-    for (int i = lane; i < stage.columns; i += 32) {
+    for (int i = lane; i < columns; i += 32) {
       const float from_mean = widen(read_number(x + i)) - mean;
       squares += from_mean * from_mean;
     }
-    const float scale = rsqrtf(sum_of_warp(squares) / stage.columns + stage.eps);
-    for (int i = lane; i < stage.columns; i += 32) {
+    const float scale = rsqrtf(sum_of_warp(squares) / columns + stage.eps);
+    for (int i = lane; i < columns; i += 32) {
       float y = (widen(read_number(x + i)) - mean) * scale * widen(weight[i]);
       if (stage.bias >= 0) y += widen(((const u16*)tensors.at[stage.bias])[i]);
-      write_number((u16*)tensors.at[stage.y] + (long long)row * stage.columns + i, narrow(y));
+      write_number((u16*)tensors.at[stage.y] + (long long)row * columns + i, narrow(y));
     }
   }
 }
@@ -76,7 +76,7 @@ __device__ __forceinline__ void attend(const Stage& stage, const Task& task, con
   float* parts = (float*)memory;  // of each warp: largest, sum, output
   for (int row = task.row * stage.tile_rows; row < min((task.row + 1) * stage.tile_rows, stage.rows); row++) {
     const int seen = grows ? filled + row + 1 : causal ? min(context, row + 1 + context - stage.rows) : context;
-    float query[8], output[8] = {}, largest = -INFINITY, total = 0;
+    float query[8], output[8] = {}, largest = LOWEST, total = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++)
       query[i] = i * 32 + lane < size ? widen(read_number(q + (long long)row * strides[0] + i * 32 + lane)) * stage.eps : 0;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void attend(const Stage& stage, const Task& task, con
     for (int i = 0; i < 8; i++) mine[2 + i * 32 + lane] = output[i];
     if (lane == 0) mine[0] = largest, mine[1] = total;
     __syncthreads();
-    float most = -INFINITY, sum = 0;
+    float most = LOWEST, sum = 0;
     for (int other = 0; other < WARPS; other++) most = fmaxf(most, parts[other * 258]);
     for (int other = 0; other < WARPS; other++) sum += parts[other * 258 + 1] * __expf(parts[other * 258] - most);
     for (int i = threadIdx.x; i < size; i += THREADS) {

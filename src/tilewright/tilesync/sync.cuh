@@ -37,12 +37,25 @@ __device__ __forceinline__ u32 processor() {
   asm volatile("mov.u32 %0, %%smid;" : "=r"(number));
   return number;
 }
-__device__ __forceinline__ void pause() { __nanosleep(32); }
+__device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 32;"); }
 
 // Numbers that another block may have written: from L2.
-__device__ __forceinline__ uint4 read_four(const void* from) { return __ldcg((const uint4*)from); }
-__device__ __forceinline__ u16 read_number(const u16* from) { return __ldcg(from); }
-__device__ __forceinline__ float read_number(const float* from) { return __ldcg(from); }
+__device__ __forceinline__ uint4 read_four(const void* from) {
+  uint4 x;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ u16 read_number(const u16* from) {
+  u16 x;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ float read_number(const float* from) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+  return x;
+}
 __device__ __forceinline__ void write_number(u16* to, u16 x) { *to = x; }
 __device__ __forceinline__ void write_number(float* to, float x) { *to = x; }
 
