@@ -116,7 +116,7 @@ def check(layout: Layout, decoder: Decoder, training: Training, *, optimizer: st
 def split(training: Training, layout: Layout) -> Training:
     """The run as `plan` knows it, split by a layout."""
     return dataclasses.replace(
-        training, data=layout.replicas, zero=layout.zero, tensor=layout.tp, sequence_parallel=layout.sp,
+        training, data=layout.dp, context=layout.cp, zero=layout.zero, tensor=layout.tp, sequence_parallel=layout.sp,
         pipeline=layout.pp, interleave=layout.pieces,
     )  # fmt: skip
 
