@@ -42,6 +42,7 @@ SLOW = (
     "tests/measure/test_compile_cache", "tests/measure/test_profile", "tests/measure/test_work",
     "tests/nn/test_self_attention", "tests/ops/test_attention_hopper", "tests/ops/test_compile_kernels",
     "tests/ops/test_self_attention", "tests/runtime/test_extension", "tests/runtime/test_hopper",
+    "tests/tilesync/test_persistent",
     "tests/train/test_checkpoint", "tests/train/test_data",
     "tests/train/test_loop", "tests/train/test_profile", "tests/train/test_resume", "tests/train/test_world",
     "tests/tune/proof/test_prove", "tests/tune/report/test_page", "tests/tune/store/test_ledger",
