@@ -11,8 +11,10 @@ has no use here and could do harm (tags, anchors, resolvers, deep nesting, huge 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import os
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tilewright.errors import UserError
@@ -80,9 +82,7 @@ def read(path: Path | None, overrides: Sequence[str]) -> Configuration:
     for override in overrides:
         explicit.update(_override(override))
     given = _preset(explicit) | explicit
-    config = OmegaConf.structured(Train)
-    for section in (config, *(config[name] for name in sections())):
-        OmegaConf.set_readonly(section, False)
+    config = copy.deepcopy(_defaults())  # a sixth of the time that building it takes, and a study reads thousands
     _resolve_references(config, given)
     origins = {name: given[name].where if name in given else "default" for name in fields()}
     try:
@@ -91,6 +91,15 @@ def read(path: Path | None, overrides: Sequence[str]) -> Configuration:
         words = re.findall(r"[\w.]+", str(error))
         where = [explicit[name].where for word in words for name in (word, f"model.{word}") if name in explicit]
         raise UserError(": ".join((*where[:1], str(error)))) from None
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    """Every field at its default, to be written to."""
+    config = OmegaConf.structured(Train)
+    for section in (config, *(config[name] for name in sections())):
+        OmegaConf.set_readonly(section, False)
+    return config
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
