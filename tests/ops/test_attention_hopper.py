@@ -260,6 +260,20 @@ def packed_inputs(starts, others, tokens, heads, key_heads, head_dim, dtype):
     return parts
 
 
+def packed_draws(head_dim, causal, dtype, count, most=300, lengths=(0, 1, 64, 65, 129, 700)):
+    """Cases as in `PACKED`, others in each run: sequences of any lengths, 0 too, with tokens of none around them."""
+    dice = random.Random(f"{os.environ['TILEWRIGHT_SEED']} {head_dim} {causal} {dtype} packed")
+    for number in range(count):
+        sequences = min(most, dice.choice((1, 3, 40, 300)))
+        drawn = [[dice.choice(lengths) for _ in range(sequences)] for _ in "qk"]
+        if number % 2:
+            drawn[1] = drawn[0]
+        starts, others = (tuple(itertools.accumulate(each, initial=dice.choice((0, 5)))) for each in drawn)
+        tokens = starts[-1] + dice.choice((1, 200)), others[-1] + dice.choice((1, 200))
+        window = dice.choice((None, 1, 100, 1000)) if causal else None
+        yield starts, others, tokens, (*dice.choice(((8, 2), (4, 1), (2, 2))), head_dim), causal, window, dtype
+
+
 def on_device(*starts):
     return tuple(torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in starts)
 
@@ -274,6 +288,17 @@ def test_packed_sequences_see_themselves_alone(case, emulate):
     assert_true(first, expected)
     again = emulate(*parts, causal, window, starts=on_device(starts, others), blocks=2, section=1, seed=2)
     assert_equal(first, again)
+
+
+@needs_compiler
+@pytest.mark.parametrize("causal", [True, False])
+def test_drawn_packed_sequences_see_themselves_alone(causal, emulate):
+    """Others in each run."""
+    head_dim, dtype = (64, BF16) if causal else (128, FP16)
+    for starts, others, tokens, sizes, _, window, _ in packed_draws(head_dim, causal, dtype, 2, 4, (0, 1, 65, 130)):
+        parts = packed_inputs(starts, others, tokens, *sizes, dtype)
+        found = emulate(*parts, causal, window, starts=on_device(starts, others))
+        assert_true(found, truth_of_packed(*(t.nan_to_num(0.0) for t in parts), starts, others, causal, window))
 
 
 @needs_compiler
@@ -383,20 +408,6 @@ def test_float64_agrees(head_dim, causal, dtype, bounded):
             assert_true(run(q, k, v, causal, window, scale), truth(q, k, v, causal, window, scale))
         except AssertionError as error:
             raise AssertionError(f"{shape}, window {window}, queries times {grown}") from error
-
-
-def packed_draws(head_dim, causal, dtype, count):
-    """Cases as in `PACKED`, others in each run: sequences of any lengths, 0 too, with tokens of none around them."""
-    dice = random.Random(f"{os.environ['TILEWRIGHT_SEED']} {head_dim} {causal} {dtype} packed")
-    for number in range(count):
-        sequences = dice.choice((1, 3, 40, 300))
-        lengths = [[dice.choice((0, 1, 64, 65, 129, 700)) for _ in range(sequences)] for _ in "qk"]
-        if number % 2:
-            lengths[1] = lengths[0]
-        starts, others = (tuple(itertools.accumulate(each, initial=dice.choice((0, 5)))) for each in lengths)
-        tokens = starts[-1] + dice.choice((1, 200)), others[-1] + dice.choice((1, 200))
-        window = dice.choice((None, 1, 100, 1000)) if causal else None
-        yield starts, others, tokens, (*dice.choice(((8, 2), (4, 1), (2, 2))), head_dim), causal, window, dtype
 
 
 @on_hopper
