@@ -140,4 +140,4 @@ def test_the_beginning_of_a_name_is_enough_where_it_is_the_only_one():
         with pytest.raises(UserError, match="one of several; choose"):
             find(name)
     with pytest.raises(UserError, match="did you mean"):
-        find("H20")
+        find("H2O0")

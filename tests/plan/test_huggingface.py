@@ -308,7 +308,9 @@ def test_a_random_model_has_the_flops_that_torch_counts(kind):
     seed, tokens = random.randrange(10**6), 16
     print(f"seed {seed}")
     rng, compared = random.Random(seed), 0
-    for _ in range(6):
+    for number in range(60):
+        if number >= 6 and compared:  # transformers cannot run some of what is drawn
+            break
         raw = {"model_type": kind, **draw(kind, rng)}
         make = transformers.AutoModel if kind in ENCODERS else transformers.AutoModelForCausalLM
         try:
