@@ -26,8 +26,9 @@ def _run(rank, ranks, store, path, function, arguments):
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     function(rank, *arguments)
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the function may have ended it, and begun others
+        dist.barrier()
+        dist.destroy_process_group()
     # Threads of gloo can outlive the group, and one that Python's own end finds at work aborts the process
     # (https://github.com/pytorch/pytorch/pull/179291). What was to be shown has been.
     sys.stdout.flush()

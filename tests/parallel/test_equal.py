@@ -1,14 +1,26 @@
 """Twenty losses of a run on several ranks are those of one process, dropout on, whatever the mesh is."""
 
+import dataclasses
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ranks import run_ranks
+from tilewright.errors import UserError
+from tilewright.plan.decoder import from_gpt
+from tilewright.plan.traffic import sent
 from tilewright.runtime import dispatch
+from tilewright.train import loop
 from tilewright.train.checkpoint import read
+from tilewright.train.loop import train
+from tilewright.train.memory_plan import planned
+from tilewright.train.schema import Checkpoint, Schedule
 from train.tiny import as_on_a_cpu, losses, tiny  # noqa: F401
 
 pytestmark = [
@@ -31,44 +43,162 @@ MESHES = {
         "ddp, no overlap": {"overlap": False},
         "zero 2": {"zero": 2},
         "zero 3": {"zero": 3},
+        "tp": {"tp": 2},
+        "tp + sp": {"tp": 2, "sp": True},
+        "cp": {"cp": 2},
+        "pp": {"pp": 2},
     },
-}
+    4: {
+        "zero 3 x tp + sp": {"zero": 3, "tp": 2, "sp": True},
+        "zero 3 x pp": {"zero": 3, "pp": 2},
+        "zero 2 x cp": {"zero": 2, "cp": 2},
+    },
+}  # fmt: skip
+# A mesh of each number of ranks: what one of them has saved, the others go on with.
+SAVERS = {1: {}, 2: {"tp": 2, "sp": True}, 4: {"zero": 3, "tp": 2}}
+SAVED, MORE = 6, 4
 
 
 def run_of(folder, model, **parallel):
+    micro = 1 if parallel.get("pp") and parallel.get("zero") else 2  # each stage needs one of its own
     return tiny(
-        folder, steps=STEPS, micro_batch=2, global_batch=8, model=MODELS[model], eval={"every": STEPS, "samples": 3},
-        parallel={"dropout": "position", **parallel},
+        folder, steps=STEPS, micro_batch=micro, global_batch=4, model=MODELS[model],
+        eval={"every": STEPS, "samples": 3}, parallel={"dropout": "position", **parallel},
     )  # fmt: skip
+
+
+def read_last(run):
+    """The weights at the end of a run."""
+    return read(Path(run.out) / "checkpoints" / f"step-{STEPS:08d}", "model")[0]
+
+
+def saver(folder, ranks, **changes):
+    run = run_of(folder, "optimized", **SAVERS[ranks])
+    return dataclasses.replace(run, steps=SAVED, schedule=Schedule(name="constant", warmup=2), **changes)
+
+
+def go_on(folder, ranks, saved_by):
+    """The losses after a checkpoint that so many ranks have saved."""
+    path = folder / f"saved-{saved_by}" / "checkpoints" / f"step-{SAVED:08d}"
+    resumed = saver(folder / f"{saved_by}-on-{ranks}", ranks, checkpoint=Checkpoint(resume=str(path)))
+    return losses(dataclasses.replace(resumed, steps=SAVED + MORE))
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that this rank sends, as a ring would."""
+
+    bytes = 0.0
+
+    def __torch_dispatch__(self, op, types, inputs=(), options=None):
+        if op.namespace == "c10d":
+            objects = [each for each in inputs if isinstance(each, torch.ScriptObject)]
+            (group,) = [each for each in objects if each._type().name() == "ProcessGroup"]
+            ring = 1 - 1 / dist.ProcessGroup.unbox(group).size()
+            sizes = [tensor.nbytes for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor)]
+            name = op.overloadpacket.__name__
+            if name == "allreduce_":
+                self.bytes += 2 * ring * sum(sizes)
+            elif name in ("_allgather_base_", "_reduce_scatter_base_"):
+                self.bytes += ring * max(sizes)
+            elif name == "send":
+                self.bytes += sum(sizes)
+            elif name not in ("recv_", "barrier"):
+                raise AssertionError(f"{op} is not counted")
+        return op(*inputs, **(options or {}))
+
+
+def counted(run, step=3):
+    """Losses of a run, and the bytes that this rank sent in a step."""
+    found, launch = [], loop._Run._launch_step
+
+    def watched(self):
+        if self.step != step:
+            return launch(self)
+        with Traffic() as traffic:
+            pending = launch(self)
+        found.append(traffic.bytes)
+        return pending
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop._Run, "_launch_step", watched)
+        return losses(run), *found
 
 
 def _rank(rank, folder):
     dispatch.INTERPRETED = False
-    found = {}
-    for name, parallel in MESHES[dist.get_world_size()].items():
-        for model in MODELS:
-            found[f"{name}: {model}"] = losses(run_of(Path(folder) / f"{name}-{model}", model, **parallel))
-    if rank == 0:
-        (Path(folder) / "losses.json").write_text(json.dumps(found))
+    folder, found = Path(folder), {}
+    with pytest.raises(UserError) as refused:  # a configuration of its own, found by all before they wait for anybody
+        train(dataclasses.replace(run_of(folder / "other", "standard"), global_batch=8, seed=rank // 3))
+    found["refused"] = str(refused.value)
+    for phase, ranks in enumerate((2, 4, 2)):  # the same processes, for to start them takes longest
+        dist.destroy_process_group() if dist.is_initialized() else None
+        if rank >= ranks:
+            continue
+        store = f"file://{folder}/store-{phase}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
+        if phase < 2:
+            for mesh, parallel in MESHES[ranks].items():
+                for model in MODELS:
+                    found[f"{mesh}: {model}"] = counted(run_of(folder / f"{mesh}-{model}", model, **parallel))
+            losses(saver(folder / f"saved-{ranks}", ranks))
+        for saved_by in ((1, 2), (1, 2, 4), (4,))[phase]:
+            found[f"{saved_by} on {ranks}"] = go_on(folder, ranks, saved_by)
+    (folder / f"losses-{rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The losses and the last weights of one process, by model."""
-    folder = tmp_path_factory.mktemp("alone")
-    found = {model: losses(run_of(folder / model, model)) for model in MODELS}
-    return found, {model: read(folder / model / "checkpoints" / f"step-{STEPS:08d}", "model")[0] for model in MODELS}
+def everything(tmp_path_factory):
+    """The folder of all runs, and the losses of those on several ranks."""
+    folder = tmp_path_factory.mktemp("everything")
+    losses(saver(folder / "saved-1", 1))
+    run_ranks(_rank, 4, str(folder))
+    return folder, [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(4)]
 
 
-@pytest.mark.parametrize("ranks", MESHES)
-def test_losses_are_those_of_one_process(ranks, alone, tmp_path):
-    run_ranks(_rank, ranks, str(tmp_path))
-    expected, weights = alone
-    found = json.loads((tmp_path / "losses.json").read_text())
-    assert len(found) == len(MODELS) * len(MESHES[ranks])
-    for name, values in found.items():
-        mesh, _, model = name.partition(": ")
-        assert values == pytest.approx(expected[model], abs=1e-5, rel=0), name
-        saved, _ = read(tmp_path / f"{mesh}-{model}" / "checkpoints" / f"step-{STEPS:08d}", "model")
-        assert saved.keys() == weights[model].keys(), name
-        assert all((saved[key] - value).abs().max() < 2e-4 for key, value in weights[model].items()), name
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_are_those_of_one_process(everything, model, tmp_path):
+    folder, (found, *_) = everything
+    alone = {}
+    for mesh, parallel in (item for meshes in MESHES.values() for item in meshes.items()):
+        micro = run_of(tmp_path, model, **parallel).micro_batch
+        if micro not in alone:
+            run = dataclasses.replace(run_of(tmp_path / str(micro), model), micro_batch=micro)
+            alone[micro] = losses(run), read_last(run)
+        expected, weights = alone[micro]
+        assert found[f"{mesh}: {model}"][0] == pytest.approx(expected, abs=1e-5, rel=0), mesh
+        saved = read_last(run_of(folder / f"{mesh}-{model}", model))
+        assert saved.keys() == weights.keys(), mesh
+        assert all((saved[key] - value).abs().max() < 2e-4 for key, value in weights.items()), mesh
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_sends_what_the_plan_says(everything, tmp_path, model):
+    """Nothing is gathered in silence."""
+    (_, found), wrong = everything, {}
+    for ranks, meshes in MESHES.items():
+        for mesh, parallel in meshes.items():
+            run = run_of(tmp_path, model, **parallel)
+            layout = run.layout(ranks)
+            sizes = run.batch_sizes(layout.dp)
+            plan = planned(run, "fp32", sizes.micro, sizes.accumulation, layout)
+            expected = sum(sent(from_gpt(run.model), plan).values())
+            measured = sum(each[f"{mesh}: {model}"][1] for each in found[:ranks]) / ranks
+            if measured != pytest.approx(expected, rel=0.05):
+                wrong[mesh] = (measured, expected)
+    assert not wrong
+
+
+def test_a_rank_with_another_configuration_is_named(everything):
+    _, (found, *_) = everything
+    said = "Rank 3 has another configuration than rank 0: seed is 1 and there 0; start all ranks alike."
+    assert found["refused"] == said
+
+
+def test_every_mesh_goes_on_with_what_every_other_has_saved(everything, tmp_path):
+    folder, (found, *_) = everything
+    whole = dataclasses.replace(saver(tmp_path, 1), steps=SAVED + MORE)
+    expected = losses(whole)[SAVED:]
+    for saved_by in SAVERS:
+        for ranks in SAVERS:
+            after = go_on(folder, 1, saved_by) if ranks == 1 else found[f"{saved_by} on {ranks}"]
+            assert after == pytest.approx(expected, abs=1e-5, rel=0), (saved_by, ranks)

@@ -21,6 +21,7 @@ from tilewright.cli import (
     export,
     generate,
     import_,
+    launch,
     plan,
     quantize,
     report,
@@ -51,6 +52,7 @@ app.command("train")(train.train)
 app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
+app.add_typer(launch.app, name="launch")
 app.command("generate")(generate.generate)
 app.command("quantize")(quantize.quantize)
 app.command("export")(export.export)

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tilewright.cli.output import ProgressConsole, gigabytes
+from tilewright.errors import UserError
 from tilewright.train.load_config import Configuration, read, split_arguments
 
 if TYPE_CHECKING:  # which loads torch
@@ -31,6 +32,8 @@ def train(
         None, metavar="[CONFIG.yaml] [FIELD=VALUE]...", help="A configuration, and fields that differ from it."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print every step's metrics, and the end, as JSON lines."),
+    nproc: int = typer.Option(0, "--nproc", help="Start so many ranks on this machine, a GPU each where it has some."),
+    restarts: int = typer.Option(3, "--restarts", help="With --nproc: go on so many times without a rank that failed."),
 ) -> None:
     """Train a GPT. Alone, a small one on the sources of Python's standard library, on whatever the machine has.
 
@@ -47,6 +50,8 @@ def train(
         tilewright train model.preset=125m global_batch=32 data.kind=synthetic out=runs/125m
     """
     configuration = read(*split_arguments(arguments or []))
+    if nproc and "WORLD_SIZE" not in os.environ:
+        raise typer.Exit(_launch(configuration, arguments or [], nproc, restarts, as_json))
 
     from tilewright.parallel.agree import Silent
     from tilewright.train.world import World
@@ -58,6 +63,32 @@ def train(
         raise typer.Exit(2) from None
     if stopped:
         raise typer.Exit(130)
+
+
+def _launch(configuration: Configuration, arguments: list[str], ranks: int, restarts: int, as_json: bool) -> int:
+    """Start the ranks; the exit code of the run."""
+    from tilewright.parallel import launch
+
+    train = configuration.train
+    whole = train.batch_sizes(train.layout(ranks).dp)
+
+    def smaller(most: int) -> launch.Start | None:
+        """With the same global batch: the run learns the same."""
+        for number in range(most, 0, -1):
+            batch = (f"global_batch={whole.global_}", f"micro_batch={whole.micro}", "accumulation=0", "parallel.dp=0")
+            with contextlib.suppress(UserError):
+                run = read(*split_arguments([*arguments, *batch])).train
+                run.batch_sizes(run.layout(number).dp)
+                return launch.Start(number, batch)
+        return None
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    if not train.checkpoint.every and restarts:
+        say("checkpoint.every is 0: a run whose rank fails begins anew; set it to go on from there.")
+    given = [*arguments, "--json"] if as_json else arguments
+    return launch.run(given, ranks, restarts=restarts, smaller=smaller, say=say)
 
 
 def _run(configuration: Configuration, as_json: bool) -> bool:

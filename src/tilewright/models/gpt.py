@@ -124,6 +124,10 @@ class GPT(nn.Module):
         for block, how in zip(self.blocks, self.recompute, strict=True):
             x, residual = run_block(block, how if torch.is_grad_enabled() else "none", x, residual, self.rope)
         x, _ = add_norm(self.norm, x, residual)
+        return self._score(x, head, targets)
+
+    def _score(self, x: Tensor, head: Tensor, targets: Tensor | None) -> Tensor:
+        """The logits, or their loss."""
         if targets is not None and self.config.loss == "linear_fused":
             return linear_cross_entropy(x, head, targets)
         logits = (linear if self.config.gpt_block == "optimized" else F.linear)(x, head)

@@ -85,7 +85,7 @@ def check(layout: Layout, decoder: Decoder, training: Training, *, optimizer: st
     Args:
         training: the run as `plan` knows it; its split is replaced by the layout's.
     """
-    t, p, c = layout.tp, layout.pp, layout.cp
+    t, p = layout.tp, layout.pp
     check_parallel(decoder, split(training, layout))
     if decoder.kv_heads % t:
         raise UserError(f"{decoder.kv_heads} key-value heads do not divide by tp {t}; choose a divisor.")
@@ -94,12 +94,6 @@ def check(layout: Layout, decoder: Decoder, training: Training, *, optimizer: st
     if decoder.layers % (p * layout.pieces):
         raise UserError(
             f"{decoder.layers} layers do not divide by pp {p} x {layout.pieces} pieces; choose divisors of them."
-        )
-    pieces = c * (t if layout.sp else 1)
-    if c > 1 and decoder.sequence % (2 * pieces):
-        raise UserError(
-            f"A sequence of {decoder.sequence:,} does not divide by {2 * pieces}: context parallel gives each rank two "
-            "pieces of it; choose another model.sequence or cp."
         )
     if p > 1 and (training.accumulation or 1) < p:
         raise UserError(

@@ -31,6 +31,9 @@ class Mesh:
         # Gradients are averaged over, and weights sharded over, all that hold the same part of the model.
         self.replicas = self.whole["dp", "cp"]._flatten("replicas")
 
+    def __deepcopy__(self, memo: Any) -> Mesh:
+        return self  # there is one, whatever is copied that knows it
+
     def place(self, dimension: str) -> int:
         """This rank's number along a dimension."""
         return 0 if self.whole is None else self.whole.get_local_rank(dimension)

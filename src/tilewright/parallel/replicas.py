@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilewright.parallel.mesh import Mesh
 
+# A block may return a view; nothing here writes to one.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -55,9 +58,12 @@ def replicate(model: nn.Module, mesh: Mesh) -> nn.Module:
     """A model whose gradients DDP averages while backward goes on."""
     assert mesh.replicas is not None
     device = next(model.parameters()).device
+    # Tables of angles: alike everywhere, and no business of DDP's.
+    names = [name for name, _ in model.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return DistributedDataParallel(
         model, device_ids=[device] if device.type == "cuda" else None, process_group=mesh.replicas.get_group(),
-        broadcast_buffers=False, gradient_as_bucket_view=True,
+        gradient_as_bucket_view=True,
     )  # fmt: skip
 
 

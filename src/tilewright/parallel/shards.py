@@ -25,6 +25,7 @@ class Part:
     whole: nn.Parameter
     local: nn.Parameter
     copies: int  # ranks that have this very part
+    is_split: bool  # among the ranks of tp
 
 
 class Shards:
@@ -35,20 +36,29 @@ class Shards:
     ['weight', 'bias']
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, model: nn.Module, mesh: Mesh, twice: str = "") -> None:
+        self.mesh, self.twice = mesh, twice  # `twice` is the name of what two stages of a pipeline have
         self.parts = [self._part(name, p) for name, p in model.named_parameters()]
 
     def _part(self, name: str, parameter: nn.Parameter) -> Part:
-        layout, cuts = self.mesh.layout, 1
+        layout, cuts, is_split = self.mesh.layout, 1, False
         data: Any = parameter.data
         if isinstance(data, DTensor):
             for dimension, placement in enumerate(data.placements):
-                cuts *= data.device_mesh.size(dimension) if placement.is_shard() else 1
+                if not placement.is_replicate():  # of a dimension that is cut twice, one cut is no plain Shard
+                    cuts *= data.device_mesh.size(dimension)
+                    is_split |= (data.device_mesh.mesh_dim_names or ())[dimension] == "tp"
             local = nn.Parameter(data.to_local().detach(), requires_grad=parameter.requires_grad)
         else:
             local = parameter
-        return Part(name, parameter, local, layout.ranks // layout.pp // cuts)
+        copies = layout.ranks // layout.pp // cuts * (2 if name == self.twice else 1)
+        return Part(name, parameter, local, copies, is_split)
+
+    def gradient(self, name: str) -> Tensor:
+        """The gradient of a parameter's part."""
+        found = next(part.local.grad for part in self.parts if part.name == name)
+        assert found is not None
+        return found
 
     def take_gradients(self) -> list[Tensor]:
         """Give each local parameter its gradient; all of them."""
@@ -98,7 +108,7 @@ def _like(part: Part, key: str, value: Tensor) -> tuple[str, Any]:
         )
     number = count = 1
     for dimension, placement in enumerate(whole.placements):
-        if placement.is_shard():
+        if not placement.is_replicate():
             size = whole.device_mesh.size(dimension)
             number, count = (number - 1) * size + whole.device_mesh.get_local_rank(dimension) + 1, count * size
     return f"{key}.{number}-of-{count}", value

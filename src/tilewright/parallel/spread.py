@@ -8,14 +8,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from tilewright.parallel import replicas
+from tilewright.models import GPT
+from tilewright.parallel import replicas, tensor
+from tilewright.parallel.context import ContextAttention
 from tilewright.parallel.mesh import Mesh
+from tilewright.parallel.ordered import Ordered
+from tilewright.parallel.pipeline import Pipeline, ends_group, keep_stage
 from tilewright.parallel.shards import Shards
+from tilewright.parallel.split import SplitGPT, own_rows
 from tilewright.runtime import philox
+
+
+def split(model: GPT, mesh: Mesh, device: torch.device) -> dict[str, Tensor]:
+    """Make a GPT, in place, compute this rank's part; the order of rows of what is cut by heads."""
+    model.__class__ = SplitGPT
+    if mesh.layout.pp > 1:
+        keep_stage(model, mesh)
+    if mesh.layout.cp > 1:
+        for block in model.blocks.children():
+            attention: Any = block.attention
+            attention.__class__ = ContextAttention
+            attention.mesh = mesh
+    orders = tensor.cut(model, mesh, device) if mesh.layout.tp > 1 else {}
+    model.mesh = mesh  # type: ignore[assignment]
+    model.to(device)
+    return orders
 
 
 class Spread:
@@ -29,20 +50,37 @@ class Spread:
     def __init__(
         self, model: nn.Module, mesh: Mesh, policy: replicas.Policy, device: torch.device, *, by_position: bool
     ) -> None:
-        self.model, self.mesh, self.policy = model, mesh, policy
-        self.positions = philox.Positions(device) if by_position else None
+        self.model: Any = model
+        self.mesh, self.policy, self.device = mesh, policy, device
         layout = mesh.layout
         self.forward: Any = model
+        self.orders: dict[str, Tensor] = {}
+        rows, length = None, 0
+        if layout.tp > 1 or layout.cp > 1 or layout.pp > 1:
+            assert isinstance(model, GPT)
+            length = model.config.sequence
+            rows, self.orders = own_rows(mesh, length), split(model, mesh, device)
+        self.positions = philox.Positions(device, rows, length) if by_position else None
+        tied = layout.pp > 1 and isinstance(model, GPT) and model.config.tied
+        self.ends = ends_group(mesh) if tied else None
         if layout.is_sharded:
             replicas.shard(model, list(getattr(model, "blocks", model).children()), mesh, policy)
-        self.shards = Shards(model, mesh)
+        self.shards = Shards(model, mesh, twice="token.weight" if tied else "")
         # What gradients are to be divided by: DDP and FSDP2 take means themselves, in backward.
         self.divisor = 1 if layout.is_sharded or policy.overlap else layout.replicas
 
-    def replicate(self) -> None:
-        """Let DDP watch backward, once the model has its dtype and its compiler."""
+    def replicate(self, streams: tuple[torch.dtype, torch.dtype]) -> None:
+        """Let DDP watch backward, once the model has its dtype and its compiler.
+
+        Args:
+            streams: dtypes of what a sublayer returns and of the residual stream.
+        """
         if self.mesh.layout.replicas > 1 and self.divisor == 1 and not self.mesh.layout.is_sharded:
             self.forward = replicas.replicate(self.model, self.mesh)
+        self.pipeline: Pipeline | None = None
+        if self.mesh.layout.pp > 1:
+            self.model.positions = self.positions  # type: ignore[assignment]
+            self.pipeline = Pipeline(self.model, self.forward, self.mesh, self.device, streams)
 
     @contextlib.contextmanager
     def micro_batch(self, seed: int, *, last: bool) -> Iterator[None]:
@@ -57,13 +95,30 @@ class Spread:
     def reduce_gradients(self) -> None:
         """Complete what all micro batches have added up; divided by `divisor` it is a mean over the replicas."""
         found = self.shards.take_gradients()
+        if self.mesh.layout.sp:  # what every rank of tp has whole saw a part of the tokens on each
+            for part in self.shards.parts:
+                if part.local.grad is not None and not part.is_split:
+                    dist.all_reduce(part.local.grad, group=self.mesh.group("tp"))
+        table = getattr(self.model, "token", None)
+        if self.ends is not None and table is not None:
+            dist.all_reduce(self.shards.gradient("token.weight"), group=self.ends)
         if self.divisor > 1:
             for gradient in found:
                 dist.all_reduce(gradient, group=self.mesh.replicas.get_group())  # type: ignore[union-attr]
 
+    def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What a checkpoint is to hold, in place: the parts of this rank."""
+        model, states = self.model.state_dict(), self.shards.state(optimizer)
+        for name, order in self.orders.items():
+            shape = model[name].shape
+            model[name] = Ordered(model[name], order)
+            states[name] = {key: Ordered(value, order) if value.shape == shape else value
+                            for key, value in states[name].items()}  # fmt: skip
+        return {"model": model, "optimizer": states}
+
     def settle(self) -> None:
         """After an evaluation: let go of weights that were gathered for it."""
         if isinstance(self.model, FSDPModule):
-            for module in self.model.modules():
+            for module in self.model.modules():  # type: ignore[attr-defined]
                 if isinstance(module, FSDPModule):
                     module.reshard()

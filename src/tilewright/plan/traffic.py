@@ -145,3 +145,54 @@ def _data(decoder: Decoder, training: Training, links: Links, phases: Phases) ->
     buckets = max(1.0, sent / max(BUCKET_BYTES, _BUCKET_BYTES_A_RANK * d))
     whole = 2 * links.ring(sent / buckets, d, apart)
     return whole + beside(phases.backward, (buckets - 1) * whole)
+
+
+def sent(decoder: Decoder, training: Training) -> dict[str, float]:
+    """Bytes that a rank sends in a step of `tilewright train`, by kind, in the mean over all ranks.
+
+    What the tables and the final norm weigh is gathered once a micro batch, since both ends of the model need it; a
+    pipeline sends the stream in two parts, what the last sublayer gave and the residual.
+    """
+    t, p, d, micro_batches = training.tensor, training.pipeline, training.replicas, training.accumulation or 1
+    context = training.context
+    tokens, layers = training.micro_batch * decoder.sequence // context, stage_layers(decoder, training)
+    one, found = float(tokens * decoder.width * training.compute_bytes), dict[str, float]()
+    ends = 2 / p  # of a model, on a stage in the mean
+    if t > 1:
+        again = {"none": 0.0, "selective": 1.5 if training.sequence_parallel else 1.0, "full": 2.0}
+        reductions = layers * (4 + again[training.recompute]) + ends
+        found["tensor"] = micro_batches * (reductions * 2 * _ring(one, t) + ends / 2 * 3 * 2 * _ring(4.0 * tokens, t))
+        if training.sequence_parallel:  # gradients of what each rank has whole, of its part of the sequence
+            rows = decoder.layers * (decoder.out_bias + decoder.mlp_bias)
+            rows += decoder.sequence if decoder.positions == "learned" else 0
+            small = decoder.norm_parameters + rows * decoder.width
+            found["tensor"] += 2 * _ring(small / p * training.gradient_bytes, t)
+    if context > 1:
+        keys = 2 * tokens * context * decoder.kv_heads_on(t) * decoder.head_dim * training.compute_bytes
+        times = 2 if training.recompute == "none" else 3
+        found["context"] = micro_batches * layers * times * _ring(float(keys), context)
+    twice = decoder.head_weights if decoder.tied and p > 1 else 0  # on the first stage and on the last
+    if p > 1:
+        shares = t if training.sequence_parallel else 1
+        found["pipeline"] = micro_batches * 4 * one / shares * (p - 1) / p
+        held = twice / t / (d if training.zero >= 2 else 1) * training.gradient_bytes
+        found["pipeline"] += ends * 2 * _ring(held, 2)
+    if d > 1:
+        here = (decoder.parameters + twice) / t / p
+        ends_alone = (decoder.embedding_parameters + twice) / t / p
+        gathered, scattered = training.compute_bytes, training.gradient_bytes
+        if training.zero >= 2:
+            # A pipeline's schedule scatters gradients once a step, and keeps weights from one backward to the next.
+            each, scatters = (2 * micro_batches, micro_batches) if p == 1 else (micro_batches + 1, 1)
+            gathers = here
+            if training.zero == 3:
+                gathers = each * (here - ends_alone) + ends_alone * (micro_batches if p == 1 else 1)
+            found["data"] = _ring(gathers * gathered + scatters * here * scattered, d)
+        else:
+            found["data"] = 2 * _ring(here * scattered, d)
+    return found
+
+
+def _ring(size: float, ranks: int) -> float:
+    """Bytes that a rank sends of an all-gather or a reduce-scatter of a tensor; an all-reduce is one of each."""
+    return size * (ranks - 1) / ranks

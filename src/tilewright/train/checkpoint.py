@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 from tilewright.errors import UserError
 from tilewright.measure.machine import host_memory_bytes
+from tilewright.parallel.ordered import Ordered, Pieces
 from tilewright.train.checkpoint_format import (
     FACTS,
     MANIFEST,
@@ -106,14 +107,14 @@ class Checkpoints:
         """Save nested dictionaries of tensors, and facts that are JSON; first wait for the save before."""
         self.wait()
         text = json.dumps(facts, indent=1, allow_nan=False) + "\n"
-        flat = flatten(tensors)
+        flat, orders = flatten(tensors), _orders(tensors)
         if not self.asynchronous:
-            self._write(step, flat, text)
+            self._write(step, _in_order(flat, orders), text)
             return
         staged = self._stager.stage(flat, non_blocking=True)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self._pending = self._background.submit(self._write, step, staged, text)
+        self._pending = self._background.submit(self._write, step, _in_order(staged, orders), text)
 
     def wait(self) -> None:
         """Until the last save is on the disk."""
@@ -248,11 +249,27 @@ def flatten(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{name}/")
-        elif isinstance(value, Tensor):
-            flat[name] = value
+        elif isinstance(value, (Tensor, Ordered)):
+            flat[name] = value.tensor if isinstance(value, Ordered) else value
         else:
             raise TypeError(f"{name} is a {type(value).__name__}; only tensors are saved here, put it into the facts.")
     return flat
+
+
+def _orders(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """The order of rows of those tensors, named as `flatten` does, that have one of their own."""
+    found: dict[str, Tensor] = {}
+    for key, value in tensors.items():
+        if isinstance(value, Mapping):
+            found |= _orders(value, f"{prefix}{key}/")
+        elif isinstance(value, Ordered):
+            found[f"{prefix}{key}"] = value.order
+    return found
+
+
+def _in_order(flat: dict[str, Tensor], orders: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, as they are to be saved and loaded."""
+    return {name: Pieces.of(Ordered(each, orders[name])) if name in orders else each for name, each in flat.items()}
 
 
 def newest(folder: Path) -> Path | None:
@@ -271,7 +288,7 @@ def load(path: Path, tensors: Mapping[str, Any], group: Any = None) -> dict[str,
         tensors: as they were given to `save`.
         group: the ranks that load together; None: this process alone.
     """
-    flat = flatten(tensors)
+    flat, orders = flatten(tensors), _orders(tensors)
     wanted = set().union(*_gather(list(flat), group))
     problem = None
     saved: dict[str, SavedTensor] = {}
@@ -288,7 +305,7 @@ def load(path: Path, tensors: Mapping[str, Any], group: Any = None) -> dict[str,
     except UserError as error:
         problem = error
     _agree(problem, group)
-    _fill(path, saved, flat, group)
+    _fill(path, saved, _in_order(flat, orders), group)
     return facts
 
 

@@ -81,12 +81,14 @@ def check_levers(config: Train, device: torch.device, accumulation: int) -> None
 
 def check_spread(config: Train, layout: Layout) -> None:
     """Refuse what does not go together with the layout of a run."""
-    if layout.tp > 1 or layout.pp > 1 or layout.cp > 1:
-        raise UserError("parallel: tp, pp and cp are not there yet; use dp, with zero 0, 2 or 3.")
+    if layout.pieces > 1:
+        raise UserError("parallel.pieces: interleaved stages are not there yet; leave it out.")
     how = next((name for name in ("compile", "rules") if getattr(config, name) != "none"), "")
     how = "cuda_graphs" if config.cuda_graphs else how
-    if how and layout.is_sharded:
-        raise UserError(f"{how} does not go together with parallel.zero={layout.zero}; leave one of them out.")
+    if how and layout.ranks > 1 and (layout.is_sharded or layout.replicas < layout.ranks or layout.cp > 1):
+        raise UserError(f"{how} does not go together with parallel ({layout}); leave it out, or use dp alone.")
+    if layout.cp > 1 and config.model.attention not in ("auto", *OWN_ATTENTION):
+        raise UserError("parallel.cp takes its own attention to all ranks' keys; choose model.attention=auto.")
 
 
 def _check_attention(config: Train, device: torch.device) -> None:
@@ -124,7 +126,7 @@ class Engine:
         _set_global_modes(config, self.precision)
         torch.manual_seed(config.seed)
         # What is cut is made on the host: a rank's GPU need not hold all of it.
-        where = torch.device("cpu") if layout.is_sharded else device
+        where = torch.device("cpu") if layout.is_sharded or layout.tp > 1 or layout.pp > 1 else device
         self.model = _gpt(config, where, policies) if model is None else model
         dtype, _ = optimizers.PRECISIONS[self.precision]
         for parameter in self.model.parameters():  # and not buffers: a table of angles needs its bits
@@ -145,7 +147,8 @@ class Engine:
             from tilewright.optimize import optimize
 
             self.report = optimize(self.model, rules=config.rules, compile=config.compile)
-        self.spread.replicate()
+        stream = torch.bfloat16 if config.model.residual == "bf16" else dtype
+        self.spread.replicate((torch.bfloat16 if self.precision == "bf16" else dtype, stream))
         self.forward: Any = self.spread.forward
         if config.rules == "none" and config.compile != "none":
             self.forward = torch.compile(self.forward, options=_inductor(config.compile))
@@ -155,7 +158,7 @@ class Engine:
 
     def tensors(self) -> dict[str, Any]:
         """Everything that a checkpoint must hold, in place."""
-        return {"model": self.model.state_dict(), "optimizer": self.spread.shards.state(self.optimizer)}
+        return self.spread.tensors(self.optimizer)
 
     def seed(self, step: int) -> None:
         """Let a step draw what (seed, step, replica) says and nothing else, so that no random state has to be saved.
@@ -177,6 +180,15 @@ class Engine:
         with self.spread.micro_batch(_number(self.config.seed, self._step, "micro batch", number) >> 1, last=last):
             return self._accumulate(tokens, first)
 
+    def pipeline_step(self, batches: list[Tensor]) -> list[Tensor]:
+        """Forward and backward of all micro batches through the pipeline; their losses where this is the last stage."""
+        assert self.spread.pipeline is not None
+        ranks, place = self.world.mesh.layout.dp, self.world.mesh.place("dp")
+        numbers = (number * ranks + place for number in range(len(batches)))
+        seeds = [_number(self.config.seed, self._step, "micro batch", number) >> 1 for number in numbers]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            return self.spread.pipeline.step(batches, seeds)
+
     def _accumulate(self, tokens: Any, first: bool) -> Tensor:
         if self.config.cuda_graphs:
             return self._replay(tokens, first)
@@ -194,6 +206,8 @@ class Engine:
         self.model.eval()
         try:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+                if self.spread.pipeline is not None:
+                    return self.spread.pipeline.evaluate(tokens)
                 return self.model(tokens[:, :-1], tokens[:, 1:])
         finally:
             self.model.train()

@@ -337,8 +337,10 @@ class _Run:
             tokens = self.batches.next()
             waited += self.batches.waited
             taken.append(tokens)
-            first, last = number == 0, number == accumulation - 1
-            losses.append(self.engine.accumulate(tokens, first, last, number))
+            if self.world.mesh.layout.pp == 1:
+                losses.append(self.engine.accumulate(tokens, number == 0, number == accumulation - 1, number))
+        if self.world.mesh.layout.pp > 1:
+            losses = self.engine.pipeline_step(taken)
         self.asked.fill_(float(self.signals.came))
         mesh = self.world.mesh
         summed = mesh.sum_(torch.stack((torch.stack(losses).float().mean() * mesh.share, self.asked)))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tilewright.errors import UserError
 from tilewright.parallel.agree import told_once
+from tilewright.parallel.launch import alive
 from tilewright.parallel.layout import Layout
 from tilewright.parallel.mesh import Mesh
 
@@ -80,7 +81,7 @@ class World:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         try:
-            with told_once():
+            with alive(rank), told_once():
                 yield
         finally:
             dist.destroy_process_group()

@@ -1,0 +1,149 @@
+"""Start the ranks of a run on this machine, and go on without one that dies or hangs.
+
+torchrun's agent starts the processes and ends them all when one fails. Here that one is named, and a new set of ranks
+is started without it, which goes on from the newest checkpoint: `global_batch` stays, accumulation makes up for it.
+Each rank says that it is alive by the time of a file; one that was stopped says nothing, and is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from tilewright.errors import UserError
+
+FOLDER = "TILEWRIGHT_ALIVE"  # of the files by which ranks say that they are
+_BEAT = 1.0  # seconds between two signs of life
+_SILENT = 30.0  # seconds without one after which a rank counts as hung
+_USER_ERROR, _STOPPED = 2, 130  # exit codes that another start would not change
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of all ranks: how many, and what is added to the command line for it."""
+
+    ranks: int
+    overrides: tuple[str, ...] = ()
+
+
+def run(
+    arguments: Sequence[str],
+    ranks: int,
+    *,
+    restarts: int,
+    smaller: Callable[[int], Start | None],
+    say: Callable[[str], None],
+    silent: float = _SILENT,
+) -> int:
+    """Run `tilewright train` on so many ranks of this machine until it ends; its exit code.
+
+    Args:
+        arguments: of `tilewright train`.
+        restarts: how many times ranks are started anew.
+        smaller: the largest start of at most so many ranks, or None where there is none.
+        silent: seconds without a sign of life after which a rank is killed.
+    """
+    start = Start(ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    for attempt in range(restarts + 1):
+        failed = _run_once(arguments, start, say, silent)
+        if failed is None:
+            return 0
+        if failed.exitcode in (_USER_ERROR, _STOPPED):
+            return failed.exitcode
+        why = f"rank {failed.local_rank} {_cause(failed)}"
+        following = smaller(start.ranks - 1) or smaller(start.ranks)
+        if attempt == restarts or following is None:
+            raise UserError(f"{why}, and there is no restart left; look at what it printed, and start again.")
+        say(f"{why}: goes on from the newest checkpoint with {following.ranks} of {start.ranks} ranks.")
+        start = following
+    raise AssertionError("unreachable")
+
+
+def _cause(failed: ProcessFailure) -> str:
+    return f"ended by {failed.signal_name()}" if failed.exitcode < 0 else f"ended with exit code {failed.exitcode}"
+
+
+def _run_once(
+    arguments: Sequence[str], start: Start, say: Callable[[str], None], silent: float
+) -> ProcessFailure | None:  # fmt: skip
+    """What failed first, or nothing."""
+    with tempfile.TemporaryDirectory(prefix="tilewright-ranks-") as folder:
+        os.environ[FOLDER] = folder
+        # One machine: nobody else needs to reach the ranks, and nobody else can.
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=start.ranks, run_id=f"tilewright-{os.getpid()}-{time.time_ns()}",
+            rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", max_restarts=0,
+            monitor_interval=0.2,
+        )  # fmt: skip
+        command = ["-m", "tilewright", "train", *arguments, *start.overrides]
+        with _watched(Path(folder), say, silent):
+            try:
+                elastic_launch(config, sys.executable)(*command)
+            except ChildFailedError as error:
+                # One that was killed takes others with it, whose messages fail: it is the cause, whoever came first.
+                killed = [one for one in error.failures.values() if one.exitcode in (-signal.SIGKILL, -signal.SIGSEGV)]
+                first: ProcessFailure = killed[0] if killed else error.get_first_failure()[1]
+                return first
+    return None
+
+
+@contextlib.contextmanager
+def _watched(folder: Path, say: Callable[[str], None], silent: float) -> Iterator[None]:
+    """Kill a rank that gives no sign of life: then the others fail at once, and do not wait for it."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_BEAT):
+            for path in folder.glob("rank-*"):
+                with contextlib.suppress(OSError, ValueError):
+                    quiet = time.time() - path.stat().st_mtime
+                    if quiet > silent:
+                        number, process = path.name.split("-")[1:]
+                        say(f"rank {number} has given no sign of life for {quiet:.0f} s; it is killed.")
+                        path.unlink()
+                        os.kill(int(process), signal.SIGKILL)
+
+    thread = threading.Thread(target=watch, daemon=True, name="watch ranks")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def alive(rank: int) -> Iterator[None]:
+    """Give signs of life, where somebody who has started this process waits for them."""
+    folder = os.environ.get(FOLDER)
+    if not folder or not Path(folder).is_dir():
+        yield
+        return
+    path, done = Path(folder) / f"rank-{rank}-{os.getpid()}", threading.Event()
+    path.touch()
+
+    def beat() -> None:
+        while not done.wait(_BEAT):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, daemon=True, name="alive")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        path.unlink(missing_ok=True)
