@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -70,6 +71,14 @@ def test_json_has_all_of_it_and_the_default_folder_is_beside_the_model(folder, t
     assert len(found["report"]["layers"]) == 8 and all(each["output_error"] for each in found["report"]["layers"])
 
 
+@pytest.mark.parametrize("name", [".", "../model"])
+def test_the_default_folder_is_beside_the_model_however_that_is_named(name, folder, tmp_path, tilewright, monkeypatch):
+    shutil.copytree(folder, tmp_path / "model")
+    monkeypatch.chdir(tmp_path / "model")
+    code, _, _ = tilewright("quantize", name, *SHORT)
+    assert code == 0 and (tmp_path / "model-int8" / "quantized.json").exists()
+
+
 def test_a_text_of_one_s_own_and_layers_that_are_left_out(folder, tmp_path, tilewright):
     text = tmp_path / "text"
     text.write_text("to be or not to be " * 40)
@@ -112,6 +121,7 @@ BAD = (
     (("--format", "int4"), "has 64 inputs, no multiple of 128"), (("--format", "int4", "--group", 7), "group of int4"),
     (("--text", "nothing-there"), "Cannot read nothing-there"), (("--device", "tpu"), "--device is 'tpu'"),
     (("--format", "int4", "--group", "64", "--keep", "*"), "No layer was quantized"),
+    (("--keep", "down_proj"), "--keep down_proj names no layer"),
 )  # fmt: skip
 
 

@@ -156,6 +156,15 @@ def test_tokens_accepted_from_a_draft_model_have_the_models_distribution():
         assert (accepted > 0).double().mean() == pytest.approx(float(overlap), abs=0.02)
 
 
+def test_a_draft_model_with_fewer_rows_takes_tokens_that_it_has_not():
+    """Models of one family have embeddings of several sizes, with rows behind the last token of the tokenizer."""
+    model, draft = make(260), make(256)
+    tokenizer = Tokenizer(json.dumps(byte_tokenizer()).encode(), 256)
+    generator = Generator(model.model, tokenizer, draft=Generator(draft.model, tokenizer))
+    plain = generator.generate([[258, 1, 259]], max_tokens=20)
+    assert generator.generate([[258, 1, 259]], max_tokens=20, speculate=3) == plain
+
+
 def test_a_draft_that_does_not_fit_is_refused():
     own, tokenizer = make(20), Tokenizer(json.dumps(byte_tokenizer()).encode(), 256)
     with pytest.raises(UserError, match="a vocabulary of 21 and the model one of 20"):
@@ -187,6 +196,17 @@ def test_a_graph_of_a_draft_model_and_its_check_gives_the_greedy_text():
         assert generator.generate([[1, 2, 3]], max_tokens=60, speculate=4) == plain
         drawn = {"max_tokens": 30, "temperature": 1.0, "seed": 3, "speculate": 4}
         assert generator.generate([[1, 2, 3]], **drawn) == generator.generate([[1, 2, 3]], **drawn)
+
+
+@on_gpu
+def test_a_graph_reads_its_own_rotary_tables_after_others_were_made():
+    model = make(20).model.to("cuda")
+    first = Generator(model, context=64)
+    plain = first.generate([[1, 2]], max_tokens=30)
+    Generator(model, context=128).generate([[1, 2]], max_tokens=4)  # longer tables
+    first.generate([[1, 2]], max_tokens=30, speculate=4)  # another graph over the same cache
+    garbage = [torch.full((64, 8), float("nan"), device="cuda") for _ in range(64)]
+    assert first.generate([[1, 2]], max_tokens=30) == plain and garbage
 
 
 def _logits(generator, text):

@@ -116,7 +116,7 @@ def settings(folder, change):
 
 DAMAGE = (
     (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "by its size or"),
-    (lambda f: rewrite(f, lambda t: t["lm_head.scale"].zero_()), "scale of lm_head is not above 0"),
+    (lambda f: rewrite(f, lambda t: t["lm_head.scale"].zero_()), "scale of lm_head is 0, NaN or Inf"),
     (lambda f: rewrite(f, lambda t: t.pop("lm_head.scale")), "scale of lm_head is not in the folder"),
     (lambda f: settings(f, lambda s: s.update(layers={})), "does not say which layers"),
     (lambda f: settings(f, lambda s: s["layers"]["lm_head"].update(format="int3")), "'int3', which is unknown"),

@@ -8,6 +8,7 @@ from tilewright.errors import UserError
 from tilewright.models import GPT
 from tilewright.plan.gpt import LLAMA, GPTConfig
 from tilewright.quantize import Int4, Int8, check_quality, quantize_
+from tilewright.quantize.quality import Comparison
 
 
 class Fixed(torch.nn.Module):
@@ -43,6 +44,12 @@ def test_the_numbers_are_those_of_their_definitions(monkeypatch):
     )
     assert quality.agreement == pytest.approx(same) and 0 < same < 1
     assert "22 tokens" in str(quality) and quality.as_dict()["tokens"] == 22
+
+
+def test_logits_that_overflow_are_one_sentence():
+    for bad in (math.nan, math.inf):
+        with pytest.raises(UserError, match="logits are NaN or Inf"):
+            Comparison().add(torch.zeros(4, 5), torch.full((4, 5), bad), torch.zeros(4, dtype=torch.int64))
 
 
 def test_fewer_bits_are_further_from_the_model_and_the_model_from_itself_is_not():

@@ -1,4 +1,6 @@
 import json
+import math
+import os
 
 import pytest
 import torch
@@ -95,6 +97,13 @@ def flip(folder):
     path.write_bytes(content)
 
 
+def pipe(folder):
+    """In the file's place, which nobody writes to."""
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    edit(folder, lambda facts: facts["files"]["model.safetensors"].update(bytes=0))
+
+
 DAMAGE = (
     (truncate, "not the file that was written"),
     (flip, "not the file that was written"),
@@ -102,6 +111,8 @@ DAMAGE = (
     (lambda folder: (folder / "quantized.json").unlink(), "it has no quantized.json"),
     (lambda folder: (folder / "quantized.json").write_text("[" * 100_000), "is no JSON"),
     (lambda folder: (folder / "quantized.json").write_text("[]"), "is no JSON"),
+    (lambda folder: edit(folder, lambda facts: facts["files"]["model.safetensors"].pop("sha256")), "not the file that"),
+    (pipe, "not the file that was written"),
     (lambda folder: edit(folder, lambda facts: facts.update(schema=9)), "has schema 9"),
     (lambda folder: edit(folder, lambda facts: facts.update(layers=[])), "does not say which layers"),
     (lambda folder: edit(folder, lambda facts: facts["layers"]["0"].update(format="int3")), "has the formats"),
@@ -115,7 +126,7 @@ DAMAGE = (
     (lambda folder: edit(folder, lambda facts: facts["aliases"].update({"a": "b"})), "that is not there"),
     (
         lambda folder: rewrite(folder, lambda tensors: tensors["0.scale"].view(-1)[:1].zero_()),
-        "scale of 0 is not above 0",
+        "scale of 0 is 0, NaN or Inf",
     ),
     (lambda folder: rewrite(folder, lambda tensors: tensors["0.zero"].view(-1)[:1].fill_(99)), "above 15"),
     (lambda folder: rewrite(folder, lambda tensors: tensors.pop("1.bias")), "lacks '1.bias'"),
@@ -135,6 +146,17 @@ def test_a_damaged_folder_is_refused_and_the_model_stays_as_it_was(damage, says,
     assert "\n" not in str(caught.value)
     after = other.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_the_error_of_a_layer_that_overflows_is_null_in_what_is_saved(tmp_path):
+    class Overflow(torch.nn.Module):
+        def forward(self, x):
+            return x * math.nan
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Overflow(), torch.nn.Linear(8, 8))
+    save(model, tmp_path / "q", quantize_(model, Int8(), inputs=torch.randn(4, 8)))
+    written = json.loads((tmp_path / "q" / "quantized.json").read_text())
+    assert None in [layer["output_error"] for layer in written["report"]["layers"]]
 
 
 def test_a_model_that_is_not_the_one_that_was_quantized_is_refused(saved):

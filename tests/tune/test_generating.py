@@ -100,6 +100,9 @@ def test_words_of_a_run_and_of_its_quality():
     assert "first choice" in Floor.parse("perplexity=5%,agreement=95%").refuse(quality)
     with pytest.raises(UserError, match="such as 1%"):
         Floor.parse("good")
+    for text in ("1", "agreement=95"):  # which would let anything pass, or nothing
+        with pytest.raises(UserError, match="write percent, such as"):
+            Floor.parse(text)
 
 
 def test_jobs_measure_and_prove(folder, monkeypatch, tmp_path):
@@ -122,14 +125,15 @@ def test_jobs_measure_and_prove(folder, monkeypatch, tmp_path):
         rows = 3 if run.aim == "prefill" else 1
         assert measured.tokens_per_step == rows * (12 if run.aim == "prefill" else 6) and not measured.losses
     floor, verdicts = dataclasses.asdict(Floor()), []
-    for changes, least in (({"speculate": 2}, floor), ({"weights": "int8", "kv_cache": "int8"}, floor),
+    for changes, least in (({"speculate": 2}, floor), ({"batch": 3}, floor),
+                           ({"weights": "int8", "kv_cache": "int8"}, floor),
                            ({"weights": "int4"}, {**floor, "divergence": 0.0})):  # fmt: skip
         best = dataclasses.replace(start, **changes)
         more = {"start": dataclasses.asdict(start), "floor": least, "save": str(tmp_path)}
         found = attempt("prove", best, **more)
         verdicts.append(found["verdict"])
         assert ("--quality allows" in found["why"]) == (found["verdict"] == "wrong")
-    assert verdicts == ["same within rounding", "different by design", "wrong"]
+    assert verdicts == ["same within rounding"] * 2 + ["different by design", "wrong"]
     assert [path.name for path in tmp_path.iterdir()] == ["model-int8"]
     kept, narrowed = (
         generator_of(path, device="cpu", weights=weights).generate("def", max_tokens=8)[0].tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,8 @@ def quantize(
     plan = _plan(form, group, zeros, head, calibrate, act_order, most_error, tuple(keep))
     if samples < 1 or length < 2:
         raise UserError(f"--samples is {samples} and --length {length}; give at least 1 and 2.")
-    out = out or folder.with_name(f"{folder.resolve().name}-{form}")
+    absolute = Path(os.path.abspath(folder))
+    out = out or absolute.with_name(f"{absolute.name}-{form}")
     from tilewright.cli.progress import Stages
     from tilewright.generate import quantize_folder
     from tilewright.train.signals import Signals
@@ -78,9 +80,11 @@ def quantize(
     described = _described(plan, calibrate)
     page = _write_page(out, described, report, quality, text) if check else None
     if as_json:
+        from tilewright.quantize.facts import finite
+
         facts = {"out": str(out), "described": described, "page": None if page is None else str(page)}
         found = {"report": report.as_dict(), "quality": None if quality is None else quality.as_dict()}
-        print(json.dumps({"schema": 1, "command": "quantize", **facts, **found}, allow_nan=False))
+        print(json.dumps(finite({"schema": 1, "command": "quantize", **facts, **found}), allow_nan=False))
     else:
         _show(out, described, report, quality, page, "" if windows is not None else why)
 

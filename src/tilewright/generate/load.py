@@ -109,12 +109,13 @@ def open_huggingface(folder: Path, opened: contextlib.ExitStack) -> tuple[Opened
     if not config.shape.tied:
         names["head.weight"] = ["lm_head.weight"]
     expected = {part for parts in names.values() for part in parts}
-    found, stored = open_folder(folder, bool(raw.get("quantization_config")), expected, opened)
+    is_quantized = bool(raw.get("quantization_config")) or (folder / "quantize_config.json").is_file()
+    found, stored = open_folder(folder, is_quantized, expected, opened)
     prefix, every = "transformer." if is_gpt2 else "model.", [*found, *stored]
     saved, stored = _named(found, prefix, every), _named(stored, prefix, every)
     model = _on_meta(config, len(saved) + len(stored))
     _compare(folder, model, names, saved, stored, is_gpt2)
-    dtype = _one_dtype(folder, saved, stored)
+    dtype = _one_dtype(folder, saved)
     _refuse_other_head(config, names, saved)
     return Opened(raw, config, names, saved, stored, dtype, is_gpt2), model
 
@@ -128,6 +129,8 @@ def load_huggingface(
     """
     with contextlib.ExitStack() as opened:
         found, model = open_huggingface(folder, opened)
+        if torch.device(device).type == "cpu":
+            _refuse_too_large(folder, found)
         dtype = dtype or found.dtype
         for name, parts in found.names.items():
             layers = [part.removesuffix(".weight") for part in parts]
@@ -217,8 +220,8 @@ def _shapes(config: DecoderConfig, name: str, whole: Tensor, parts: int) -> Iter
         yield (size, *whole.shape[1:])
 
 
-def _one_dtype(folder: Path, saved: Mapping[str, Saved], stored: Mapping[str, Stored]) -> torch.dtype:
-    """The one dtype of all tensors; refuse others, and more than the host has memory for."""
+def _one_dtype(folder: Path, saved: Mapping[str, Saved]) -> torch.dtype:
+    """The one dtype of all tensors; refuse others."""
     for each in saved.values():
         if each.dtype not in _DTYPES:
             raise UserError(
@@ -227,14 +230,18 @@ def _one_dtype(folder: Path, saved: Mapping[str, Saved], stored: Mapping[str, St
     kinds = sorted({each.dtype for each in saved.values()})
     if len(kinds) != 1:
         raise UserError(f"{folder} has tensors of {' and '.join(kinds) or 'no dtype'}; save the model in one dtype.")
-    size = sum(torch.Size(each.shape).numel() for each in saved.values()) * _DTYPES[kinds[0]].itemsize
-    size += sum(torch.Size(layer.shape).numel() for layer in stored.values()) // 2
+    return _DTYPES[kinds[0]]
+
+
+def _refuse_too_large(folder: Path, found: Opened) -> None:
+    """Refuse more than the host has memory for."""
+    size = sum(torch.Size(each.shape).numel() for each in found.saved.values()) * found.dtype.itemsize
+    size += sum(torch.Size(layer.shape).numel() for layer in found.stored.values()) // 2
     if size > host_memory_bytes():
         raise UserError(
             f"The weights of {folder} take {size / 1e9:,.1f} GB and this machine has {host_memory_bytes() / 1e9:,.1f} "
             "GB of memory; give a smaller model."
         )
-    return _DTYPES[kinds[0]]
 
 
 def _refuse_other_head(config: DecoderConfig, names: Parts, saved: Mapping[str, Saved]) -> None:

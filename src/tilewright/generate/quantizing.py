@@ -139,14 +139,18 @@ class _Work:
 
     def _refuse_shapes(self) -> None:
         """Say what cannot be before any work is done."""
-        saved, plan = self._blocks.found.saved, self._plan
+        saved, plan, names = self._blocks.found.saved, self._plan, ["lm_head"]
         for place in range(self._blocks.count):
             for name, parts in self._blocks.parts_of_block(place).items():
                 layers = _layers(parts)
+                names += layers
                 if len(saved[parts[0]].shape) == 2 and name.endswith(".weight") and not plan.keeps(layers):
                     shape = saved[parts[0]].shape
                     inputs = shape[0] if self._blocks.found.is_transposed else shape[1]
                     plan.config.refuse_shape(0, inputs, f"The weight of {_joined(layers)}")
+        idle = next((each for each in plan.keep if not any(fnmatch(name, each) for name in names)), None)
+        if idle is not None:
+            raise UserError(f"--keep {idle} names no layer; give a pattern such as '*.down_proj'.")
 
     def _quantize(self, module: nn.Module, parts: Parts, config: Format | None, states: Sequence[State]) -> None:
         """Quantize the matmuls of a block, or of the head, in place."""

@@ -185,6 +185,7 @@ class DraftSpeculating(Speculating):
         super().__init__(decoding, most)
         self._model, self._cache = model, cache
         vocabulary = decoding.model.config.shape.vocabulary
+        self._largest = model.config.shape.vocabulary - 1  # token; the other model may have rows behind it
         self._proposal = torch.zeros(1, most, vocabulary, device=decoding.model.device)
         self._before = torch.zeros_like(decoding.tokens)  # the last token but one
         if decoding.uses_graph:
@@ -194,7 +195,7 @@ class DraftSpeculating(Speculating):
     def start(self, prompt: Sequence[int], seed: int) -> list[int]:
         found = super().start(prompt, seed)
         self._before.fill_(prompt[-1])
-        prefill(self._model, self._cache, [prompt], Sampling())
+        prefill(self._model, self._cache, [[min(token, self._largest) for token in prompt]], Sampling())
         self._cache.before.sub_(1)
         return found
 
@@ -210,7 +211,7 @@ class DraftSpeculating(Speculating):
         assert self._proposal is not None
         tokens = torch.stack((self._before, decoding.tokens), 1)
         for place in range(self.most):
-            logits = self._model(tokens, cache)[:, -1]
+            logits = self._model(tokens.clamp_max(self._largest), cache)[:, -1]
             cache.advance(tokens.shape[1])
             shares = probabilities(_with_vocabulary(logits, self._proposal.shape[-1]), decoding.sampling)
             self._proposal[:, place] = shares

@@ -67,6 +67,7 @@ class Decoding:
         self.tokens = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self.generator = None if sampling.is_greedy else torch.Generator(model.device)
         self.uses_graph = model.device.type == "cuda" if graph is None else graph
+        self._tables: list[object] = []  # which graphs read: others may make longer ones
         self._graph = self.capture(self._decode) if self.uses_graph else None
 
     def _decode(self) -> None:
@@ -89,7 +90,7 @@ class Decoding:
                 graph.register_generator_state(self.generator)
             with torch.cuda.graph(graph):
                 run()
-            self._tables = self.model.tables  # which the graph reads: others may make longer ones
+            self._tables.append(self.model.tables)
             return graph
 
     def start(self, prompts: Sequence[Sequence[int]], seed: int = 0) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,23 @@ def metadata(layers: dict[str, Any]) -> dict[str, str]:
     return {"format": "pt", "tilewright": json.dumps(versions(layers))}
 
 
+def finite(value: Any) -> Any:
+    """Return a result with null for a number that JSON has not, such as the error of a layer that overflowed."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_facts(folder: Path, layers: dict[str, Any], **more: Any) -> None:
     """Write quantized.json for the safetensors files that are there."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": hash_of(path)}
         for path in sorted(folder.glob("*.safetensors"))
     }
-    write_json(folder / FACTS, {"schema": SCHEMA, "files": files, "layers": layers, "aliases": {}, **more})
+    facts = {"schema": SCHEMA, "files": files, "layers": layers, "aliases": {}, **more}
+    write_json(folder / FACTS, finite(facts))
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -90,8 +101,8 @@ def check_files(folder: Path, facts: dict[str, Any]) -> None:
         if name not in found:
             raise UserError(f"There is no file {path}; copy the folder again.")
         try:
-            same = isinstance(said, dict) and path.stat().st_size == said.get("bytes")
-            same = same and hash_of(path) == said["sha256"]
+            same = isinstance(said, dict) and path.is_file() and path.stat().st_size == said.get("bytes")
+            same = same and hash_of(path) == said.get("sha256")
         except OSError as error:
             raise UserError(f"Cannot read {path}: {error.strerror}; give a folder that you can read.") from error
         if not same:

@@ -95,6 +95,8 @@ class Comparison:
                 f"The model has logits of {tuple(truth.shape)} and the quantized one of {tuple(found.shape)}; give a "
                 "copy of the same model."
             )
+        if any(bool((each.isnan() | (each == math.inf)).any()) for each in (truth, found)):
+            raise UserError("A model's logits are NaN or Inf; give a model and a dtype that do not overflow.")
         following = window[1:].to(truth.device, torch.int64)
         for first in range(0, len(following), _ROWS):
             rows = slice(first, min(first + _ROWS, len(following)))

@@ -152,10 +152,10 @@ def load(model: torch.nn.Module, folder: str | os.PathLike[str]) -> None:
             tensors |= {f"{other}.{part}": tensor for part, tensor in mine.items() if tensor is not None}
     _compare(folder, model, replaced, tensors)
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    moved = {key: tensor.to(device) for key, tensor in {id(each): each for each in tensors.values()}.items()}
     for site, layer in replaced:
         site.replace(model, layer)
     still_shared = shared_parameters(model).values()
-    moved = {key: tensor.to(device) for key, tensor in {id(each): each for each in tensors.values()}.items()}
     model.load_state_dict({name: moved[id(tensor)] for name, tensor in tensors.items()}, assign=True)
     for first, *others in still_shared:
         for name in others:

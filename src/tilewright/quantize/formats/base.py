@@ -105,8 +105,8 @@ class Format:
                 found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                 raise UserError(f"{part} of {name} is {found}, but {self.name} needs {dtypes[0]} of shape {shape}.")
         scale = packed["scale"]
-        if not scale.is_meta and not bool((scale.isfinite() & (scale > 0)).all()):
-            raise UserError(f"A scale of {name} is not above 0 and finite; the file is damaged: write it again.")
+        if not scale.is_meta and not bool((scale.isfinite() & (scale != 0)).all()):  # others write some below 0
+            raise UserError(f"A scale of {name} is 0, NaN or Inf; the file is damaged: write it again.")
 
     def options(self) -> dict[str, Any]:
         """What a file says of it, which `format_of` reads."""

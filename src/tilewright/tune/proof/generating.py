@@ -53,6 +53,8 @@ class Floor:
                     f"The quality is {text[:60]!r}; give how far the perplexity may rise, such as 1%, or "
                     "perplexity=1%,divergence=0.02,agreement=95%."
                 )
+            if not match[2] and float(match[1]) >= 1 and name.strip() != "divergence":
+                raise UserError(f"The quality is {text[:60]!r}; write percent, such as {match[1]}%.")
             found[name.strip()] = float(match[1]) / (100 if match[2] else 1)
         return cls(**found)
 
@@ -160,10 +162,12 @@ def prove(job: dict[str, Any]) -> Proof:
         plain = build(dataclasses.replace(best, speculate=0), **given)
     prompt = text_tokens(plain, min(best.prompt, plain.context - _TEXT - 1), best.seed)
     count = min(_TEXT, best.tokens)
-    expected = plain.generate([prompt], max_tokens=count)[0].tokens
-    found = other.generate([prompt], max_tokens=count, speculate=best.speculate)[0].tokens
-    if why := _differ(plain, prompt, expected, found):
-        return Proof("wrong", why)
+    rows = [prompt[row % len(prompt) :] for row in range(best.batch)]
+    expected = zip(*plain.steps(rows, max_tokens=count), strict=True)
+    found = zip(*other.steps(rows, max_tokens=count, speculate=best.speculate), strict=True)
+    for row, one, two in zip(rows, expected, found, strict=True):
+        if why := _differ(plain, row, one, two):
+            return Proof("wrong", why)
     return Proof(verdict, f"{said}, and its greedy text is that of plain steps.")
 
 
@@ -177,7 +181,7 @@ def _differ(plain: Generator, prompt: Sequence[int], expected: Sequence[int], fo
     """Why two greedy texts differ by more than rounding; nothing where they do not."""
     import torch
 
-    place = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
+    place = next((i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b), None)
     if place is None:
         return ""
     with torch.no_grad():

@@ -114,6 +114,8 @@ def parse_fields(arguments: Sequence[str]) -> dict[str, Any]:
             raise UserError(f"{name} is {value}; give at least {0 if name in ('speculate', 'seed') else 1}.")
         if name in _CHOICES and isinstance(default, str) and value not in _CHOICES[name]:
             raise UserError(f"{name} is {value!r}; choose {', '.join(_CHOICES[name])}.")
+        if name == "dtype" and value not in ("", "bf16", "fp16", "fp32"):
+            raise UserError(f"dtype is {value!r}; choose bf16, fp16 or fp32, or leave it out.")
         found[name] = value
     return found
 
