@@ -49,6 +49,8 @@ MESHES = {
         "pp": {"pp": 2},
     },
     4: {
+        "ddp x tp": {"tp": 2},
+        "ddp x pp": {"dp": 2, "pp": 2},
         "zero 3 x tp + sp": {"zero": 3, "tp": 2, "sp": True},
         "zero 3 x pp": {"zero": 3, "pp": 2},
         "zero 2 x cp": {"zero": 2, "cp": 2},
@@ -59,11 +61,19 @@ SAVERS = {1: {}, 2: {"tp": 2, "sp": True}, 4: {"zero": 3, "tp": 2}}
 SAVED, MORE = 6, 4
 
 
+ONE_IS_ENOUGH = ("ddp, no overlap", "ddp x tp", "ddp x pp")  # what sends here does not look at the model
+
+
+def models_of(mesh):
+    return list(MODELS)[: 1 if mesh in ONE_IS_ENOUGH else None]
+
+
 def run_of(folder, model, **parallel):
-    micro = 1 if parallel.get("pp") and parallel.get("zero") else 2  # each stage needs one of its own
+    small = parallel.get("pp") and (parallel.get("zero") or parallel.get("dp"))  # each stage needs one of its own
+    micro = 1 if small else 2
     return tiny(
         folder, steps=STEPS, micro_batch=micro, global_batch=4, model=MODELS[model],
-        eval={"every": STEPS, "samples": 3}, parallel={"dropout": "position", **parallel},
+        eval={"every": STEPS, "samples": 3}, parallel={"dropout": "position", "timeout": 444.0, **parallel},
     )  # fmt: skip
 
 
@@ -124,11 +134,23 @@ def counted(run, step=3):
         return losses(run), *found
 
 
+def limits_seen(found, go):
+    """`go`, with the limits of all process groups written down first."""
+
+    def watched(run):
+        groups = dist.distributed_c10d._world.pg_map
+        found["limits"] = sorted({group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+                                  for group in groups})  # fmt: skip
+        return go(run)
+
+    return watched
+
+
 def _rank(rank, folder):
     dispatch.INTERPRETED = False
     folder, found = Path(folder), {}
-    with pytest.raises(UserError) as refused:  # a configuration of its own, found by all before they wait for anybody
-        train(dataclasses.replace(run_of(folder / "other", "standard"), global_batch=8, seed=rank // 3))
+    with pytest.raises(UserError) as refused:  # a mesh of its own, found by all before they wait for anybody in theirs
+        train(dataclasses.replace(run_of(folder / "other", "standard", tp=1 + rank // 3), global_batch=8))
     found["refused"] = str(refused.value)
     for phase, ranks in enumerate((2, 4, 2)):  # the same processes, for to start them takes longest
         dist.destroy_process_group() if dist.is_initialized() else None
@@ -138,9 +160,11 @@ def _rank(rank, folder):
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
         if phase < 2:
             for mesh, parallel in MESHES[ranks].items():
-                for model in MODELS:
+                for model in models_of(mesh):
                     found[f"{mesh}: {model}"] = counted(run_of(folder / f"{mesh}-{model}", model, **parallel))
-            losses(saver(folder / f"saved-{ranks}", ranks))
+            with pytest.MonkeyPatch.context() as patch:  # every group that a run has made has its limit
+                patch.setattr(loop._Run, "go", limits_seen(found, loop._Run.go))
+                losses(saver(folder / f"saved-{ranks}", ranks))
         for saved_by in ((1, 2), (1, 2, 4), (4,))[phase]:
             found[f"{saved_by} on {ranks}"] = go_on(folder, ranks, saved_by)
     (folder / f"losses-{rank}.json").write_text(json.dumps(found))
@@ -160,6 +184,8 @@ def test_losses_are_those_of_one_process(everything, model, tmp_path):
     folder, (found, *_) = everything
     alone = {}
     for mesh, parallel in (item for meshes in MESHES.values() for item in meshes.items()):
+        if model not in models_of(mesh):
+            continue
         micro = run_of(tmp_path, model, **parallel).micro_batch
         if micro not in alone:
             run = dataclasses.replace(run_of(tmp_path / str(micro), model), micro_batch=micro)
@@ -176,7 +202,7 @@ def test_a_step_sends_what_the_plan_says(everything, tmp_path, model):
     """Nothing is gathered in silence."""
     (_, found), wrong = everything, {}
     for ranks, meshes in MESHES.items():
-        for mesh, parallel in meshes.items():
+        for mesh, parallel in ((mesh, given) for mesh, given in meshes.items() if model in models_of(mesh)):
             run = run_of(tmp_path, model, **parallel)
             layout = run.layout(ranks)
             sizes = run.batch_sizes(layout.dp)
@@ -190,8 +216,13 @@ def test_a_step_sends_what_the_plan_says(everything, tmp_path, model):
 
 def test_a_rank_with_another_configuration_is_named(everything):
     _, (found, *_) = everything
-    said = "Rank 3 has another configuration than rank 0: seed is 1 and there 0; start all ranks alike."
+    said = "Rank 3 has another configuration than rank 0: parallel.tp is 2 and there 1; start all ranks alike."
     assert found["refused"] == said
+
+
+def test_all_groups_have_the_limit_of_the_run(everything):
+    _, (found, *_) = everything
+    assert found["limits"] == [444.0]
 
 
 def test_every_mesh_goes_on_with_what_every_other_has_saved(everything, tmp_path):

@@ -24,6 +24,11 @@ def test_a_slurm_script_is_bash_that_keeps_its_arguments(tmp_path):
     out = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     words = out.stdout.splitlines()
     assert words[words.index("train") + 1 :] == ARGUMENTS
+    (tmp_path / "srun").write_text("#!/bin/bash\nexit 7\n")
+    run = lambda text: subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True)  # noqa: E731
+    assert run(text).returncode == 7
+    near = run(f"SECONDS=5221\n{text}")  # of 5,400: it was told to stop, and goes on when it is its turn again
+    assert near.returncode == 0 and near.stdout == b"first\n" and "requeue" in text
     assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=first:29500", "--rdzv-id=7"} <= set(words)
 
 
@@ -38,6 +43,7 @@ def test_a_manifest_is_yaml_with_a_pod_for_each_node():
 
 
 @pytest.mark.parametrize("given", [
+    {"hours": float("nan")}, {"hours": 0}, {"hours": 1e9},
     {"name": "Big Job"}, {"name": "a; rm -rf /"}, {"nodes": 0}, {"gpus": 0}, {"partition": "a b"},
 ])  # fmt: skip
 def test_what_would_not_be_a_script_is_refused(given):
@@ -45,10 +51,24 @@ def test_what_would_not_be_a_script_is_refused(given):
         slurm(["run.yaml"], **{"nodes": 1, "gpus": 1, "name": "big", **given})
 
 
+def test_a_dollar_reaches_the_run():
+    job = yaml.safe_load(kubernetes(["out=$(HOME)"], nodes=1, gpus=1, name="big", image="site/tilewright:1"))
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert container["args"][-1] == "out=$$(HOME)"
+
+
 def test_the_command_looks_at_the_run_first(capsys):
     from typer.testing import CliRunner
 
     good = CliRunner().invoke(app, ["launch", "slurm", "parallel.tp=2", "--nodes", "2", "--gpus", "4"])
-    assert good.exit_code == 0 and shlex.split(good.stdout.splitlines()[-1])[-1] == "parallel.tp=2"
+    (line,) = (line for line in good.stdout.splitlines() if "tilewright train" in line)
+    assert good.exit_code == 0 and shlex.split(line)[-3:] == ["parallel.tp=2", "||", "code=$?"]
     bad = CliRunner().invoke(app, ["launch", "slurm", "parallel.tp=3", "--nodes", "2", "--gpus", "4"])
     assert isinstance(bad.exception, UserError) and "8 processes do not divide by tp 3" in str(bad.exception)
+    command = ["launch", "kubernetes", "micro_batch=4", "--nodes", "2", "--gpus", "4", "--image", "site/tilewright:1"]
+    pods = yaml.safe_load(CliRunner().invoke(app, command).stdout)
+    (container,) = pods["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert {"global_batch=32", "micro_batch=4", "parallel.dp=0"} <= set(container["args"])
+    for wrong, words in (("checkpoint.resume=never", "goes on"), ("model.heads=2", "heads do not divide")):
+        bad = CliRunner().invoke(app, ["launch", "slurm", "parallel.tp=4", wrong, "--gpus", "4"])
+        assert isinstance(bad.exception, UserError) and words in str(bad.exception)

@@ -9,8 +9,10 @@ import time
 import pytest
 import torch.distributed as dist
 
+from tilewright.errors import UserError
 from tilewright.parallel import launch
-from tilewright.train.load_config import read, write_yaml
+from tilewright.train.check_ranks import check_ranks, keeps_its_ranks, with_fewer_ranks
+from tilewright.train.load_config import read, split_arguments, write_yaml
 from tilewright.train.metrics import read as read_metrics
 from train.tiny import as_on_a_cpu, losses, tiny  # noqa: F401
 
@@ -59,3 +61,69 @@ def test_a_rank_without_a_sign_of_life_is_killed(tmp_path, monkeypatch):
         time.sleep(0.8)
     assert killed == [(4321, signal.SIGKILL)] and len(said) == 1 and said[0].startswith("rank 1 has given no sign")
     assert not list(tmp_path.iterdir())
+
+
+def failure(rank, code, seconds):
+    found = launch.ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
+    found.timestamp = seconds
+    return found
+
+
+@pytest.mark.parametrize("failures, first", [
+    ([failure(0, 1, 100), failure(1, -signal.SIGKILL, 131)], 0),  # killed by the agent, because it did not end
+    ([failure(0, 1, 100), failure(1, -signal.SIGKILL, 101)], 1),  # the others lost it
+    ([failure(0, -signal.SIGTERM, 130), failure(1, 1, 100)], 1),
+])  # fmt: skip
+def test_the_cause_is_named_and_not_who_suffers(failures, first):
+    assert launch._first(failures).local_rank == first
+
+
+@pytest.mark.parametrize("given, ranks, left", [(None, 3, "0,2,3"), ("7,6,5,4", 2, "7,5,4"), ("3,2", 2, "3,2")])
+def test_the_gpu_of_a_rank_that_failed_is_left_out(monkeypatch, given, ranks, left):
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given or "")
+    if given is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    launch._leave_out(1, ranks)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
+
+
+def test_a_signal_to_the_launcher_stops_the_run(monkeypatch):
+    def stopped(*command):
+        raise launch.SignalException("stopped", signal.SIGTERM)
+
+    monkeypatch.setattr(launch, "elastic_launch", lambda *given: stopped)
+    monkeypatch.setenv(launch.FOLDER, "")
+    with pytest.raises(KeyboardInterrupt):
+        launch.run([], 2, restarts=3, smaller=lambda most: None, say=print)
+
+
+def of_run(*arguments):
+    return read(*split_arguments(list(arguments))).train
+
+
+def test_a_restart_changes_nothing_of_what_is_learnt():
+    added = with_fewer_ranks(of_run("micro_batch=2", "checkpoint.resume=never"), 4)
+    assert set(added) == {"global_batch=8", "micro_batch=2", "accumulation=0", "parallel.dp=0",
+                          "parallel.dropout=position", "checkpoint.resume=auto"}  # fmt: skip
+    assert keeps_its_ranks(of_run("optimizer.name=adamw_8bit", "parallel.zero=3", "micro_batch=2"), 4)
+    assert not keeps_its_ranks(of_run("optimizer.name=adamw_8bit", "micro_batch=2"), 4)
+
+
+@pytest.mark.parametrize("given, words", [
+    (("parallel.parameters=bf16", "parallel.zero=3"), "residual stream"),
+    (("parallel.parameters=bf16", "model.residual=bf16"), "is for parallel.zero"),
+    (("parallel.gradients=fp32",), "is for parallel.zero"),
+    (("parallel.reshard=2", "parallel.zero=2"), "is for parallel.zero=3"),
+    (("parallel.reshard=3", "parallel.zero=3"), "choose a divisor"),
+    (("device=cuda:0",), "choose device=cuda"),
+    (("parallel.pieces=2", "parallel.pp=2", "accumulation=2"), "not there yet"),
+    (("compile=default", "parallel.zero=3"), "compile does not go together"),
+    (("parallel.tp=4", "model.heads=2"), "heads do not divide"),
+])  # fmt: skip
+def test_what_every_rank_would_refuse_is_refused_before_any_starts(given, words):
+    with pytest.raises(UserError, match=words):
+        check_ranks(of_run("micro_batch=2", *given), 4)
+    with pytest.raises(UserError, match="parallel.timeout"):
+        of_run("parallel.timeout=0")

@@ -19,6 +19,14 @@ def test_the_first_is_noted_and_the_second_interrupts(number):
     assert signal.getsignal(number) == before
 
 
+def test_under_torchrun_the_second_is_the_agents_and_does_not_interrupt(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.came
+
+
 @BOTH
 def test_where_it_may_the_first_interrupts_and_is_noted_too(number):
     with Signals(at_once=True) as signals, pytest.raises(KeyboardInterrupt):

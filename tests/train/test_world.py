@@ -48,7 +48,7 @@ def both(folder, ranks=2):
 
 def _rank(rank, folder):
     folder = Path(folder)
-    said = {"world": [World.current().rank, World.current().ranks, World.current().speaks]}
+    said = {"world": [World.current().rank, World.current().ranks, World.current().is_rank_zero]}
 
     def run(name, config, step=lambda metrics, steps: None):
         lines = []

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from tilewright.errors import UserError
 from tilewright.parallel import jobs
+from tilewright.train.check_ranks import check_ranks, keeps_its_ranks, with_fewer_ranks
 from tilewright.train.load_config import read, split_arguments
+from tilewright.train.schema import Train
 
 app = typer.Typer(help="Write a script that starts `tilewright train` on a cluster.", no_args_is_help=True)
 
@@ -15,7 +18,7 @@ _ARGUMENTS = typer.Argument(
 _NODES = typer.Option(1, "--nodes", help="Machines.")
 _GPUS = typer.Option(8, "--gpus", help="GPUs of each.")
 _NAME = typer.Option("tilewright", "--name", help="Of the job.")
-_RESTARTS = typer.Option(3, "--restarts", help="How many times torchrun starts all ranks anew when one fails.")
+_RESTARTS = typer.Option(3, "--restarts", min=0, help="How many times torchrun starts all ranks anew when one fails.")
 
 
 @app.command("slurm")
@@ -56,13 +59,17 @@ def kubernetes(
 
         tilewright launch kubernetes run.yaml --nodes 2 --image site/tilewright:1 --claim data | kubectl apply -f -
     """
-    given = arguments or []
-    _check(arguments, nodes * gpus)
-    print(jobs.kubernetes(given, nodes=nodes, gpus=gpus, name=name, image=image, claim=claim, restarts=restarts),
-          end="")  # fmt: skip
+    run = _check(arguments, nodes * gpus)
+    given = [*(arguments or []), *with_fewer_ranks(run, nodes * gpus)]  # with the pods that are left it learns the same
+    fewest = nodes if keeps_its_ranks(run, nodes * gpus) else 1
+    print(jobs.kubernetes(given, nodes=nodes, gpus=gpus, name=name, image=image, claim=claim, restarts=restarts,
+                          fewest=fewest), end="")  # fmt: skip
 
 
-def _check(arguments: list[str] | None, ranks: int) -> None:
-    """Refuse here what every rank would refuse there."""
+def _check(arguments: list[str] | None, ranks: int) -> Train:
+    """The run; what every rank would refuse there is refused here."""
     run = read(*split_arguments(arguments or [])).train
-    run.batch_sizes(run.layout(ranks).dp)
+    if run.checkpoint.resume == "never":
+        raise UserError("checkpoint.resume is never, and a job that is started again goes on; leave it out.")
+    check_ranks(run, ranks)
+    return run

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from tilewright.cli.output import ProgressConsole, gigabytes
 from tilewright.errors import UserError
+from tilewright.train.check_ranks import check_ranks, keeps_its_ranks, with_fewer_ranks
 from tilewright.train.load_config import Configuration, read, split_arguments
 
 if TYPE_CHECKING:  # which loads torch
@@ -32,8 +33,12 @@ def train(
         None, metavar="[CONFIG.yaml] [FIELD=VALUE]...", help="A configuration, and fields that differ from it."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print every step's metrics, and the end, as JSON lines."),
-    nproc: int = typer.Option(0, "--nproc", help="Start so many ranks on this machine, a GPU each where it has some."),
-    restarts: int = typer.Option(3, "--restarts", help="With --nproc: go on so many times without a rank that failed."),
+    nproc: int = typer.Option(
+        0, "--nproc", min=0, help="Start so many ranks on this machine, a GPU each where it has some."
+    ),
+    restarts: int = typer.Option(
+        3, "--restarts", min=0, help="With --nproc: go on so many times without a rank that failed."
+    ),
 ) -> None:
     """Train a GPT. Alone, a small one on the sources of Python's standard library, on whatever the machine has.
 
@@ -57,7 +62,7 @@ def train(
     from tilewright.train.world import World
 
     try:
-        with World.joined(configuration.train.parallel.timeout):
+        with World.joined(configuration.train.parallel.timeout, configuration.train.device):
             stopped = _run(configuration, as_json)
     except Silent:
         raise typer.Exit(2) from None
@@ -67,19 +72,20 @@ def train(
 
 def _launch(configuration: Configuration, arguments: list[str], ranks: int, restarts: int, as_json: bool) -> int:
     """Start the ranks; the exit code of the run."""
-    from tilewright.parallel import launch
-
     train = configuration.train
-    whole = train.batch_sizes(train.layout(ranks).dp)
+    same = with_fewer_ranks(train, ranks)
+    needs_all = keeps_its_ranks(train, ranks)
+
+    from tilewright.parallel import launch
 
     def smaller(most: int) -> launch.Start | None:
         """With the same global batch: the run learns the same."""
         for number in range(most, 0, -1):
-            batch = (f"global_batch={whole.global_}", f"micro_batch={whole.micro}", "accumulation=0", "parallel.dp=0")
+            if number < ranks and needs_all:
+                continue
             with contextlib.suppress(UserError):
-                run = read(*split_arguments([*arguments, *batch])).train
-                run.batch_sizes(run.layout(number).dp)
-                return launch.Start(number, batch)
+                check_ranks(read(*split_arguments([*arguments, *same])).train, number)
+                return launch.Start(number, same)
         return None
 
     def say(text: str) -> None:

@@ -30,7 +30,7 @@ from tilewright.nn.hooks import is_own
 from tilewright.ops import linear_parts
 from tilewright.ops.attention.backends import by_pytorch
 from tilewright.ops.attention.op import attention
-from tilewright.plan.gpt import GPTConfig
+from tilewright.plan.gpt import OWN_ATTENTION, GPTConfig
 
 # (standard, optimized)
 LINEARS = (nn.Linear, Linear)
@@ -58,7 +58,6 @@ ATTENTION = {
     "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
 }  # fmt: skip
-OWN_ATTENTION = ("hopper", "triton")  # backends of `ops.attention`
 
 
 class Attention(nn.Module):

@@ -11,6 +11,8 @@ import yaml
 from tilewright.errors import UserError
 
 PORT = 29500
+_SHORTEST, _LONGEST = 0.1, 24.0 * 365
+_WARNING = 120  # seconds before the end of its time that SLURM tells a job; it may be a minute early
 
 
 def slurm(
@@ -25,6 +27,8 @@ def slurm(
     _check(name, nodes, gpus)
     if partition and not re.fullmatch(r"[\w.,-]+", partition):
         raise UserError(f"The partition is {partition!r}; give its name.")
+    if not _SHORTEST <= hours <= _LONGEST:
+        raise UserError(f"The job has {hours:g} hours; give a number from {_SHORTEST:g} to {_LONGEST:,.0f}.")
     minutes = round(hours * 60)
     lines = [
         "#!/bin/bash",
@@ -34,23 +38,39 @@ def slurm(
         f"#SBATCH --gpus-per-node={gpus}",
         f"#SBATCH --time={minutes // 60:02d}:{minutes % 60:02d}:00",
         "#SBATCH --requeue",
-        "#SBATCH --signal=TERM@120",
+        f"#SBATCH --signal=TERM@{_WARNING}",
         *([f"#SBATCH --partition={partition}"] if partition else []),
         "set -euo pipefail",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "# Names the interface that ranks talk over, where the machine has several:",
         "# export NCCL_SOCKET_IFNAME=ib0",
+        "code=0",
         f"srun --kill-on-bad-exit=1 torchrun --nnodes={nodes} --nproc-per-node={gpus} --max-restarts={restarts} \\",
         f'  --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$first:{PORT}" \\',
-        f"  --no-python tilewright train {shlex.join(arguments)}",
+        f"  --no-python tilewright train {shlex.join(arguments)} || code=$?",
+        "# At the end of its time the run was told to stop and has saved; it goes on from there when queued again:",
+        f'if [ "$code" -ne 0 ] && [ "$SECONDS" -ge {minutes * 60 - _WARNING - 60} ]; then',
+        '  exec scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
 
 
 def kubernetes(
-    arguments: Sequence[str], *, nodes: int, gpus: int, name: str, image: str, claim: str = "", restarts: int = 3
+    arguments: Sequence[str],
+    *,
+    nodes: int,
+    gpus: int,
+    name: str,
+    image: str,
+    claim: str = "",
+    restarts: int = 3,
+    fewest: int = 1,
 ) -> str:
     """A PyTorchJob: a pod a node; `claim` names the volume with data and checkpoints, mounted at /data.
+
+    Where pods are lost it goes on with no less than `fewest`.
 
     >>> "kind: PyTorchJob" in kubernetes(["run.yaml"], nodes=2, gpus=8, name="big", image="site/tilewright:1")
     True
@@ -65,7 +85,8 @@ def kubernetes(
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": claim}})
     container = {
         "name": "pytorch", "image": image, "command": ["torchrun"],
-        "args": ["--no-python", "tilewright", "train", *arguments],
+        # Kubernetes reads $(NAME) as a variable, and $$ as a dollar.
+        "args": ["--no-python", "tilewright", "train", *(one.replace("$", "$$") for one in arguments)],
         "resources": {"limits": {"nvidia.com/gpu": gpus}}, "volumeMounts": mounts,
     }  # fmt: skip
     if claim:
@@ -77,7 +98,7 @@ def kubernetes(
     # The operator tells torchrun how many pods there are and where they meet, by its PET_... variables.
     spec = {
         "elasticPolicy": {
-            "rdzvBackend": "c10d", "minReplicas": 1, "maxReplicas": nodes, "maxRestarts": restarts,
+            "rdzvBackend": "c10d", "minReplicas": fewest, "maxReplicas": nodes, "maxRestarts": restarts,
             "nProcPerNode": gpus,
         },
         "nprocPerNode": str(gpus), "pytorchReplicaSpecs": {"Worker": worker},

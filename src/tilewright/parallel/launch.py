@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -26,6 +28,7 @@ from tilewright.errors import UserError
 FOLDER = "TILEWRIGHT_ALIVE"  # of the files by which ranks say that they are
 _BEAT = 1.0  # seconds between two signs of life
 _SILENT = 30.0  # seconds without one after which a rank counts as hung
+_AT_ONCE = 5.0  # seconds from the first failure in which a rank that was killed counts as its cause
 _USER_ERROR, _STOPPED = 2, 130  # exit codes that another start would not change
 
 
@@ -67,6 +70,7 @@ def run(
         if attempt == restarts or following is None:
             raise UserError(f"{why}, and there is no restart left; look at what it printed, and start again.")
         say(f"{why}: goes on from the newest checkpoint with {following.ranks} of {start.ranks} ranks.")
+        _leave_out(failed.local_rank, following.ranks)
         start = following
     raise AssertionError("unreachable")
 
@@ -92,11 +96,31 @@ def _run_once(
             try:
                 elastic_launch(config, sys.executable)(*command)
             except ChildFailedError as error:
-                # One that was killed takes others with it, whose messages fail: it is the cause, whoever came first.
-                killed = [one for one in error.failures.values() if one.exitcode in (-signal.SIGKILL, -signal.SIGSEGV)]
-                first: ProcessFailure = killed[0] if killed else error.get_first_failure()[1]
-                return first
+                return _first(list(error.failures.values()))
+            except SignalException as stopped:  # the agent has passed it on to the ranks, and they have ended
+                raise KeyboardInterrupt from stopped
     return None
+
+
+def _first(failures: Sequence[ProcessFailure]) -> ProcessFailure:
+    """The failure that the others come from.
+
+    One that was killed takes others with it, whose messages fail: it is the cause, though they may be noticed before.
+    Much later the agent kills those that do not end by themselves.
+    """
+    first = min(failures, key=lambda one: one.timestamp)
+    killed = (one for one in failures if one.exitcode in (-signal.SIGKILL, -signal.SIGSEGV))
+    return next((one for one in killed if one.timestamp - first.timestamp <= _AT_ONCE), first)
+
+
+def _leave_out(local_rank: int, ranks: int) -> None:
+    """Hide the GPU of a rank that failed from those to come, where there are enough others for them."""
+    if not torch.cuda.is_available():
+        return
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = [str(number) for number in range(torch.cuda.device_count())] if given is None else given.split(",")
+    if local_rank < len(seen) and ranks < len(seen):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[:local_rank] + seen[local_rank + 1 :])
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tilewright.parallel.layout import Layout
@@ -64,3 +66,13 @@ class Mesh:
         if self.whole is not None:
             dist.all_reduce(tensor)
         return tensor
+
+
+def limit_waiting(seconds: float) -> None:
+    """Let a rank that waits for others give up after so many seconds, in every process group that there is.
+
+    Meshes, and what is made of them, have groups with PyTorch's own limit; there is no public way to set another.
+    """
+    if dist.is_initialized():
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.split import SplitGPT
@@ -70,7 +69,7 @@ class Pipeline:
         self, model: StageGPT, forward: Any, mesh: Mesh, device: torch.device, streams: tuple[Any, Any]
     ) -> None:
         self.model, self.forward, self.mesh, self.device, self.streams = model, forward, mesh, device, streams
-        self._schedules: dict[tuple[int, int], Schedule1F1B] = {}
+        self._schedules: dict[tuple[int, int], Any] = {}
 
     def _stream(self, rows: int, device: Any) -> tuple[Tensor, ...]:
         """Empty tensors as they go from stage to stage."""
@@ -80,7 +79,9 @@ class Pipeline:
         needs = torch.is_grad_enabled()  # PyTorch sends gradients back of what says that it needs them
         return tuple(torch.empty(shape, dtype=dtype, device=device, requires_grad=needs) for dtype in self.streams)
 
-    def _schedule(self, rows: int, count: int) -> Schedule1F1B:
+    def _schedule(self, rows: int, count: int) -> Any:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # a second that only a pipeline pays
+
         if (rows, count) not in self._schedules:
             place, stages = self.mesh.place("pp"), self.mesh.layout.pp
             tokens = torch.empty(rows, self.model.config.sequence, dtype=torch.int64, device="meta")

@@ -66,8 +66,10 @@ class Spread:
         if layout.is_sharded:
             replicas.shard(model, list(getattr(model, "blocks", model).children()), mesh, policy)
         self.shards = Shards(model, mesh, twice="token.weight" if tied else "")
+        # DDP takes no model of which only some parameters are DTensors: with tp, gradients are added up after backward.
+        self.overlaps = policy.overlap and layout.tp == 1 and layout.replicas > 1 and not layout.is_sharded
         # What gradients are to be divided by: DDP and FSDP2 take means themselves, in backward.
-        self.divisor = 1 if layout.is_sharded or policy.overlap else layout.replicas
+        self.divisor = 1 if layout.is_sharded or self.overlaps else layout.replicas
 
     def replicate(self, streams: tuple[torch.dtype, torch.dtype]) -> None:
         """Let DDP watch backward, once the model has its dtype and its compiler.
@@ -75,7 +77,7 @@ class Spread:
         Args:
             streams: dtypes of what a sublayer returns and of the residual stream.
         """
-        if self.mesh.layout.replicas > 1 and self.divisor == 1 and not self.mesh.layout.is_sharded:
+        if self.overlaps:
             self.forward = replicas.replicate(self.model, self.mesh)
         self.pipeline: Pipeline | None = None
         if self.mesh.layout.pp > 1:

@@ -10,6 +10,7 @@ from tilewright.errors import UserError
 from tilewright.plan.lever import Lever
 
 GPT_BLOCKS = ("standard", "optimized")
+OWN_ATTENTION = ("hopper", "triton")  # backends of `ops.attention`
 CHOICES = {
     "gpt_block": GPT_BLOCKS,
     "recompute": ("none", "selective", "full", "budget"),

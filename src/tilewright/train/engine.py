@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from tilewright.errors import UserError
 from tilewright.measure.compile_cache import redirect_defaults
 from tilewright.models import GPT
-from tilewright.models.block import OWN_ATTENTION
 from tilewright.ops.attention import hopper_forward
 from tilewright.ops.attention.backends import why_not_model
-from tilewright.parallel.layout import Layout
 from tilewright.parallel.replicas import Policy
 from tilewright.parallel.spread import Spread
-from tilewright.plan.gpt import GPTConfig
+from tilewright.plan.gpt import OWN_ATTENTION, GPTConfig
 from tilewright.runtime import dispatch
 from tilewright.train import optimizers
 from tilewright.train.schema import RECORDING, Train
@@ -77,18 +75,6 @@ def check_levers(config: Train, device: torch.device, accumulation: int) -> None
             f"compile={config.compile} would overwrite the gradients that {accumulation} micro batches add up; choose "
             "another mode, or cuda_graphs=true, or one micro batch a step."
         )
-
-
-def check_spread(config: Train, layout: Layout) -> None:
-    """Refuse what does not go together with the layout of a run."""
-    if layout.pieces > 1:
-        raise UserError("parallel.pieces: interleaved stages are not there yet; leave it out.")
-    how = next((name for name in ("compile", "rules") if getattr(config, name) != "none"), "")
-    how = "cuda_graphs" if config.cuda_graphs else how
-    if how and layout.ranks > 1 and (layout.is_sharded or layout.replicas < layout.ranks or layout.cp > 1):
-        raise UserError(f"{how} does not go together with parallel ({layout}); leave it out, or use dp alone.")
-    if layout.cp > 1 and config.model.attention not in ("auto", *OWN_ATTENTION):
-        raise UserError("parallel.cp takes its own attention to all ranks' keys; choose model.attention=auto.")
 
 
 def _check_attention(config: Train, device: torch.device) -> None:

@@ -30,13 +30,14 @@ from tilewright.measure.compile_cache import own_compile_cache
 from tilewright.measure.machine import describe
 from tilewright.measure.results import SCHEMA
 from tilewright.parallel.agree import require_same
-from tilewright.parallel.layout import check as check_layout
+from tilewright.parallel.mesh import limit_waiting
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.memory import train as plan_memory
+from tilewright.train.check_ranks import check_ranks
 from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
 from tilewright.train.checkpoint_format import short
 from tilewright.train.data import Batches, first_samples, open_dataset
-from tilewright.train.engine import Engine, check_levers, check_spread, device_of, precision_of, restored_modes
+from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
 from tilewright.train.guard import Watch
 from tilewright.train.load_config import write_yaml
 from tilewright.train.memory_plan import planned, policies, refuse_misfit
@@ -155,21 +156,18 @@ def _sentences() -> Iterator[None]:
 class _Run:
     def __init__(self, config: Train, shown: Shown, signals: Signals, closing: contextlib.ExitStack) -> None:
         self.config, self.signals, self.closing = config, signals, closing
+        require_same({"tilewright": __version__, "torch": torch.__version__}, "version")
+        require_same(dataclasses.asdict(config), "configuration")  # before anything that depends on it
         self.device = device_of(config)
         if self.device.type == "cuda":
             closing.enter_context(torch.cuda.device(self.device))
-        layout = config.layout(World.size())
-        self.sizes = config.batch_sizes(layout.dp)
+        layout, self.sizes = check_ranks(config, World.size())
         self.records = config.cuda_graphs or config.compile in RECORDING
         check_levers(config, self.device, self.sizes.accumulation)
         self.precision = precision_of(config, self.device)
         self.plan = planned(config, self.precision, self.sizes.micro, self.sizes.accumulation, layout)
-        check_layout(layout, from_gpt(config.model), self.plan, optimizer=config.optimizer.name)
-        check_spread(config, layout)
         self.world = World.current(layout, self.device.type)
-        require_same({"tilewright": __version__, "torch": torch.__version__}, "version")
-        require_same(dataclasses.asdict(config), "configuration")
-        self.shown = shown if self.world.speaks else Shown()
+        self.shown = shown if self.world.is_rank_zero else Shown()
         self.policies = policies(config, self.plan)
         peak, self.peak_source = hardware.peak(
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
@@ -198,6 +196,7 @@ class _Run:
             self.folder / "checkpoints", keep=settings.keep, asynchronous=settings.asynchronous
         )
         closing.callback(self.checkpoints.close)
+        limit_waiting(config.parallel.timeout)
         self.samples = 0  # consumed: the whole state of the data
         self.step = self.saved = self.resumed = self._resume()
         self.peak = 0  # bytes allocated at once while recording
@@ -274,7 +273,7 @@ class _Run:
         self.batches = Batches(self.dataset, firsts, config.data.workers, self.device)
         self.closing.callback(self.batches.close)
         self.journal: Journal | None = None
-        if self.world.speaks:
+        if self.world.is_rank_zero:
             write_yaml(config, self.folder / "config.yaml")
             self.journal = Journal(self.folder, self.step, config.log.tensorboard)
             self.closing.callback(self.journal.close)
@@ -296,7 +295,7 @@ class _Run:
     def _profile(self) -> None:
         if self.config.steps - self.step < TAKES:
             self.shown.say(f"A profile takes {TAKES} steps, and fewer are left; raise steps for one.")
-        elif self.world.speaks:
+        elif self.world.is_rank_zero:
             predicted = plan_memory(self.decoder, self.plan)
             folder = self.folder / "profile"
             self.shown.profile(profile_run(self.engine, self._advance, predicted, folder, self.shown.trace))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -31,6 +32,9 @@ def uninterrupted() -> Iterator[None]:
 class Signals:
     """Ctrl-C and a polite kill, noted; a second one interrupts at once, and so does the first where it may.
 
+    Under torchrun a second one does not insist: a scheduler sends one to all processes, and the agent passes its own
+    on. It kills those that do not end.
+
     To be noted matters in both cases: Python drops an interrupt that comes while it collects garbage.
     """
 
@@ -55,7 +59,8 @@ class Signals:
 
     def _note(self, number: int, frame: Any) -> None:
         again, self.came = self.came, True
-        if again or (self._at_once and not _held["by"]):
+        insists = again and "TORCHELASTIC_RUN_ID" not in os.environ
+        if insists or (self._at_once and not _held["by"]):
             _held["due"] = False
             raise KeyboardInterrupt
         _held["due"] = self._at_once

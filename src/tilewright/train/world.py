@@ -25,7 +25,7 @@ from tilewright.parallel.mesh import Mesh
 class World:
     """This process among those that train together.
 
-    >>> World().speaks
+    >>> World().is_rank_zero
     True
     """
 
@@ -47,17 +47,18 @@ class World:
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
-    def speaks(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is the one process that shows and writes metrics."""
         return self.rank == 0
 
     @staticmethod
     @contextlib.contextmanager
-    def joined(timeout: float = 600.0) -> Iterator[None]:
+    def joined(timeout: float = 600.0, device: str = "auto") -> Iterator[None]:
         """Join those that torchrun has started, if it has: each its own GPU, or processes on a CPU.
 
         Args:
             timeout: seconds after which a rank that waits for others gives up.
+            device: as a run has it; with cpu, GPUs are let alone.
         """
         ranks = _number("WORLD_SIZE", 1, least=1)
         if ranks == 1 or dist.is_initialized():
@@ -72,14 +73,14 @@ class World:
                     f"WORLD_SIZE is {ranks} and {name} is not set; start with torchrun, or unset WORLD_SIZE."
                 )
         _number("MASTER_PORT", None, least=0)
-        if torch.cuda.is_available():
+        on_gpu = torch.cuda.is_available() and device != "cpu"
+        if on_gpu:
             if local >= torch.cuda.device_count():
                 raise UserError(
                     f"LOCAL_RANK is {local} and there are {torch.cuda.device_count()} GPUs; start fewer processes."
                 )
             torch.cuda.set_device(local)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
         try:
             with alive(rank), told_once():
                 yield

@@ -1,0 +1,80 @@
+"""Whether a run can be shared by so many ranks, and how it stays the same run with fewer of them. No torch.
+
+Every rank asks this at its start, and a launcher before it starts any.
+"""
+
+from __future__ import annotations
+
+from tilewright.errors import UserError
+from tilewright.parallel import layout as layouts
+from tilewright.parallel.layout import Layout
+from tilewright.plan.batches import Batches
+from tilewright.plan.decoder import from_gpt
+from tilewright.plan.gpt import OWN_ATTENTION
+from tilewright.plan.memory import Training
+from tilewright.train.schema import Train
+
+
+def check_ranks(config: Train, ranks: int) -> tuple[Layout, Batches]:
+    """How so many ranks share a run; refuses what they cannot.
+
+    >>> check_ranks(Train(global_batch=8), 4)[0].dp
+    4
+    """
+    layout = config.layout(ranks)
+    sizes = config.batch_sizes(layout.dp)
+    training = Training(micro_batch=sizes.micro, accumulation=sizes.accumulation)
+    layouts.check(layout, from_gpt(config.model), training, optimizer=config.optimizer.name)
+    _check_together(config, layout)
+    _check_sharding(config, layout)
+    return layout, sizes
+
+
+def _check_together(config: Train, layout: Layout) -> None:
+    """Refuse what does not go together with the layout of a run."""
+    if layout.pieces > 1:
+        raise UserError("parallel.pieces: interleaved stages are not there yet; leave it out.")
+    if layout.ranks > 1 and config.device.startswith("cuda:"):
+        raise UserError(f"device is {config.device}, and each of {layout.ranks} ranks has its own; choose device=cuda.")
+    how = next((name for name in ("compile", "rules") if getattr(config, name) != "none"), "")
+    how = "cuda_graphs" if config.cuda_graphs else how
+    if how and layout.ranks > 1 and (layout.is_sharded or layout.replicas < layout.ranks or layout.cp > 1):
+        raise UserError(f"{how} does not go together with parallel ({layout}); leave it out, or use dp alone.")
+    if layout.cp > 1 and config.model.attention not in ("auto", *OWN_ATTENTION):
+        raise UserError("parallel.cp takes its own attention to all ranks' keys; choose model.attention=auto.")
+
+
+def _check_sharding(config: Train, layout: Layout) -> None:
+    """Refuse settings of FSDP2 that would do nothing, or more than they say."""
+    settings = config.parallel
+    for name in ("parameters", "gradients"):
+        if getattr(settings, name) != "auto" and layout.zero == 0:
+            raise UserError(f"parallel.{name} is for parallel.zero=2 or 3, and zero is 0; set zero, or leave it out.")
+    if settings.reshard and layout.zero != 3:
+        raise UserError(f"parallel.reshard is for parallel.zero=3, and zero is {layout.zero}; leave it out.")
+    if settings.reshard and layout.is_sharded and layout.replicas % settings.reshard:
+        raise UserError(
+            f"parallel.reshard is {settings.reshard}, and {layout.replicas} ranks share the weights; choose a divisor."
+        )
+    in_bf16 = config.model.residual == "bf16" or config.precision in ("bf16_kahan", "bf16_stochastic")
+    if settings.parameters == "bf16" and not in_bf16:
+        raise UserError(
+            "parallel.parameters=bf16 makes the residual stream bfloat16; set model.residual=bf16, or leave it out."
+        )
+
+
+def with_fewer_ranks(config: Train, ranks: int) -> tuple[str, ...]:
+    """What is added to the command line of a run of so many ranks for it to learn the same with fewer."""
+    _, sizes = check_ranks(config, ranks)
+    found = [f"global_batch={sizes.global_}", f"micro_batch={sizes.micro}", "accumulation=0", "parallel.dp=0"]
+    if ranks > 1 and config.parallel.dropout == "auto":
+        found.append("parallel.dropout=position")
+    if config.checkpoint.resume == "never":
+        found.append("checkpoint.resume=auto")
+    return tuple(found)
+
+
+def keeps_its_ranks(config: Train, ranks: int) -> bool:
+    """Whether a checkpoint of so many ranks is for as many alone: states in 8 bits have scales of a rank's part."""
+    layout, _ = check_ranks(config, ranks)
+    return config.optimizer.name == "adamw_8bit" and (layout.is_sharded or layout.tp > 1)
