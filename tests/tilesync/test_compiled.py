@@ -1,6 +1,7 @@
 """A compiled graph: one op, with a fake and a gradient; every mode computes the same on a GPU."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,19 @@ from hypothesis import strategies as st
 
 from ops.contract import DEVICE, on_hopper
 from tilesync.graphs import chain, graphs, tensors
-from tilewright.tilesync import Gemm, Graph, GraphError, TilesyncError, chains, check, compile, compiled, launch
+from tilewright.measure.clock import Timing
+from tilewright.tilesync import (
+    Gemm,
+    Graph,
+    GraphError,
+    TilesyncError,
+    chains,
+    check,
+    compile,
+    compiled,
+    launch,
+    raise_if_failed,
+)
 from tilewright.tilesync.compiled import compute_plainly
 
 HALF = torch.bfloat16
@@ -123,6 +136,147 @@ def test_chains_compute_what_pytorch_does(name):
     torch.testing.assert_close(compile(graph)(**tensors(graph)), truth, rtol=1e-4, atol=1e-4)
 
 
+# The host's part, with stand-ins for the kernel, the clock and the stream.
+
+
+@pytest.fixture
+def host(monkeypatch, tmp_path):
+    """A CPU that passes for a Hopper; `captures`, `errors`, `broken` and `fastest` can be set."""
+    host = SimpleNamespace(captures=False, errors={}, broken={}, fastest="pdl", timed=[], aside=0)
+
+    class Runner:
+        def __init__(self, program, on, dtype):
+            self.program = program
+
+        def run(self, mode, inputs):
+            if mode in host.broken:
+                raise host.broken[mode]
+            return compute_plainly(self.program, list(inputs.values()))
+
+        def raise_if_failed(self):
+            if host.broken.get("replay") and host.timed:
+                raise host.broken["replay"]
+
+    def aside(on, function):
+        assert not host.captures
+        host.aside += 1
+        return function()
+
+    def clock(functions):
+        host.timed.append([mode for mode, function in functions.items() if function()])
+        times = {mode: Timing(1.0 + (mode != host.fastest), 1.0, 1.0, 1, (1.0,)) for mode in functions}
+        return {mode: time for mode, time in times.items() if mode not in host.errors}, dict(host.errors)
+
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr(launch, "Runner", Runner)
+    monkeypatch.setattr(launch, "aside", aside)
+    monkeypatch.setattr(launch, "_runners", {})
+    monkeypatch.setattr(launch, "why_no_kernel", lambda program, inputs: "")
+    monkeypatch.setattr(compiled, "interleaved_graph_time", clock)
+    monkeypatch.setattr(compiled, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: host.captures)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Hopper")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return host
+
+
+def fresh(monkeypatch, mode="auto"):
+    """The graph as another process compiles it, and its inputs."""
+    monkeypatch.setattr(compiled, "_compiled", {})
+    return compile(swiglu(), mode), tensors(swiglu())
+
+
+def test_auto_measures_once_and_the_next_process_finds_it_on_disk(host, monkeypatch):
+    for _ in range(2):
+        op, inputs = fresh(monkeypatch)
+        op(**inputs), op(**inputs)
+        assert list(op.fastest.values()) == ["pdl"] and host.timed == [["plain", *OURS]]
+
+
+@pytest.mark.parametrize("where", ["clock", "run", "replay"])
+def test_a_measurement_that_failed_is_said_and_is_not_kept_on_disk(host, monkeypatch, caplog, where):
+    error = TilesyncError("a sick GPU") if where == "replay" else RuntimeError("a sick GPU")
+    if where == "clock":
+        host.errors = dict.fromkeys(("plain", *OURS), error)
+    else:
+        host.broken = {"persistent" if where == "run" else "replay": error}
+    op, inputs = fresh(monkeypatch)
+    op(**inputs), op(**inputs)
+    assert list(op.fastest.values()) == ["plain" if where == "clock" else "pdl"] and len(host.timed) == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (4 if where == "clock" else 1) and all("a sick GPU" in each for each in said)
+    assert "could not be measured as persistent" in said[-1]
+    host.errors, host.broken, host.fastest = {}, {}, "persistent"
+    op, inputs = fresh(monkeypatch)
+    op(**inputs)
+    assert list(op.fastest.values()) == ["persistent"] and len(host.timed) == 2
+
+
+def test_what_is_captured_first_runs_plainly_or_says_what_to_do(host, monkeypatch, caplog):
+    """Also where the disk knows a mode: its kernel cannot be loaded during a capture."""
+    op, inputs = fresh(monkeypatch)
+    y = op(**inputs)
+    monkeypatch.setattr(launch, "_runners", {})
+    op, _ = fresh(monkeypatch)
+    host.captures = True
+    assert torch.equal(op(**inputs), y) and not op.fastest and not launch._runners
+    assert "call it once before it is captured" in caplog.text
+    explicit, _ = fresh(monkeypatch, "persistent")
+    with pytest.raises(GraphError, match=f"{explicit.graph.name}: call it once before it is captured"):
+        explicit(**inputs)
+    host.captures = False
+    op(**inputs), explicit(**inputs)
+    host.captures = True
+    assert torch.equal(op(**inputs), y) and torch.equal(explicit(**inputs), y)
+    assert list(op.fastest.values()) == ["pdl"] and len(host.timed) == 1
+
+
+def test_a_runner_lives_on_since_captured_graphs_may_read_its_memory(host):
+    program, on = check(swiglu()), torch.device("cpu")
+    first = launch.runner(program, on, HALF)
+    others = {launch.runner(check(swiglu()), on, HALF) for _ in range(300)}
+    assert launch.runner(program, on, HALF) is first and len(others) == 300 and host.aside == 301
+
+
+def test_each_stream_and_each_captured_call_has_semaphores_of_its_own_which_were_zeroed_before(monkeypatch):
+    captures, stream, made = False, 7, []
+
+    def aside(on, function):
+        assert not captures
+        made.append(function())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
+    monkeypatch.setattr(launch, "aside", aside)
+    runner = launch.Runner.__new__(launch.Runner)
+    runner.device, runner.lowered = torch.device("cpu"), SimpleNamespace(control_words=64)
+    runner.controls, runner.captured, runner.spare = {}, [], runner._zeroed_controls()
+    ready = {each.data_ptr() for each in runner.spare}
+    eager = runner._control()
+    assert runner._control() is eager and not made
+    captures = True
+    captured = [runner._control() for _ in range(launch.SPARE)]
+    places = {each.data_ptr() for each in (eager, *captured)}
+    assert places == ready and len(ready) == launch.SPARE + 1 and all(len(each) == 64 for each in captured)
+    assert runner._control().data_ptr() not in ready  # its graph clears it
+    captures, stream = False, 8
+    assert runner._control() is not eager and len(made) == 1 and len(runner.spare) == launch.SPARE
+    assert len(runner.captured) == launch.SPARE + 1
+
+
+def test_a_wait_that_failed_in_a_replayed_graph_is_raised_for_every_runner(monkeypatch):
+    def fail():
+        raise TilesyncError("waited too long")
+
+    sound, sick = SimpleNamespace(raise_if_failed=lambda: None), SimpleNamespace(raise_if_failed=fail)
+    monkeypatch.setattr(launch, "_runners", {1: sound})
+    raise_if_failed()
+    launch._runners[2] = sick
+    with pytest.raises(TilesyncError, match="waited too long"):
+        raise_if_failed()
+
+
 # On a GPU.
 
 
@@ -172,7 +326,7 @@ def test_large_chains_replayed_1000_times_on_two_streams(name, rows):
                 with torch.cuda.stream(stream):
                     replay.replay()
         torch.cuda.synchronize()
-        launch.runner(op.program, y.device, y.dtype).raise_if_failed()
+        raise_if_failed()
         assert all(torch.equal(replay.output, y) for replay in captured), mode
 
 
@@ -196,11 +350,37 @@ def test_a_lost_post_is_an_error_and_the_next_call_is_right():
 
 
 @on_hopper
-def test_auto_takes_a_mode_and_keeps_it():
+def test_auto_measures_every_mode_on_the_default_stream_and_keeps_the_fastest(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
+    caplog.set_level("INFO", "tilewright")
     graph = chains.mlp(1, 1024, 1024)
     inputs = tensors(graph, 1, HALF, DEVICE)
     op = compile(graph)
     y = op(**inputs)
-    assert op.fastest.popitem()[1] in ("plain", *OURS) and near(
-        y, compute_plainly(op.program, list(inputs.values()))[0]
-    )
+    (said,) = (record.getMessage() for record in caplog.records if "runs as" in record.getMessage())
+    assert all(f"{mode} " in said.split("(")[1] for mode in ("plain", *OURS)), said
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert near(y, compute_plainly(op.program, list(inputs.values()))[0])
+    keep = op.fastest.copy()
+    op.fastest.clear()
+    op(**inputs)
+    assert op.fastest == keep and caplog.text.count("runs as") == 1
+
+
+@on_hopper
+@pytest.mark.parametrize("mode", ["auto", *OURS])
+def test_reduce_overhead_captures_it_and_replays_are_right(mode):
+    graph = chains.mlp(3, 1024, 1024)
+    inputs = tensors(graph, 1, HALF, DEVICE)
+    op = compile(graph, mode)
+    torch.compiler.reset()
+    run = torch.compile(lambda x: op(**{**inputs, "x": x}) * 2, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for turn in range(20):
+            x = inputs["x"] + turn
+            truth = 2 * compute_plainly(op.program, [x, *list(inputs.values())[1:]])[0]
+            assert near(run(x).clone(), truth), turn
+            filled = [torch.full((2**20,), -1, device=DEVICE) for _ in range(4)]  # memory that was freed is written
+            del filled
+    torch.cuda.synchronize()
+    raise_if_failed()

@@ -87,6 +87,7 @@ def _as_pytorch_takes(case: Case, inputs: dict[str, Tensor]) -> tuple[Callable[.
 
 def prepare(case: Case) -> Prepared:
     """The forward pass of each implementation."""
+    tilesync.raise_if_failed()  # of the case before, whose graphs were replayed
     graph = graph_of(case)
     sets = [
         {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5 for name, shape in
@@ -136,4 +137,6 @@ def _label(case: Case) -> str:
 
 def run(ask: Ask) -> Case:
     """Measure every case."""
-    return run_cases("tilesync", cases(ask.quick), prepare, _limits, _label, peers=("torch",), ask=ask)
+    result = run_cases("tilesync", cases(ask.quick), prepare, _limits, _label, peers=("torch",), ask=ask)
+    tilesync.raise_if_failed()
+    return result

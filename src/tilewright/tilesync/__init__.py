@@ -3,7 +3,7 @@
 from tilewright.tilesync.check import Program, check, check_queues, check_residency, edges
 from tilewright.tilesync.compiled import MODES, Compiled, compile, find
 from tilewright.tilesync.graph import Graph, GraphError, Region, Spec, Stage, Work
-from tilewright.tilesync.launch import TilesyncError
+from tilewright.tilesync.launch import TilesyncError, raise_if_failed
 from tilewright.tilesync.policies import (
     Conv2DSync,
     DerivedSync,
@@ -35,4 +35,5 @@ __all__ = [
     "Graph", "GraphError", "GroupSync", "NoSync", "Norm", "Policy", "Program", "QuantizedGemm", "Reduction", "Region",
     "Rope", "RowSync", "Spec", "SplitKSync", "Stage", "StageSync", "StridedSync", "TileSync", "TilesyncError", "Work",
     "check", "check_queues", "check_residency", "compile", "derive_policy", "edges", "find",
+    "raise_if_failed",
 ]  # fmt: skip

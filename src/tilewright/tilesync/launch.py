@@ -2,12 +2,16 @@
 
 Semaphores belong to one launch at a time. Eager calls have a set for each stream, on which launches follow each other;
 a captured call has one of its own, for its graph may be replayed on any stream. Sets are zeroed once, when made.
+
+Nothing of a runner is ever freed, since a captured graph may read it whenever it is replayed.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,17 +21,41 @@ from tilewright.runtime import dispatch, hopper, nvrtc
 from tilewright.tilesync import device
 from tilewright.tilesync.check import Program
 from tilewright.tilesync.device import DEPENDENT, TIMES, WAITS
+from tilewright.tilesync.graph import GraphError
 
 PATIENCE = 2 * 10**9  # nanoseconds
-_SPARE = 4  # sets of semaphores for calls that are captured
+SPARE = 32  # sets of semaphores that are ready before a capture begins: as many as many models have layers
+
+T = TypeVar("T")
 
 
 class TilesyncError(RuntimeError):
     """A wait that took too long."""
 
 
+def aside(on: torch.device, function: Callable[[], T]) -> T:
+    """Call a function in a thread and on a stream of its own, behind the current stream; return when both are done.
+
+    So what it allocates does not lie in the memory of CUDA graphs that the caller warms up for, as torch.compile does
+    with ``mode="reduce-overhead"``, and it may capture graphs itself. The caller's stream must not be capturing.
+    """
+    current = torch.cuda.current_stream(on)
+
+    def call() -> T:
+        with torch.no_grad(), torch.cuda.device(on):
+            own = torch.cuda.Stream()
+            own.wait_stream(current)
+            with torch.cuda.stream(own):
+                result = function()
+            own.synchronize()
+            return result
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
+
+
 class Runner:
-    """A program on one device and in one dtype."""
+    """A program on one device and in one dtype; made `aside`."""
 
     def __init__(self, program: Program, on: torch.device, dtype: torch.dtype) -> None:
         self.device, self.lowered = on, device.lower(program, dtype)
@@ -40,23 +68,28 @@ class Runner:
         self.report = torch.zeros(device.FAILURE.itemsize, dtype=torch.uint8, pin_memory=True)
         self.reported = self.report.numpy().view(device.FAILURE)
         self.controls: dict[int, Tensor] = {}  # by stream
-        self.spare: list[Tensor] = []
+        self.spare = self._zeroed_controls()
         self.captured: list[Tensor] = []  # for as long as their graphs may be replayed
         self.blocks = min(dispatch.multiprocessors(on), len(program.tasks))
 
+    def _zeroed_controls(self) -> list[Tensor]:
+        sizes = SPARE + 1, self.lowered.control_words
+        return list(torch.zeros(sizes, dtype=torch.int32, device=self.device))
+
     def _control(self) -> Tensor:
-        words, capturing = self.lowered.control_words, torch.cuda.is_current_stream_capturing()
-        if capturing:
+        """Return the semaphores of a call: the current stream's, or new ones while it is capturing."""
+        if torch.cuda.is_current_stream_capturing():
             # Without a spare one the graph clears a new one itself, each time it is replayed.
+            words = self.lowered.control_words
             control = self.spare.pop() if self.spare else torch.zeros(words, dtype=torch.int32, device=self.device)
             self.captured.append(control)
             return control
-        while len(self.spare) < _SPARE:
-            self.spare.append(torch.zeros(words, dtype=torch.int32, device=self.device))
-            torch.cuda.current_stream(self.device).synchronize()  # before another stream takes it
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if stream not in self.controls:
-            self.controls[stream] = torch.zeros(words, dtype=torch.int32, device=self.device)
+        is_new = stream not in self.controls
+        if len(self.spare) < SPARE + is_new:
+            self.spare += aside(self.device, self._zeroed_controls)
+        if is_new:
+            self.controls[stream] = self.spare.pop()
         return self.controls[stream]
 
     def raise_if_failed(self) -> None:
@@ -117,7 +150,29 @@ def why_no_kernel(program: Program, inputs: Sequence[Tensor]) -> str:
     return device.why_not(program, first.dtype)
 
 
-@functools.lru_cache(256)
+_runners: dict[tuple[Program, torch.device, torch.dtype], Runner] = {}
+_lock = threading.Lock()  # of the one that makes a runner
+
+
 def runner(program: Program, on: torch.device, dtype: torch.dtype) -> Runner:
-    """Return the runner of a program, compiled and loaded."""
-    return Runner(program, on, dtype)
+    """Return the runner of a program, compiled and loaded; it lives as long as the process."""
+    key = program, on, dtype
+    if key not in _runners:
+        if torch.cuda.is_current_stream_capturing():
+            raise GraphError(f"{program.graph.name}: call it once before it is captured.")
+        with _lock:
+            if key not in _runners:
+                _runners[key] = aside(on, lambda: Runner(*key))
+    return _runners[key]
+
+
+def raise_if_failed() -> None:
+    """Raise what any launch of this process that has ended reported: a wait that took too long.
+
+    The next call raises it by itself. A CUDA graph that is replayed makes no call, so whoever replays one calls this
+    when the GPU has finished, before the numbers are used.
+
+    >>> raise_if_failed()
+    """
+    for each in list(_runners.values()):
+        each.raise_if_failed()
