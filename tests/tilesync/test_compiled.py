@@ -1,6 +1,8 @@
 """A compiled graph: one op, with a fake and a gradient; every mode computes the same on a GPU."""
 
+import contextlib
 import itertools
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -263,6 +265,29 @@ def test_each_stream_and_each_captured_call_has_semaphores_of_its_own_which_were
     captures, stream = False, 8
     assert runner._control() is not eager and len(made) == 1 and len(runner.spare) == launch.SPARE
     assert len(runner.captured) == launch.SPARE + 1
+
+
+def test_what_runs_aside_has_a_thread_and_a_stream_of_its_own_between_two_waits(monkeypatch):
+    done, current = [], object()
+    own = SimpleNamespace(wait_stream=lambda other: done.append(other), synchronize=lambda: done.append("ended"))
+
+    @contextlib.contextmanager
+    def stream(of):
+        done.append(of)
+        yield
+        done.append("left")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda on: current)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: own)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    ran = launch.aside(
+        torch.device("cuda", 0), lambda: (done.append("ran"), threading.get_ident(), torch.is_grad_enabled())
+    )
+    assert done == [current, own, "ran", "left", "ended"]
+    assert ran[1] != threading.get_ident() and not ran[2] and torch.is_grad_enabled()
+    with pytest.raises(GraphError, match="no such stage"):
+        launch.aside(torch.device("cuda", 0), lambda: (_ for _ in ()).throw(GraphError("no such stage")))
 
 
 def test_a_wait_that_failed_in_a_replayed_graph_is_raised_for_every_runner(monkeypatch):
