@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from tilewright.errors import UserError
 from tilewright.measure.results import SCHEMA
 from tilewright.optim import AdamW
+from tilewright.parallel.layout import Layout
+from tilewright.parallel.mesh import Mesh
 from tilewright.runtime import cublaslt
 from tilewright.train import loop
 from tilewright.train.checkpoint import read
@@ -101,7 +103,9 @@ def test_dropout_differs_from_step_to_step_and_from_rank_to_rank(tmp_path):
     config = tiny(tmp_path)
     drawn = []
     for step, rank in ((1, 0), (2, 0), (1, 1), (1, 0)):
-        engine = Engine(config, torch.device("cpu"), loop.World(rank, 2), ["none"] * 2)
+        mesh = Mesh(Layout(), "cpu")
+        mesh.place = {"dp": rank, "cp": 0}.get
+        engine = Engine(config, torch.device("cpu"), loop.World(rank, 2, mesh), ["none"] * 2)
         engine.seed(step)
         drawn.append(torch.rand(4).tolist())
     assert drawn[0] == drawn[3]
@@ -114,8 +118,8 @@ def test_every_micro_batch_of_every_step_has_a_mask_of_its_own(tmp_path, monkeyp
     """All sequences are the same and the rate is 0: the loss is always the same, but for dropout, which never is."""
     found, accumulate = [], Engine.accumulate
 
-    def heard(self, tokens, first):
-        found.append(float(accumulate(self, tokens, first)))
+    def heard(self, *given):
+        found.append(float(accumulate(self, *given)))
         return torch.tensor(found[-1])
 
     monkeypatch.setattr(Engine, "accumulate", heard)
@@ -176,8 +180,8 @@ def broken(monkeypatch, when):
     """Make the loss of micro batches that `when(number)` names a NaN; they are counted from 0."""
     accumulate, number = Engine.accumulate, iter(range(10**6))
 
-    def bad(self, tokens, first):
-        loss = accumulate(self, tokens, first)
+    def bad(self, *given):
+        loss = accumulate(self, *given)
         return loss * math.nan if when(next(number)) else loss
 
     monkeypatch.setattr(Engine, "accumulate", bad)
@@ -187,7 +191,7 @@ def broken(monkeypatch, when):
 def test_a_loss_that_is_no_number_stops_the_run_and_its_batch_is_kept(tmp_path, monkeypatch, step):
     taken, accumulate = [], Engine.accumulate
     monkeypatch.setattr(
-        Engine, "accumulate", lambda self, t, first: (taken.append(t.clone()), accumulate(self, t, first))[1]
+        Engine, "accumulate", lambda self, t, *given: (taken.append(t.clone()), accumulate(self, t, *given))[1]
     )
     broken(monkeypatch, lambda number: number == step - 1)
     with pytest.raises(UserError, match=f"step {step}: the loss is nan.*guard.nan=skip"):
@@ -206,8 +210,8 @@ def test_a_skipped_step_changes_nothing_but_the_count(tmp_path, monkeypatch):
     """Also where the NaN is in the middle of an accumulation, whose other gradients must not reach the next step."""
     accumulate = Engine.accumulate
 
-    def poisoned(self, tokens, first):
-        loss = accumulate(self, tokens, first)
+    def poisoned(self, *given):
+        loss = accumulate(self, *given)
         if poisoned.number == 4:  # the second micro batch of step 2
             self.model.token.weight.grad[3] = math.nan
         poisoned.number += 1
@@ -242,9 +246,9 @@ def test_too_many_skipped_in_a_row_stop_the_run(tmp_path, monkeypatch):
 def test_a_spike_is_skipped_or_stops(tmp_path, monkeypatch):
     accumulate = Engine.accumulate
 
-    def jumps(self, tokens, first):
+    def jumps(self, *given):
         jumps.number += 1
-        return accumulate(self, tokens, first) + (5.0 if jumps.number == 25 else 0.0)
+        return accumulate(self, *given) + (5.0 if jumps.number == 25 else 0.0)
 
     monkeypatch.setattr(Engine, "accumulate", jumps)
     jumps.number = 0
