@@ -37,6 +37,7 @@ def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path, monkeypatch):
         (alive,) = tmp_path.glob("tilewright-ranks-*/rank-1-*")
         os.kill(int(alive.name.split("-")[2]), signal.SIGKILL)
 
+    handlers = [signal.getsignal(number) for number in launch._SIGNALS]
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     smaller = lambda most: launch.Start(most) if most else None  # noqa: E731
@@ -45,6 +46,7 @@ def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path, monkeypatch):
         patch.setattr(launch.tempfile, "tempdir", str(tmp_path))
         assert launch.run([str(path)], 2, restarts=1, smaller=smaller, say=said.append) == 0
     killer.join()
+    assert [signal.getsignal(number) for number in launch._SIGNALS] == handlers
     assert said == ["rank 1 ended by SIGKILL: goes on from the newest checkpoint with 1 of 2 ranks."]
     found = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert found == pytest.approx(losses(dataclasses.replace(config, out=str(tmp_path / "alone"))), abs=1e-5, rel=0)

@@ -29,6 +29,7 @@ FOLDER = "TILEWRIGHT_ALIVE"  # of the files by which ranks say that they are
 _BEAT = 1.0  # seconds between two signs of life
 _SILENT = 30.0  # seconds without one after which a rank counts as hung
 _AT_ONCE = 5.0  # seconds from the first failure in which a rank that was killed counts as its cause
+_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # that torchrun's agent handles
 _USER_ERROR, _STOPPED = 2, 130  # exit codes that another start would not change
 
 
@@ -92,7 +93,7 @@ def _run_once(
             monitor_interval=0.2,
         )  # fmt: skip
         command = ["-m", "tilewright", "train", *arguments, *start.overrides]
-        with _watched(Path(folder), say, silent):
+        with _watched(Path(folder), say, silent), _restored_signals():
             try:
                 elastic_launch(config, sys.executable)(*command)
             except ChildFailedError as error:
@@ -121,6 +122,17 @@ def _leave_out(local_rank: int, ranks: int) -> None:
     seen = [str(number) for number in range(torch.cuda.device_count())] if given is None else given.split(",")
     if local_rank < len(seen) and ranks < len(seen):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[:local_rank] + seen[local_rank + 1 :])
+
+
+@contextlib.contextmanager
+def _restored_signals() -> Iterator[None]:
+    """Take back the handlers of signals that the agent sets, and leaves where they are."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
