@@ -203,7 +203,7 @@ class Parallel:
         "What dropout is drawn by: torch's generator, or each token's place, which is alike on any mesh; auto: the "
         "former in one process, the latter in several.",
     )  # fmt: skip
-    timeout: float = told(600.0, "Seconds after which a rank that waits for others gives up.", minimum=1)
+    timeout: float = told(600.0, "Seconds after which a rank that waits for others gives up.", minimum=0.1)
 
     def __post_init__(self) -> None:
         check(self, "parallel.")
