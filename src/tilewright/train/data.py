@@ -20,6 +20,7 @@ import atexit
 import functools
 import hashlib
 import itertools
+import multiprocessing.connection
 import os
 import signal
 import threading
@@ -296,6 +297,8 @@ def _end(iterator: Any) -> None:
 
 def _explain(error: Exception, slow: bool, workers: list[Any]) -> str:
     """Why there is no data, and what to do, in one sentence."""
+    if workers and isinstance(error, (ConnectionError, EOFError)):  # its pipe ends before it does
+        multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=2.0)
     ended = [worker.exitcode for worker in workers if worker.exitcode is not None]
     if ended:
         how = signal.Signals(-ended[0]).name if ended[0] < 0 else f"exit code {ended[0]}"
