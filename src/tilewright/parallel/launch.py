@@ -138,26 +138,19 @@ def _restored_signals() -> Iterator[None]:
 @contextlib.contextmanager
 def _watched(folder: Path, say: Callable[[str], None], silent: float) -> Iterator[None]:
     """Kill a rank that gives no sign of life: then the others fail at once, and do not wait for it."""
-    done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(_BEAT):
-            for path in folder.glob("rank-*"):
-                with contextlib.suppress(OSError, ValueError):
-                    quiet = time.time() - path.stat().st_mtime
-                    if quiet > silent:
-                        number, process = path.name.split("-")[1:]
-                        say(f"rank {number} has given no sign of life for {quiet:.0f} s; it is killed.")
-                        path.unlink()
-                        os.kill(int(process), signal.SIGKILL)
+        for path in folder.glob("rank-*"):
+            with contextlib.suppress(OSError, ValueError):
+                quiet = time.time() - path.stat().st_mtime
+                if quiet > silent:
+                    number, process = path.name.split("-")[1:]
+                    say(f"rank {number} has given no sign of life for {quiet:.0f} s; it is killed.")
+                    path.unlink()
+                    os.kill(int(process), signal.SIGKILL)
 
-    thread = threading.Thread(target=watch, daemon=True, name="watch ranks")
-    thread.start()
-    try:
+    with _repeated(watch):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 @contextlib.contextmanager
@@ -167,19 +160,33 @@ def alive(rank: int) -> Iterator[None]:
     if not folder or not Path(folder).is_dir():
         yield
         return
-    path, done = Path(folder) / f"rank-{rank}-{os.getpid()}", threading.Event()
+    path = Path(folder) / f"rank-{rank}-{os.getpid()}"
     path.touch()
 
     def beat() -> None:
-        while not done.wait(_BEAT):
-            with contextlib.suppress(OSError):
-                os.utime(path)
+        with contextlib.suppress(OSError):
+            os.utime(path)
 
-    thread = threading.Thread(target=beat, daemon=True, name="alive")
+    try:
+        with _repeated(beat):
+            yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _repeated(act: Callable[[], None]) -> Iterator[None]:
+    """Call a function once a beat, in a thread."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(_BEAT):
+            act()
+
+    thread = threading.Thread(target=run, daemon=True, name=f"tilewright {act.__name__}")
     thread.start()
     try:
         yield
     finally:
         done.set()
         thread.join()
-        path.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ SHARES = {
     "attention 128": 0.62, "attention 128 backward": 0.455, "attention 64": 0.44, "attention 64 backward": 0.39,
     "flash": 0.58,  # of cuDNN's share: FlashAttention-2 side by side with it, 286 and 219 TFLOPS at 128
     "efficient": 0.33,  # of cuDNN's share; train_350m.json, as the next
-    "triton": 0.7,  # of cuDNN's share, on an H200: 0.69 to 0.72 by heads of 64 and 128
+    "triton": 0.7,  # of cuDNN's share; on an H200 0.69 to 0.72 by heads of 64 and 128, in a run that is not recorded
     "attention fp32": 0.68,  # of the rate of float32, whose tensors it takes with or without TF32
     "fused": 0.97, "fused loss": 0.74,  # dropout_add_norm.json, activation.json; cross_entropy.json
     "compiled": 0.8, "compiled loss": 0.54,  # the same: of the bytes that one fused kernel would move

@@ -106,17 +106,7 @@ class Gemm(Stage):
         if self.splits > 1:
             parts = [slice(*self.part(split)) for split in range(self.splits)]
             return torch.stack([x[:, part] @ weight[:, part].t() for part in parts])
-        y = x @ weight.t()
-        if self.bias:
-            y = y + widen(given[self.bias])
-        if self.gated:
-            gate, up = y.chunk(2, -1)
-            y = ACTIVATIONS[self.activation](gate) * up
-        else:
-            y = ACTIVATIONS[self.activation](y)
-        if self.residual:
-            y = y + widen(given[self.residual])
-        return y.to(given[self.x].dtype)
+        return _finish(self, x @ weight.t(), given).to(given[self.x].dtype)
 
     def work(self, tile: Tile) -> Work:
         split, rows, columns = self._place(tile)
@@ -233,17 +223,19 @@ class Reduction(Stage):
 
     def compute(self, *inputs: Tensor) -> Tensor:
         given = dict(zip(self.inputs, inputs, strict=True))
-        y = given[self.sums].sum(0)
-        if self.bias:
-            y = y + widen(given[self.bias])
-        if self.gated:
-            gate, up = y.chunk(2, -1)
-            y = ACTIVATIONS[self.activation](gate) * up
-        else:
-            y = ACTIVATIONS[self.activation](y)
-        if self.residual:
-            y = y + widen(given[self.residual])
-        return y.to(given[self.like].dtype)
+        return _finish(self, given[self.sums].sum(0), given).to(given[self.like].dtype)
+
+
+def _finish(stage: Gemm | Reduction, y: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    """The epilogue of a matmul: its bias, its activation, gated or not, and the residual."""
+    if stage.bias:
+        y = y + widen(given[stage.bias])
+    if stage.gated:
+        gate, up = y.chunk(2, -1)
+        y = ACTIVATIONS[stage.activation](gate) * up
+    else:
+        y = ACTIVATIONS[stage.activation](y)
+    return y + widen(given[stage.residual]) if stage.residual else y
 
 
 class Norm(Stage):
