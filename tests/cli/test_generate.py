@@ -2,15 +2,12 @@
 
 import dataclasses
 import json
-import sys
 
 import pytest
 import torch
 
-from tilewright.cli.main import main
 from tilewright.models import GPT
 from tilewright.plan.gpt import LLAMA, GPTConfig
-from tilewright.runtime import dispatch
 from tilewright.train.checkpoint import Checkpoints
 
 pytest.importorskip("tokenizers", reason="text needs it")
@@ -30,20 +27,6 @@ def run(tmp_path_factory):
     checkpoints.save(1, {"model": model.state_dict()}, {"configuration": configuration})
     checkpoints.close()
     return folder
-
-
-@pytest.fixture
-def tilewright(monkeypatch, capsys):
-    monkeypatch.setattr(dispatch, "INTERPRETED", False)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tilewright", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        found = capsys.readouterr()
-        return ended.value.code, found.out, found.err
-
-    return call
 
 
 def test_an_exported_model_writes_text_as_it_comes_and_says_how_fast(run, tmp_path, tilewright):

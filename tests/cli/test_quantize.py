@@ -4,15 +4,12 @@ import dataclasses
 import json
 import re
 import shutil
-import sys
 
 import pytest
 
 from generate.models import tiny
-from tilewright.cli.main import main
 from tilewright.models import GPT
 from tilewright.plan.gpt import LLAMA, GPTConfig
-from tilewright.runtime import dispatch
 from tilewright.train.checkpoint import Checkpoints
 from tilewright.train.export import byte_tokenizer
 
@@ -27,21 +24,6 @@ def folder(tmp_path_factory):
     tiny("llama", vocab_size=256, hidden_size=64, intermediate_size=128).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
     return folder
-
-
-@pytest.fixture
-def tilewright(monkeypatch, capsys):
-    monkeypatch.setattr(dispatch, "INTERPRETED", False)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tilewright", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        found = capsys.readouterr()
-        return ended.value.code, found.out, found.err
-
-    return call
 
 
 def test_a_folder_is_quantized_checked_and_read(folder, tmp_path, tilewright):
