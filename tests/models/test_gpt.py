@@ -69,7 +69,7 @@ def test_losses_and_gradients_agree(style):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("mlp", ["auto", "standard", "fused", "recompute"])
+@pytest.mark.parametrize("mlp", ["auto", "standard", "fused", "recompute", "tilesync"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_bias_that_the_next_norm_adds_is_the_bias(mlp, recompute):
     batch = tokens()

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tilewright import ops
 from tilewright.nn import FusedMLP, GatedMLP, GeluMLP
 
 
@@ -28,6 +29,35 @@ def compare(theirs, ours):
             ]
             torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
     assert ours(x[:0]).shape == (0, 3, 16)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_under_autocast_the_gradients_are_those_of_layers_in_16_bits(gated):
+    theirs = GatedMLP(32, 64) if gated else GeluMLP(32, 64, bias=False)
+    ours = FusedMLP(32, 64, activation="swiglu" if gated else "gelu_tanh")
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(5, 32)
+    found = []
+    for mlp in (theirs, ours):
+        for cast in (True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                y = mlp(x)
+            assert y.dtype == (torch.bfloat16 if cast else torch.float32)
+            found.append((y.float(), *torch.autograd.grad(y.float().square().sum(), list(mlp.parameters()))))
+            assert all(each.dtype == torch.float32 for each in found[-1])
+    (narrow, exact, mine, _) = found
+    for other, truth, own in zip(narrow, exact, mine, strict=True):
+        assert 0 < (own - truth).norm() < 1.5 * (other - truth).norm()
+
+
+def test_layers_that_are_hooked_or_replaced_are_called():
+    for activation in ("swiglu", "geglu_tanh", "gelu"):
+        ours, calls, x = FusedMLP(16, 24, activation=activation), [], torch.randn(3, 16)
+        truth = ours(x)
+        (ours.down_proj if ours.is_gated else ours.down).register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        with ops.explain() as paths:
+            torch.testing.assert_close(ours(x), truth)
+        assert calls == [1] and any("hooked or replaced" in path.why for path in paths)
 
 
 def test_wrong_arguments_are_a_sentence():

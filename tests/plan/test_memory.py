@@ -265,6 +265,16 @@ def test_every_lever_named_saves_what_it_says():
     assert dict(saved)["recompute: full"] == before - after > 0
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_mlp_of_tiles_keeps_its_input_alone(gated):
+    model = load("350m", ["gated=true"] if gated else [])
+    tiles, plain, cheap = (
+        memory.layer_activation_bytes(model, Training(**how))
+        for how in ({"mlp_tiles": True}, {}, {"mlp_recompute": True})
+    )
+    assert plain - tiles == 2 * model.ffn * (4 if gated else 2) and tiles < cheap < plain
+
+
 def test_the_cache_of_llama_3_1_8b_is_exact_and_windows_bound_it():
     llama = Decoder(4096, 32, 32, 8, 128, 14336, 128256, 131072, gated=True, tied=False, norm="rms", positions="rope")
     assert memory.kv_bytes_per_token(llama) == 131072

@@ -38,6 +38,7 @@ def runs(draw, devices=("cuda", "cpu")):
         optimizer=draw(st.sampled_from(("adamw", "adamw_8bit", "adafactor", "lion", "sgd"))),
         recompute=draw(st.sampled_from(("none", "selective", "full"))), compiled=draw(st.booleans()),
         loss=draw(st.sampled_from(memory.LOSSES)), mlp_recompute=draw(st.booleans()),
+        mlp_tiles=draw(st.booleans()),
         residual=draw(st.sampled_from(("auto", "bf16"))) if precision == "bf16_stochastic" else "auto",
     )  # fmt: skip
     how = How(
@@ -209,6 +210,17 @@ def test_matmuls_are_the_rooflines(recompute):
     flops = sum(op.calls * op.cost.flops for op in step_ops(model, training) if "matmul" in op.name)
     found = timed(model, training, How()).parts["matmul"]
     assert 0.9 * SHARES["matmul"] < flops / H200.flops["bf16"] / found <= SHARES["matmul"]
+
+
+def test_an_mlp_of_tiles_multiplies_once_more_and_has_no_activation_in_forward():
+    model, ops = load("1b"), []
+    for how in ({}, {"mlp_tiles": True}):
+        ops.append({op.name: op for op in step_ops(model, Training(micro_batch=16, **how))})
+    more = sum(ops[1][f"{name} matmul, recompute"].cost.flops for name in ("up", "down"))
+    assert more == sum(ops[0][f"{name} matmul, forward"].cost.flops for name in ("up", "down"))
+    assert "activation, forward" in ops[0] and "activation, forward" not in ops[1]
+    seconds = [timed(model, Training(micro_batch=16, **how), How()).seconds for how in ({}, {"mlp_tiles": True})]
+    assert seconds[0] < seconds[1] < 1.5 * seconds[0]
 
 
 def test_small_and_odd_matmuls_reach_less_of_their_rate():

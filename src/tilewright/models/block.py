@@ -25,7 +25,7 @@ from tilewright.models.standard import (
     StandardRoPE,
     approximation,
 )
-from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, RoPE
+from tilewright.nn import DropoutAddNorm, FusedMLP, GatedMLP, GeluMLP, Linear, RoPE
 from tilewright.nn.hooks import is_own
 from tilewright.ops import linear_parts
 from tilewright.ops.attention.backends import by_pytorch
@@ -47,6 +47,8 @@ def new_norm(config: GPTConfig) -> StandardDropoutAddNorm | DropoutAddNorm:
 
 
 def _mlp(config: GPTConfig) -> nn.Module:
+    if config.mlp == "tilesync":
+        return FusedMLP(config.width, config.ffn_width, activation=config.activation, bias=config.bias)
     fused = config.gpt_block == "optimized" if config.mlp == "auto" else config.mlp != "standard"
     width, inner, again = config.width, config.ffn_width, config.mlp == "recompute"
     if config.gated:

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from tilewright import tilesync
+from tilewright.nn.hooks import is_own
 from tilewright.nn.linear import Linear
+from tilewright.ops.activation.op import bias_gelu, geglu, swiglu
+from tilewright.ops.linear.op import matmul_dtype
+from tilewright.runtime import paths
 from tilewright.tilesync import chains
 
 _ACTIVATIONS = {"swiglu": ("silu", True), "geglu": ("gelu", True), "geglu_tanh": ("gelu_tanh", True),
@@ -25,7 +29,8 @@ class FusedMLP(torch.nn.Module):
     """``down(silu(gate(x)) * up(x))``, or ``down(gelu(up(x)))``, in one launch where that is the fastest.
 
     Its parameters are named as in `GatedMLP` and `GeluMLP`. Each number of rows is a graph of its own, which is checked
-    and measured at its first call: for decoding and other work of few shapes. On a GPU it is for 16-bit weights.
+    and measured at its first call: for decoding, training and other work of few shapes. On a GPU it is for 16-bit
+    weights, or float32 ones under autocast. With a layer that is hooked or replaced, each layer is called.
 
     Args:
         width: size of the last dimension, in and out.
@@ -67,6 +72,9 @@ class FusedMLP(torch.nn.Module):
         if rows == 0:
             return x.new_empty(x.shape)
         activation, gated = _ACTIVATIONS[self.activation]
+        if not all(is_own(child, Linear) for child in self.children()):
+            paths.note("tilesync", paths.PARTS, "a layer of the MLP is hooked or replaced")
+            return self._by_layers(x)
         if gated:
             weights = {"gate": self.gate_proj.weight, "up": self.up_proj.weight, "down": self.down_proj.weight}
         else:
@@ -74,7 +82,20 @@ class FusedMLP(torch.nn.Module):
             if self.up.bias is not None:
                 weights |= {"up_bias": self.up.bias, "down_bias": self.down.bias}
         name = _compile(self.mode, rows, self.width, self.inner, activation, gated, "up_bias" in weights)
-        return tilesync.find(name)(x=x.reshape(rows, self.width), **weights).view(x.shape)
+        dtype = matmul_dtype(x)
+        inputs = {"x": x.reshape(rows, self.width), **weights}
+        y: Tensor = tilesync.find(name)(**{name: each.to(dtype) for name, each in inputs.items()})
+        return y.view(x.shape)
+
+    def _by_layers(self, x: Tensor) -> Tensor:
+        approximate = "tanh" if self.activation.endswith("tanh") else "none"
+        if not self.is_gated:
+            y: Tensor = self.down(bias_gelu(self.up(x), None, approximate=approximate))
+            return y
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        product = swiglu(gate, up) if self.activation == "swiglu" else geglu(gate, up, approximate=approximate)
+        y = self.down_proj(product)
+        return y
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, mode={self.mode!r}"

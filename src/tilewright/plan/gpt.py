@@ -15,7 +15,7 @@ CHOICES = {
     "gpt_block": GPT_BLOCKS,
     "recompute": ("none", "selective", "full", "budget"),
     "attention": ("auto", "hopper", "triton", "flash", "cudnn", "efficient", "math"),
-    "mlp": ("auto", "standard", "fused", "recompute"),
+    "mlp": ("auto", "standard", "fused", "recompute", "tilesync"),
     "residual": ("auto", "bf16"),
     "loss": ("plain", "fused", "linear_fused"),
     "norm": ("layer", "rms"),
@@ -32,7 +32,8 @@ LEVERS = {
     # PyTorch's plain one keeps every score: for looking into, not for training. Our own are in "auto", by a table of
     # measurements: as values of the search they have no prediction that tells them from it, and take its time.
     "attention": Lever(values=("auto", "flash", "cudnn", "efficient"), devices={"cudnn": "cuda", "efficient": "cuda"}),
-    "mlp": Lever(values=("auto", "recompute")),  # the other two are what a block of one kind or the other has anyway
+    # "standard" and "fused" are what a block of one kind or the other has anyway.
+    "mlp": Lever(values=("auto", "recompute", "tilesync"), devices={"tilesync": "cuda"}),
     "residual": Lever(numerics={"bf16": "rounding"}),
 }
 # What a Llama has where a GPT-2 has something else; `preset("1b", **LLAMA)` is one.
@@ -64,7 +65,9 @@ class GPTConfig:
     recompute_budget: float = 0.0
     attention: str = "auto"  # who computes it; "auto" leaves that to PyTorch, or to what gpt_block has
     residual: str = "auto"  # dtype of the stream between blocks: under autocast float32, as PyTorch leaves it
-    mlp: str = "auto"  # as `gpt_block` has it; "recompute": fused, and its activation is computed again in backward
+    # As `gpt_block` has it. "recompute": fused, and its activation is computed again in backward; "tilesync": forward
+    # is one graph of tiles that wait for each other, and backward computes the whole MLP again.
+    mlp: str = "auto"
     loss: str = "plain"  # "fused": one pass over the logits; "linear_fused": never all logits at once
     norm: str = "layer"
     activation: str = "gelu_tanh"

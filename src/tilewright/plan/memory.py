@@ -66,6 +66,7 @@ class Training:
     compiled: bool = False  # by torch.compile
     device: str = "cuda"  # or "cpu", whose autocast leaves norms alone and which has no kernels of Tilewright's
     mlp_recompute: bool = False  # the MLP's activation is computed again in backward
+    mlp_tiles: bool = False  # the MLP is one graph of tiles, all of which backward computes again
     accumulation: int | None = None  # micro batches a step; None: 1, or as many as a pipeline needs
     reduce: str = "fp32"  # dtype in which FSDP's mixed precision adds up gradients: "fp32" or "bf16"
     data: int = 1  # data-parallel ranks
@@ -259,6 +260,8 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     # Gated: gate, up, the activated gate and their product; else the activation's input and output.
     again = cheap or training.mlp_recompute
     mlp = (c * inner * (3 if again else 4)) if decoder.gated else (c * inner * (1 if again else 2))
+    if training.mlp_tiles:  # which keep their input, the norm's output
+        mlp = 0.0
     shared_rows = t if training.sequence_parallel else 1
     return norms / shared_rows + (attention + mlp) / t
 
@@ -395,7 +398,8 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     activations = held * kept_activations(decoder, training, layers, first=first, last=last)
     # One layer at work in backward, with gradients of its own beside what it kept.
     # What runs a second time as a whole keeps all while it does.
-    one = dataclasses.replace(training, recompute="none", mlp_recompute=training.mlp_recompute and not full)
+    again = training.mlp_recompute and not full
+    one = dataclasses.replace(training, recompute="none", mlp_recompute=again, mlp_tiles=False)
     working = 1.5 * tokens * layer_activation_bytes(decoder, one)
     loss_forward, loss_backward = _loss_parts(decoder, training, tokens) if last else (0.0, 0.0)
 

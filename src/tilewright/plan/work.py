@@ -35,6 +35,7 @@ SHARES = {
     "attention 128": 0.62, "attention 128 backward": 0.455, "attention 64": 0.44, "attention 64 backward": 0.39,
     "flash": 0.58,  # of cuDNN's share: FlashAttention-2 side by side with it, 286 and 219 TFLOPS at 128
     "efficient": 0.33,  # of cuDNN's share; train_350m.json, as the next
+    "tiles": 0.6,  # of a matmul's share, by tilesync's mma: not measured, what that instruction is to wgmma
     "triton": 0.7,  # of cuDNN's share; on an H200 0.69 to 0.72 by heads of 64 and 128, in a run that is not recorded
     "attention fp32": 0.68,  # of the rate of float32, whose tensors it takes with or without TF32
     "fused": 0.97, "fused loss": 0.74,  # dropout_add_norm.json, activation.json; cross_entropy.json
@@ -141,13 +142,15 @@ def _matmuls(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     tokens, c = rank_tokens(decoder, training), training.compute_bytes
     for matmul in matmuls(decoder, tokens, training.tensor, training.expert):
         m, n, k, end = matmul.m, matmul.n, matmul.k, matmul.name == "logits"
-        again = not end and training.recompute == "full"
+        in_tiles = training.mlp_tiles and matmul.name in ("up", "down")
+        again = not end and (training.recompute == "full" or in_tiles)
         again = again or (matmul.name == "out" and training.recompute == "selective")
         one = cost.matmul(m, n, k, element_bytes=c)
         forward, backward = (_matmul_share(matmul, how, side) for side in ("forward", "backward"))
         dtype = "bf16" if how.matmuls == "fp8" and (end or matmul.name == "router") else ""
         name, calls = f"{matmul.name} matmul", matmul.count
-        yield Work(f"{name}, forward", "matmul", "forward", one, calls, forward, True, dtype=dtype, at_ends=end)
+        tiles = forward * SHARES["tiles"] if in_tiles and how.device == "cuda" else forward
+        yield Work(f"{name}, forward", "matmul", "forward", one, calls, tiles, True, dtype=dtype, at_ends=end)
         if again:
             yield Work(f"{name}, recompute", "matmul", "backward", one, calls, forward, True, dtype=dtype, at_ends=end)
         both = 1 if training.lora else 2  # of weights that are not trained there is no gradient
@@ -312,7 +315,9 @@ def _activations(decoder: Decoder, training: Training, how: How) -> Iterator[Wor
     style, category = _style(decoder, training, how)
     if training.mlp_recompute and how.device == "cuda":  # of a standard block, too, that MLP is Tilewright's
         style = category = "fused"
-    again = ("recompute",) if training.recompute != "none" or training.mlp_recompute else ()
+    if training.mlp_tiles:  # backward is PyTorch's, stage by stage
+        style, category = "eager", "pointwise"
+    again = ("recompute",) if training.recompute != "none" or training.mlp_recompute or training.mlp_tiles else ()
     dense = decoder.layers if decoder.experts == 1 else decoder.dense_layers
     widths = {"": (decoder.ffn if decoder.experts == 1 else decoder.dense_ffn or decoder.ffn, dense)}
     widths["expert "] = (decoder.active_experts * decoder.ffn + decoder.shared_ffn, decoder.layers - dense)
@@ -320,6 +325,8 @@ def _activations(decoder: Decoder, training: Training, how: How) -> Iterator[Wor
         name = f"{kind}{'gated ' if decoder.gated else ''}activation"
         for side in ("forward", *again, "backward"):
             backward, phase = side == "backward", "forward" if side == "forward" else "backward"
+            if training.mlp_tiles and side == "forward" and how.device == "cuda":
+                continue  # in the epilogue of the matmul before it
             one = cost.activation(
                 tokens, inner // t, gated=decoder.gated, element_bytes=training.compute_bytes, backward=backward
             )

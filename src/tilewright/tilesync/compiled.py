@@ -107,6 +107,8 @@ class Compiled:
         if self.mode == "plain" or why:
             if self.mode not in ("plain", "auto") and inputs[0].is_cuda:
                 raise GraphError(f"{self.graph.name} cannot run as {self.mode}. {why}")
+            if self.mode == "auto" and inputs[0].is_cuda:
+                _say_once(f"tilesync: {self.graph.name} runs in plain PyTorch. {why}")
             paths.note("tilesync", paths.REFERENCE, why or "mode is plain")
             return compute_plainly(self.program, inputs)
         mode = self._fastest(inputs) if self.mode == "auto" else self.mode
@@ -179,13 +181,19 @@ def _is_near(ours: Tensor, truth: Tensor) -> bool:
     return bool(error <= _TOLERANCE * truth.double().abs().max()) or ours.numel() == 0
 
 
+@functools.cache
+def _say_once(sentence: str) -> None:
+    log.warning(sentence)
+
+
 def compute_plainly(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Compute a graph's outputs by its stages in plain PyTorch; differentiable."""
+    """Compute a graph's outputs by its stages in plain PyTorch, in the dtypes they say; differentiable."""
     values = dict(zip(program.graph.inputs, inputs, strict=True))
-    for stage in program.stages:
-        results = stage.compute(*(values[name] for name in stage.inputs))
-        results = results if isinstance(results, tuple) else (results,)
-        values.update(zip(stage.outputs, results, strict=True))
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        for stage in program.stages:
+            results = stage.compute(*(values[name] for name in stage.inputs))
+            results = results if isinstance(results, tuple) else (results,)
+            values.update(zip(stage.outputs, results, strict=True))
     return [values[name] for name in program.graph.outputs]
 
 

@@ -24,7 +24,8 @@ from tilewright.ops.attention.backends import why_not_model
 from tilewright.parallel.replicas import Policy
 from tilewright.parallel.spread import Spread
 from tilewright.plan.gpt import OWN_ATTENTION, GPTConfig
-from tilewright.runtime import dispatch
+from tilewright.runtime import dispatch, hopper
+from tilewright.runtime.log import log
 from tilewright.train import optimizers
 from tilewright.train.schema import RECORDING, Train
 from tilewright.train.world import World
@@ -70,6 +71,7 @@ def check_levers(config: Train, device: torch.device, accumulation: int) -> None
     if config.model.residual == "bf16" and precision_of(config, device) in ("fp32", "tf32"):
         raise UserError("model.residual=bf16 needs matmuls in bfloat16; choose precision=bf16, or leave it out.")
     _check_attention(config, device)
+    _check_mlp(config, device)
     if accumulation > 1 and records:
         raise UserError(
             f"compile={config.compile} would overwrite the gradients that {accumulation} micro batches add up; choose "
@@ -87,6 +89,24 @@ def _check_attention(config: Train, device: torch.device) -> None:
     why = why or why_not_model(model.attention, model.head_dim, dtype)
     if why:
         raise UserError(f"model.attention={model.attention}: {why}; choose model.attention=auto.")
+
+
+def _check_mlp(config: Train, device: torch.device) -> None:
+    """Refuse an MLP of tiles for a model that it cannot compute, or in what its kernels do not take."""
+    model = config.model
+    if model.mlp != "tilesync":
+        return
+    why = ""
+    if model.gated and model.bias:
+        why = "a gated MLP of tiles has no bias; choose model.bias=false, or"
+    elif config.parallel.tp > 1:
+        why = "its tiles read whole weights, and parallel.tp cuts them; leave tp at 1, or"
+    elif device.type == "cuda" and precision_of(config, device) in ("fp32", "tf32"):
+        why = "its kernels take 16 bits; choose precision=bf16, or"
+    elif device.type == "cuda" and (model.width % 8 or model.ffn_width % 8):
+        why = f"its kernels take widths in steps of 8, not {model.width} and {model.ffn_width};"
+    if why:
+        raise UserError(f"model.mlp=tilesync: {why} choose model.mlp=auto.")
 
 
 class Engine:
@@ -109,6 +129,10 @@ class Engine:
         self.precision = precision_of(config, device)
         if config.model.attention == "hopper" and not hopper_forward.is_there(device):
             raise UserError("model.attention=hopper is for a Hopper, and needs NVRTC 13; choose model.attention=auto.")
+        if config.model.mlp == "tilesync" and device.type == "cuda" and not hopper.is_hopper(device):
+            raise UserError("model.mlp=tilesync is for a Hopper, and needs NVRTC; choose model.mlp=auto.")
+        if config.model.mlp == "tilesync" and device.type == "cpu":
+            log.warning("model.mlp=tilesync: no tile waits on a CPU; its MLPs run stage by stage in plain PyTorch")
         _set_global_modes(config, self.precision)
         torch.manual_seed(config.seed)
         # What is cut is made on the host: a rank's GPU need not hold all of it.

@@ -36,7 +36,11 @@ _MODEL: dict[str, tuple[str, int | None]] = {
         None,
     ),
     "residual": ("Dtype of the stream between blocks; auto: float32, or bfloat16 beside bfloat16 weights.", None),
-    "mlp": ("auto: as gpt_block has it. recompute: fused, and the activation computed again in backward.", None),
+    "mlp": (
+        "auto: as gpt_block has it. recompute: fused, and the activation computed again in backward. tilesync: forward "
+        "by tiles that wait for each other, on a Hopper.",
+        None,
+    ),
     "loss": ("fused: one pass over the logits; linear_fused: never all logits at once.", None),
     "norm": ("LayerNorm or RMSNorm.", None),
     "activation": ("Of the MLP; those named glu are gated.", None),

@@ -27,7 +27,7 @@ def planned(
         micro_batch=micro_batch, precision=precision, optimizer=config.optimizer.name, recompute=recompute,
         residual=config.model.residual, loss=config.model.loss, accumulation=accumulation,
         attention="softmax" if config.model.attention == "math" else "flash", compiled=config.compile != "none",
-        mlp_recompute=config.model.mlp == "recompute",
+        mlp_recompute=config.model.mlp == "recompute", mlp_tiles=config.model.mlp == "tilesync",
     )  # fmt: skip
     return training if layout is None else split(training, layout)
 

@@ -19,6 +19,7 @@ from tilewright.nn import DropoutAddNorm, Linear
 from tilewright.ops import linear
 from tilewright.plan.gpt import LLAMA
 from tilewright.runtime import dispatch
+from tilewright.tilesync import Compiled
 from tilewright.train.engine import Engine
 from tilewright.train.fields import fields
 from tilewright.train.schema import PRECISIONS, Model, Train
@@ -34,6 +35,7 @@ ops_gelu_mlp = sys.modules["tilewright.ops.gelu_mlp.op"]  # its name in the pack
 INTERPRETED = dispatch.INTERPRETED
 OPTIMIZED = {"gpt_block": "optimized", "loss": "linear_fused"}
 FUSED = {"model": OPTIMIZED}
+TILES = {"model": {**OPTIMIZED, "mlp": "tilesync"}}
 
 pytestmark = pytest.mark.usefixtures(as_on_a_cpu.__name__)
 compile_ = torch.compile
@@ -76,6 +78,8 @@ SAME = {
     "recomputed in part": {"model": {**OPTIMIZED, "recompute": "selective"}},
     "recomputed": {"model": {**OPTIMIZED, "recompute": "full"}},
     "activation recomputed": {"model": {**OPTIMIZED, "mlp": "recompute"}},
+    "mlp of tiles": TILES,
+    "bf16, mlp of tiles": {**TILES, "precision": "bf16"},
     "micro batches": {"micro_batch": 1, "global_batch": 4},
     "bf16": {**FUSED, "precision": "bf16"},
     "bf16, other weights": {**FUSED, "precision": "bf16", "seed": 3},
@@ -352,6 +356,12 @@ def norm_weight_rounded(monkeypatch):
     monkeypatch.setattr(nn_norm, "dropout_add_norm", changed)
 
 
+def tile_read_too_early(monkeypatch):
+    compute = Compiled.compute
+    zeroed = lambda outputs: [each.index_fill(0, _zero(), 0.0) for each in outputs]  # noqa: E731
+    monkeypatch.setattr(Compiled, "compute", lambda self, inputs: zeroed(compute(self, inputs)))
+
+
 RECOMPUTED = {"model": {**OPTIMIZED, "recompute": "selective"}}
 SABOTAGE = [
     (norm_scaled, FUSED, "output of blocks.0"),
@@ -372,6 +382,7 @@ SABOTAGE = [
     (micro_batch_forgotten, {**FUSED, "micro_batch": 1, "global_batch": 2}, "gradient of norm."),
     (recomputed_otherwise, RECOMPUTED, "gradient of norm."),
     (compiled_wrongly, {**FUSED, "compile": "default"}, "gradient of norm."),
+    (tile_read_too_early, TILES, "output of blocks.0"),
 ]
 # What rounding hides in bfloat16, or may: a norm, an epsilon and an activation that differ by less.
 SEEN_IN_BF16 = (

@@ -306,6 +306,8 @@ def test_a_label_says_what_was_moved():
     [
         ({"cuda_graphs": True, "compile": "reduce-overhead"}, "records CUDA graphs by itself"),
         ({"model.residual": "bf16", "precision": "fp32"}, "needs matmuls in bfloat16"),
+        ({"model.mlp": "tilesync", "precision": "tf32"}, "mlp=tilesync: its kernels take 16 bits"),
+        ({"model.mlp": "tilesync"}, None),
         ({"compile": "max-autotune", "micro_batch": 8}, "would overwrite the gradients"),
         ({"compile": "max-autotune"}, None),
         ({"cuda_graphs": True, "micro_batch": 8}, None),

@@ -1,0 +1,14 @@
+"""Stages that exist: what their tiles read and write, and their definition in plain PyTorch.
+
+Matrices lie as PyTorch has them: x is ``(rows, inner)`` and a weight ``(columns, inner)``. A stage computes in float32
+(float64 for float64) and rounds once.
+"""
+
+from tilewright.tilesync.stages.attention import Attention
+from tilewright.tilesync.stages.common import ACTIVATIONS
+from tilewright.tilesync.stages.matmul import Conv2d, Gemm, QuantizedGemm, Reduction
+from tilewright.tilesync.stages.pointwise import Custom, Elementwise, Norm, Rope
+
+__all__ = [
+    "ACTIVATIONS", "Attention", "Conv2d", "Custom", "Elementwise", "Gemm", "Norm", "QuantizedGemm", "Reduction", "Rope",
+]  # fmt: skip
