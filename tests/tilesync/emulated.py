@@ -35,11 +35,11 @@ MACROS = {"TENSORS": 64, "HALF": 0, "X_BYTES": 140 * 1024, "FEW_TILES": 4, "MANY
           "COMBINES": 1, "NORMS": 1, "ATTENTION": 1, "HAS_USER_STAGES": 1}  # fmt: skip
 
 
-HEAD_DIM, ROTATED = 8, 40  # of the decoder of the tests
+HEAD_DIM, ROTATED = 8, 48  # of the decoder of the tests
 
 
 def rope_source():
-    return Rope("r", "x", "cos", "sin", (1, 56), head_dim=HEAD_DIM, rotated=ROTATED).source
+    return Rope("r", "x", "cos", "sin", "length", (1, 64), head_dim=HEAD_DIM, rotated=ROTATED).source
 
 
 def build(folder):

@@ -115,7 +115,9 @@ def tensors(graph, seed=0, dtype=torch.float32, device="cpu"):
     made = {}
     for name, shape in graph.inputs.items():
         x = torch.randn(shape, generator=generator) / (1.0 if name == "x" else max(1, shape[-1]) ** 0.5)
-        made[name] = (torch.full(shape, 7, dtype=torch.int32) if name in graph.integers else x.to(dtype)).to(device)
+        if name not in graph.floats:
+            x = torch.full(shape, 7, dtype=torch.int32) if name in graph.integers else x.to(dtype)
+        made[name] = x.to(device)
     return made
 
 

@@ -105,13 +105,13 @@ def test_a_stage_of_the_users_own(library):
 @pytest.mark.parametrize(("rows", "length"), [(1, 5), (3, 0), (1, 24)])
 def test_a_decode_step(library, rows, length):
     """Of a decoder of two layers, in one launch, against PyTorch's own functions on a cache as long as it is."""
-    heads, shared, size, width = 4, 1, HEAD_DIM, 24
+    heads, shared, size, width = 4, 2, HEAD_DIM, 24
     assert (heads + shared) * size == ROTATED
     graph = chains.decode_step(2, width, 40, heads, shared, size, 48, 24, rows)
     inputs = tensors(graph, 1, torch.bfloat16)
     inputs["length"] = torch.tensor([length], dtype=torch.int32)
     for name in ("k0", "k1", "v0", "v1"):
-        inputs[name][length:] = torch.nan  # where nothing was written yet
+        inputs[name].view(shared, -1, size)[:, length:] = torch.nan  # where nothing was written yet
     values = Emulated(library, check(graph))(inputs, blocks=3, seed=length)
     compare(values, serial(graph, inputs), graph)
     assert torch.isfinite(values["logits"]).all()
@@ -121,10 +121,12 @@ def test_a_decode_step(library, rows, length):
     for layer in ("0", "1"):
         qkv = F.linear(F.rms_norm(x, (width,), wide["norm_a" + layer], 1e-5), wide["qkv" + layer])
         q, k, v = (part.view(places) for part in qkv.split((heads * size, shared * size, shared * size), 1))
-        q, k = (each * wide["cos"][:, None] + torch.cat((-each[..., size // 2 :], each[..., : size // 2]), -1)
-                * wide["sin"][:, None] for each in (q, k))  # fmt: skip
+        cosine, sine = (torch.cat(2 * [inputs[name][length : length + rows]], -1)[:, None] for name in ("cos", "sin"))
+        q, k = (
+            each * cosine + torch.cat((-each[..., size // 2 :], each[..., : size // 2]), -1) * sine for each in (q, k)
+        )
         k, v = (
-            torch.cat((wide[name + layer][:length].view(length, shared, size), new))
+            torch.cat((wide[name + layer].view(shared, -1, size)[:, :length].transpose(0, 1), new))
             for name, new in (("k", k), ("v", v))
         )
         mask = torch.ones(rows, length + rows, dtype=torch.bool).tril(length)

@@ -16,7 +16,13 @@ from tilewright.tune.proof.generating import Floor
 from tilewright.tune.report.code import generate_command
 from tilewright.tune.report.page import page
 from tilewright.tune.report.reread import reread
-from tilewright.tune.search.generating import Generating, GeneratingSpace, parse_fields, predict_generating
+from tilewright.tune.search.generating import (
+    Generating,
+    GeneratingSpace,
+    open_generating,
+    parse_fields,
+    predict_generating,
+)
 from tilewright.tune.search.search import Search
 from tilewright.tune.store.record import Measurement, Prediction, Record
 from tilewright.tune.worker import trial
@@ -62,6 +68,9 @@ def test_fewer_bytes_are_predicted_to_be_faster_and_have_a_lower_floor():
     assert predict_generating(plain, MACHINE).floor == pytest.approx(64 * 2.4e9 / 4.4e12, rel=0.01)
     eager = predict_generating(dataclasses.replace(plain, graph=False), MACHINE)
     assert eager.parts["idle"] > 0
+    tiled = predict_generating(dataclasses.replace(plain, decode="tilesync"), MACHINE)
+    launched = predict_generating(plain, MACHINE)
+    assert tiled.floor == launched.floor and 0 < tiled.parts["idle"] != launched.parts["idle"]
     long = [dataclasses.replace(plain, batch=32, prompt=8000, kv_cache=kind) for kind in ("saved", "int8")]
     assert predict_generating(long[0], MACHINE).seconds > 1.5 * predict_generating(long[1], MACHINE).seconds
     prompt = predict_generating(Generating("m", aim="prefill", prompt=2048, device="cuda"), MACHINE)
@@ -92,6 +101,13 @@ def test_words_of_a_run_and_of_its_quality():
         with pytest.raises(UserError, match=sentence):
             parse_fields([text])
     assert space().refusal({"speculate": 4, "batch": 32}).startswith("speculate works on one prompt")
+    assert space().refusal({"decode": "tilesync"}) is None
+    for other in ({"weights": "int8"}, {"kv_cache": "fp8"}, {"compile": "default"}, {"batch": 8}, {"speculate": 2}):
+        (name,) = other
+        assert f"decode=tilesync goes with {name}=" in space().refusal({"decode": "tilesync", **other})
+    opened = [open_generating(Generating("m", device="cuda"), [], {"decode": found}) for found in ([], ["tilesync"])]
+    assert [each.levers.get("decode") for each in opened] == [None, ("graph", "tilesync")]
+    assert "decode" not in open_generating(Generating("m"), [], {"decode": ["tilesync"]}).levers
     with pytest.raises(UserError, match="weights cannot be fp8"):
         space().parse("weights=fp8")
     quality = {"perplexity": 10.0, "quantized_perplexity": 10.3, "divergence": 0.02, "agreement": 0.9}
@@ -125,7 +141,7 @@ def test_jobs_measure_and_prove(folder, monkeypatch, tmp_path):
         rows = 3 if run.aim == "prefill" else 1
         assert measured.tokens_per_step == rows * (12 if run.aim == "prefill" else 6) and not measured.losses
     floor, verdicts = dataclasses.asdict(Floor()), []
-    for changes, least in (({"speculate": 2}, floor), ({"batch": 3}, floor),
+    for changes, least in (({"speculate": 2}, floor), ({"decode": "tilesync"}, floor), ({"batch": 3}, floor),
                            ({"weights": "int8", "kv_cache": "int8"}, floor),
                            ({"weights": "int4"}, {**floor, "divergence": 0.0})):  # fmt: skip
         best = dataclasses.replace(start, **changes)
@@ -133,7 +149,7 @@ def test_jobs_measure_and_prove(folder, monkeypatch, tmp_path):
         found = attempt("prove", best, **more)
         verdicts.append(found["verdict"])
         assert ("--quality allows" in found["why"]) == (found["verdict"] == "wrong")
-    assert verdicts == ["same within rounding"] * 2 + ["different by design", "wrong"]
+    assert verdicts == ["same within rounding"] * 3 + ["different by design", "wrong"]
     assert [path.name for path in tmp_path.iterdir()] == ["model-int8"]
     kept, narrowed = (
         generator_of(path, device="cpu", weights=weights).generate("def", max_tokens=8)[0].tokens

@@ -34,6 +34,9 @@ def generate(
     context: int = typer.Option(None, help="Tokens the cache has room for. [default: as many as are needed]"),
     graph: bool = typer.Option(None, help="One CUDA graph for each step. [default: on a GPU]"),
     compile: bool = typer.Option(False, help="Have torch.compile compile a step as well."),
+    decode: str = typer.Option(
+        "graph", help="tilesync: a step's layers are one graph of tiles that wait; on a Hopper."
+    ),
     kv_cache: str = typer.Option("", help="int8 or fp8 for keys and values of 8 bits. [default: the model's dtype]"),
     weights: str = typer.Option("", help="int8, fp8 or int4: quantize the weights as they are loaded."),
     dtype: str = typer.Option("", help=f"{', '.join(_DTYPES)}. [default: as it was saved]"),
@@ -52,6 +55,7 @@ def generate(
         tilewright generate runs/default "def main(" --temperature 0.8 --top-p 0.95 --seed 1 --stop "def "
     """
     options: dict[str, Any] = {"kv_cache": kv_cache or None, "graph": graph, "compile": compile, "weights": weights}
+    options["decode"] = decode
     if draft is not None:
         options["draft"], speculate = _open(draft, dtype, device), speculate or _DRAFTED
     generator = _open(folder, dtype, device, **options)

@@ -71,8 +71,10 @@ class KVCache:
         self.batch, self.context = batch, context
         size = (batch, shape.kv_heads, context, shape.head_dim)
         try:
-            self.keys = [torch.zeros(size, device=device, dtype=dtype) for _ in range(shape.layers)]
-            self.values = [torch.zeros(size, device=device, dtype=dtype) for _ in range(shape.layers)]
+            # Of all layers in one tensor, (layers, batch, kv_heads, context, head_dim), and layer by layer.
+            self.all_keys = torch.zeros((shape.layers, *size), device=device, dtype=dtype)
+            self.all_values = torch.zeros_like(self.all_keys)
+            self.keys, self.values = list(self.all_keys), list(self.all_values)
             scales = 2 * shape.layers if dtype in eight_bits.LARGEST else 0
             self.scales = [torch.ones(size[:3], device=device) for _ in range(scales)]  # of keys, then of values
         except torch.OutOfMemoryError:

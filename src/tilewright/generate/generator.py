@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,12 +104,12 @@ class Generator:
     def __init__(
         self, model: Decoder | GPT, tokenizer: Tokenizer | None = None, *, context: int | None = None,
         stop_tokens: Sequence[int] = (), kv_cache: str | None = None, draft: Decoder | GPT | Generator | None = None,
-        graph: bool | None = None, compile: bool = False,
+        graph: bool | None = None, compile: bool = False, decode: str = "graph",
     ) -> None:  # fmt: skip
         self.model = _decoder(model)
         self.tokenizer, self.stop_tokens = tokenizer, frozenset(stop_tokens)
         self.cache_dtype = dtype_of(kv_cache, self.model.dtype)
-        self._graph, self._compile = graph, compile
+        self._how: dict[str, Any] = {"graph": graph, "compile": compile, "decode": decode}
         known = draft.tokenizer if isinstance(draft, Generator) else None
         self.draft = None if draft is None else draft.model if isinstance(draft, Generator) else _decoder(draft)
         if self.draft is not None:
@@ -139,7 +140,7 @@ class Generator:
     def from_folder(
         cls, folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         context: int | None = None, kv_cache: str | None = None, draft: Generator | None = None,
-        graph: bool | None = None, compile: bool = False,
+        graph: bool | None = None, compile: bool = False, decode: str = "graph",
     ) -> Generator:  # fmt: skip
         """A generator of a local Hugging Face folder: config.json, safetensors and, for text, tokenizer.json.
 
@@ -154,7 +155,7 @@ class Generator:
         ends = _ends_of_text(folder, model.config.shape.vocabulary)
         return cls(
             model, tokenizer, context=context, stop_tokens=ends, kv_cache=kv_cache, draft=draft, graph=graph,
-            compile=compile,
+            compile=compile, decode=decode,
         )  # fmt: skip
 
     def generate(
@@ -202,6 +203,8 @@ class Generator:
         self._check(prompts, max_tokens)
         if speculate and len(prompts) > 1:
             raise UserError(f"speculate works on one prompt at a time and there are {len(prompts)}; leave it out.")
+        if speculate and self._how["decode"] != "graph":
+            raise UserError("decode is tilesync, whose steps are of one token; leave speculate out.")
         self._run += 1  # another one may begin before this has ended, and takes the cache
         mine, decoding = self._run, self._decoding(len(prompts), sampling)
         proposing = self._speculating(decoding, speculate) if speculate else None
@@ -296,9 +299,7 @@ class Generator:
                 self._caches = {batch: cache for batch, cache in self._caches.items() if batch == key[0]}
             if batch not in self._caches:
                 self._caches[batch] = self._cache(self.model, batch)
-            self._decodings[key] = Decoding(
-                self.model, self._caches[batch], sampling, graph=self._graph, compile=self._compile
-            )  # fmt: skip
+            self._decodings[key] = Decoding(self.model, self._caches[batch], sampling, **self._how)
         return self._decodings[key]
 
     def _cache(self, model: Decoder, batch: int) -> KVCache:
@@ -341,6 +342,7 @@ def _ahead(decoding: Decoding, prompts: Sequence[Sequence[int]], seed: int, most
             if len(waiting) > (number < most):
                 slot, done = waiting.popleft()
                 done.synchronize()
+                decoding.raise_if_failed()
                 yield slot.tolist()
 
 

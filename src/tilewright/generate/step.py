@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tilewright.errors import UserError
 from tilewright.generate.cache import KVCache
 from tilewright.generate.decoder import Decoder
 from tilewright.generate.sampling import Sampling, sample
+from tilewright.generate.tiles import WAYS, TiledDecoder
 from tilewright.runtime import dispatch
+from tilewright.tilesync import raise_if_failed
 
 
 @torch.no_grad()
@@ -39,7 +42,7 @@ def decode_one_token(
 ) -> Tensor:  # fmt: skip
     """Put a token (batch,) into each row of the cache and return the one that follows it.
 
-    The model is a `Decoder`, or what `torch.compile` makes of one.
+    The model is a `Decoder`, what `torch.compile` makes of one, or a `TiledDecoder`.
     """
     logits = model(tokens[:, None], cache)
     cache.advance(1)
@@ -48,6 +51,8 @@ def decode_one_token(
 
 class Decoding:
     """Decoding steps of one batch size and one way of sampling: on a GPU one CUDA graph, replayed for every token.
+
+    `decode` is "graph", or "tilesync": then a step's layers are one graph of tiles that wait for each other.
 
     >>> from tilewright.generate.config import of_gpt
     >>> from tilewright.plan.gpt import LLAMA, GPTConfig
@@ -60,10 +65,18 @@ class Decoding:
     """
 
     def __init__(
-        self, model: Decoder, cache: KVCache, sampling: Sampling, *, graph: bool | None = None, compile: bool = False
-    ) -> None:
+        self, model: Decoder, cache: KVCache, sampling: Sampling, *, graph: bool | None = None, compile: bool = False,
+        decode: str = "graph",
+    ) -> None:  # fmt: skip
+        if decode not in WAYS:
+            raise UserError(f"decode is {decode!r}; choose {' or '.join(WAYS)}.")
+        self.is_tiled = decode == "tilesync"
+        if compile and self.is_tiled:
+            raise UserError("decode is tilesync, and leaves torch.compile nothing to compile; leave compile out.")
         self.model, self.cache, self.sampling = model, cache, sampling
         self.forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compile else model
+        if self.is_tiled:
+            self.forward = TiledDecoder(model, cache)
         self.tokens = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self.generator = None if sampling.is_greedy else torch.Generator(model.device)
         self.uses_graph = model.device.type == "cuda" if graph is None else graph
@@ -107,6 +120,11 @@ class Decoding:
         else:
             self._decode()
         return self.tokens
+
+    def raise_if_failed(self) -> None:
+        """Raise what a step reported that the GPU has ended: a tile that waited too long."""
+        if self.is_tiled:
+            raise_if_failed()
 
 
 def _empty(caches: Sequence[KVCache]) -> None:

@@ -91,9 +91,9 @@ def decode_step(
 ) -> Graph:  # fmt: skip
     """Return a step of a Llama-shaped decoder for some new tokens of one sequence, the last norm and the head included.
 
-    Inputs, beside x, cos, sin and the weights: for each layer a cache of `context` keys and values, of which the first
-    `length` rows are filled. Outputs: the logits, and for each layer the new tokens' queries, keys and values, of which
-    the caller appends the latter two to the cache.
+    Inputs, beside x and the weights: tables of cosines and sines (`Rope`), and for each layer a cache of `context` keys
+    and values, head by head, of which the first `length` are filled. Outputs: the logits, and for each layer the new
+    tokens' queries, keys and values, of which the caller appends the latter two to the cache.
 
     >>> graph = decode_step(2, 64, 96, 4, 2, 16, 100, 32)
     >>> len(graph.stages), graph.outputs
@@ -102,22 +102,24 @@ def decode_step(
     q, kv = heads * head_dim, key_heads * head_dim
     height = -(-rows // 8) * 8
     one, gated = (height, 16), (height, 8)
-    inputs: dict[str, tuple[int, ...]] = {"x": (rows, width), "cos": (rows, head_dim), "sin": (rows, head_dim)}
-    inputs["length"] = (1,)
+    inputs: dict[str, tuple[int, ...]] = {"x": (rows, width), "length": (1,)}
+    inputs |= {"cos": (context + rows, head_dim // 2), "sin": (context + rows, head_dim // 2)}
     stages: list[Stage] = []
     x = "x"
     for layer in range(layers):
         names = "norm_a norm_b qkv o gate up down k v a p r c y b h x"
         n = {name: f"{name}{layer}" for name in names.split()}
-        inputs |= {n["norm_a"]: (width,), n["qkv"]: (q + 2 * kv, width), n["k"]: (context, kv), n["v"]: (context, kv)}
+        inputs |= {n["norm_a"]: (width,), n["qkv"]: (q + 2 * kv, width), n["k"]: (key_heads * context, head_dim)}
+        inputs[n["v"]] = (key_heads * context, head_dim)
         inputs |= {n["o"]: (width, q), n["norm_b"]: (width,), n["gate"]: (inner, width), n["up"]: (inner, width)}
         inputs[n["down"]] = (width, inner)
         stages += [
             Norm(n["a"], x, n["norm_a"], (rows, width), eps=eps),
             Gemm(n["p"], n["a"], n["qkv"], (rows, q + 2 * kv, width), tile=one),
-            Rope(n["r"], n["p"], "cos", "sin", (rows, q + 2 * kv), head_dim=head_dim, rotated=q + kv, tile=height),
+            Rope(n["r"], n["p"], "cos", "sin", "length", (rows, q + 2 * kv), head_dim=head_dim, rotated=q + kv,
+                 tile=height),
             Attention(n["c"], n["r"], n["k"], n["v"], rows=rows, context=context, heads=heads, key_heads=key_heads,
-                      head_dim=head_dim, length="length", new=(q, q + kv), tile=height),
+                      head_dim=head_dim, length="length", new=(q, q + kv), by_head=True, tile=height),
             Gemm(n["y"], n["c"], n["o"], (rows, width, q), tile=one, residual=x),
             Norm(n["b"], n["y"], n["norm_b"], (rows, width), eps=eps),
             Gemm(n["h"], n["b"], (n["gate"], n["up"]), (rows, inner, width), tile=gated, activation="silu", gated=True),

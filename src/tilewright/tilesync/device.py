@@ -216,7 +216,7 @@ def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any
         row["x"], row["weight"], row["bias"] = (slot[name] for name in stage.names)
         row["height"], row["width"], row["gated"] = (graph.shape(name)[1] for name in stage.names)
         row |= {"channels": stage.head_dim, "kernel": stage.heads // stage.key_heads, "eps": stage.scale}
-        row["more"] = (stage.causal, *stage.offsets, 0)
+        row["more"] = (stage.causal, *stage.offsets, stage.head_dim * (stage.context if stage.by_head else 1))
         row["extra"] = (slot[stage.length] if stage.length else -1, *stage.new)
     elif isinstance(stage, Custom):
         row["rows"], row["columns"] = stage.sizes

@@ -77,6 +77,7 @@ class Stage:
 
     shared_bytes = 0  # of shared memory that a tile takes
     integers: tuple[str, ...] = ()  # inputs of int32
+    floats: tuple[str, ...] = ()  # inputs of float32, whatever dtype the data has
 
     def __init__(
         self, outputs: Mapping[str, Spec], inputs: Sequence[str], grid: Tile, order: Order = "rows",
@@ -176,6 +177,11 @@ class Graph:
     def integers(self) -> frozenset[str]:
         """The inputs of int32."""
         return frozenset(name for stage in self.stages for name in stage.integers)
+
+    @functools.cached_property
+    def floats(self) -> frozenset[str]:
+        """The inputs of float32, whatever dtype the data has."""
+        return frozenset(name for stage in self.stages for name in stage.floats)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""

@@ -16,7 +16,7 @@ struct Stage {
   int x, weight, bias, residual, y, gated;  // slots of tensors; -1 for none
   int height, width, channels, kernel;      // of a convolution
   float eps;
-  int more[5];
+  int more[5];   // of attention: causal, first columns of q, k and v, from a head's keys to the next one's
   int extra[3];  // of attention while decoding: the slot of the cache's length, first columns of new keys and values
 };
 struct Task { int stage, split, row, column, first_wait, waits, first_post, posts; };

@@ -67,8 +67,8 @@ __device__ __forceinline__ void attend(const Stage& stage, const Task& task, con
   const int context = stage.inner, shared_head = head / stage.kernel, causal = stage.more[0];
   const int strides[3] = {stage.height, stage.width, stage.gated};  // of rows of q, k and v
   const u16* q = (const u16*)tensors.at[stage.x] + stage.more[1] + head * size;
-  const u16* k = (const u16*)tensors.at[stage.weight] + stage.more[2] + shared_head * size;
-  const u16* v = (const u16*)tensors.at[stage.bias] + stage.more[3] + shared_head * size;
+  const u16* k = (const u16*)tensors.at[stage.weight] + stage.more[2] + (long long)shared_head * stage.more[4];
+  const u16* v = (const u16*)tensors.at[stage.bias] + stage.more[3] + (long long)shared_head * stage.more[4];
   // While decoding: keys and values of the rows themselves, behind those of the cache that are there.
   const bool grows = stage.extra[0] >= 0;
   const int filled = grows ? min(context, *(const int*)tensors.at[stage.extra[0]]) : 0;

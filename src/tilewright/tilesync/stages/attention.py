@@ -20,19 +20,20 @@ class Attention(Stage):
 
     While decoding, k and v are a cache of which the first `length` rows are filled, a number on the device, and the
     keys and values of the rows themselves are columns of q's tensor, from `new` on: a row sees the cache, and the rows
-    up to itself.
+    up to itself. By head, k and v are ``(key_heads * context, head_dim)``: the context of one head behind the other's.
     """
 
     def __init__(
         self, output: str, q: str, k: str, v: str, *, rows: int, context: int, heads: int, head_dim: int,
         key_heads: int | None = None, offsets: tuple[int, int, int] = (0, 0, 0), causal: bool = False,
-        length: str | None = None, new: tuple[int, int] = (0, 0), scale: float | None = None, tile: int = 64,
-        order: Order = "rows", sync: Sync = None,
+        length: str | None = None, new: tuple[int, int] = (0, 0), by_head: bool = False, scale: float | None = None,
+        tile: int = 64, order: Order = "rows", sync: Sync = None,
     ) -> None:  # fmt: skip
         self.names, self.offsets, self.causal, self.tile = (q, k, v), offsets, causal, tile
         self.rows, self.context, self.heads, self.head_dim = rows, context, heads, head_dim
         self.key_heads, self.scale = key_heads or heads, scale or head_dim**-0.5
         self.length, self.new, self.integers = length, new, (length,) if length else ()
+        self.by_head = by_head
         if heads % self.key_heads:
             raise GraphError(f"Stage {output}: {heads} heads cannot share {self.key_heads} key heads; take a divisor.")
         grid = -(-rows // tile), heads
@@ -56,7 +57,9 @@ class Attention(Stage):
             start = first + shared * self.head_dim
             yield Region(self.names[0], ((0, rows[1]), (start, start + self.head_dim)))
         for which in (1, 2):
-            yield Region(self.names[which], ((0, seen), self._columns(which, shared)))
+            first = shared * self.context * self.by_head
+            columns = (0, self.head_dim) if self.by_head else self._columns(which, shared)
+            yield Region(self.names[which], ((first, first + seen), columns))
 
     def writes(self, tile: Tile) -> Iterable[Region]:
         head = tile[1] * self.head_dim
@@ -64,11 +67,12 @@ class Attention(Stage):
 
     def compute(self, *inputs: Tensor) -> Tensor:
         given = dict(zip(self.inputs, inputs, strict=True))
+        counts = self.heads, self.key_heads, self.key_heads
         q, k, v = (
             self._heads(given[name], start, count)
-            for name, start, count in zip(
-                self.names, self.offsets, (self.heads, self.key_heads, self.key_heads), strict=True
-            )
+            if name == self.names[0] or not self.by_head
+            else widen(given[name]).unflatten(0, (count, self.context))
+            for name, start, count in zip(self.names, self.offsets, counts, strict=True)
         )
         at, row = torch.arange(self.context, device=q.device), torch.arange(self.rows, device=q.device)
         hidden = at > row[:, None] + self.context - self.rows if self.causal else at < row[:, None] * 0

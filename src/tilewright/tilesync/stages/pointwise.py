@@ -109,26 +109,30 @@ class Custom(Stage):
 class Rope(Custom):
     """Rotates the first `rotated` columns, heads of one size, by angles of which cosine and sine are inputs.
 
-    A head's halves are a pair, as in Hugging Face's models; the other columns are taken as they are. A tile is some
-    rows of one head.
+    These are tables of float32, ``(positions, head_dim / 2)``; row r has the position `length` + r, a number on the
+    device. A head's halves are a pair, as in Hugging Face's models; the other columns are taken as they are. A tile is
+    some rows of one head.
     """
 
     def __init__(
-        self, output: str, x: str, cos: str, sin: str, sizes: tuple[int, int], *, head_dim: int, rotated: int,
-        tile: int = 64, order: Order = "rows", sync: Sync = None,
+        self, output: str, x: str, cos: str, sin: str, length: str, sizes: tuple[int, int], *, head_dim: int,
+        rotated: int, tile: int = 64, order: Order = "rows", sync: Sync = None,
     ) -> None:  # fmt: skip
         self.head_dim, self.rotated = head_dim, rotated
+        self.integers, self.floats = (length,), (cos, sin)
         source = _ROPE.replace("HEAD_DIM", str(head_dim)).replace("ROTATED", str(rotated))
-        super().__init__(output, [x, cos, sin], sizes, tile=(tile, head_dim), reads=self._read, compute=self._rotate,
-                         source=source, order=order, sync=sync)  # fmt: skip
+        super().__init__(output, [x, cos, sin, length], sizes, tile=(tile, head_dim), reads=self._read,
+                         compute=self._rotate, source=source, order=order, sync=sync)  # fmt: skip
 
     def _read(self, tile: Tile) -> Iterable[Region]:
         return (region._replace(tensor=self.inputs[0]) for region in self.writes(tile))
 
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, length: Tensor) -> Tensor:
         heads = widen(x)[:, : self.rotated].unflatten(1, (-1, self.head_dim))
+        places = length.long() + torch.arange(len(x), device=x.device)
+        cosine, sine = (widen(table)[places][:, None] for table in (cos, sin))
         first, second = heads.chunk(2, -1)
-        turned = heads * widen(cos)[:, None] + torch.cat((-second, first), -1) * widen(sin)[:, None]
+        turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
         return torch.cat((turned.flatten(1).to(x.dtype), x[:, self.rotated :]), 1)
 
 
@@ -139,8 +143,8 @@ _ROPE = """
     float y = widen(read_number(x + at));
     if (tile.column < ROTATED) {
       const float other = widen(read_number(x + (at + HEAD_DIM / 2) % HEAD_DIM));
-      const float cosine = widen(((const u16*)tile.inputs[1])[row * HEAD_DIM + at]);
-      const float sine = widen(((const u16*)tile.inputs[2])[row * HEAD_DIM + at]);
+      const int angle = (*(const int*)tile.inputs[3] + row) * (HEAD_DIM / 2) + at % (HEAD_DIM / 2);
+      const float cosine = ((const float*)tile.inputs[1])[angle], sine = ((const float*)tile.inputs[2])[angle];
       y = y * cosine + (at < HEAD_DIM / 2 ? -other : other) * sine;
     }
     write_number((u16*)tile.output + (long long)row * tile.width + tile.column + at, narrow(y));

@@ -81,7 +81,8 @@ def build(run: Generating, **options: Any) -> Generator:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(run.dtype)
     how: dict[str, Any] = {
         "kv_cache": None if run.kv_cache == SAVED else run.kv_cache, "graph": run.graph and run.device != "cpu",
-        "compile": run.compile != "none", "weights": "" if run.weights == SAVED else run.weights, **options,
+        "compile": run.compile != "none", "weights": "" if run.weights == SAVED else run.weights,
+        "decode": run.decode, **options,
     }  # fmt: skip
     if run.draft and run.speculate:
         how["draft"] = generator_of(Path(run.draft), device=run.device, dtype=dtype)
@@ -149,7 +150,7 @@ class _Reader:
 def prove(job: dict[str, Any]) -> Proof:
     """The proof of a run: whether its quality is above the floor, and its greedy text that of plain steps."""
     best, start = Generating(**job["configuration"]), Generating(**job["start"])
-    given = {"graph": False, "compile": False}
+    given = {"graph": False, "compile": False, "decode": "graph"}
     other = build(best)
     if (best.weights, best.kv_cache) == (start.weights, start.kv_cache):
         verdict, said = "same within rounding", "weights, keys and values are in the formats of the baseline"

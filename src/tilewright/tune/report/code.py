@@ -78,6 +78,8 @@ def generate_command(run: Generating, folder: Path) -> str:
         words.append("--graph" if run.graph else "--no-graph")
     if run.compile != "none":
         words.append("--compile")
+    if run.decode != "graph":
+        words.append(f"--decode {run.decode}")
     if run.speculate:
         words += [f"--draft {shlex.quote(run.draft)}"] if run.draft else []
         words.append(f"--speculate {run.speculate}")

@@ -27,6 +27,7 @@ _REACHED = 0.8  # of it, by a decoding step
 _LAUNCHES = 9  # of a layer
 _HOST = 2.0  # launches of a bare op that an op of a model takes the host
 _COMPILED = 0.7  # of the launches that are left
+_WAITING = 2.4e-5  # seconds of a layer in which tiles wait for tiles, as `tilesync.simulate` has them of a model of 1B
 _ACCEPTED = 0.15  # tokens more a forward for each doubling of a draft, as a guess
 _UNPACKED = 8.0  # bytes that a CPU, which has no kernel, moves to unpack a weight
 PROCESS_BYTES = 500 * 2**20
@@ -46,6 +47,7 @@ class Generating:
     kv_cache: str = SAVED
     graph: bool = False
     compile: str = "none"
+    decode: str = "graph"  # or "tilesync": one graph of tiles a step
     batch: int = 1
     speculate: int = 0
     prompt: int = 128  # tokens
@@ -54,10 +56,10 @@ class Generating:
     content: str = ""  # of the folder, as a digest
 
 
-LEVERS = ("weights", "kv_cache", "graph", "compile", "batch", "speculate")
+LEVERS = ("weights", "kv_cache", "graph", "compile", "decode", "batch", "speculate")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weights": (SAVED, "int8", "fp8", "int4"), "kv_cache": (SAVED, "int8", "fp8"), "graph": (False, True),
-    "compile": ("none", "default"), "batch": (1, 8, 32), "speculate": (0, 2, 4, 8),
+    "compile": ("none", "default"), "decode": ("graph", "tilesync"), "batch": (1, 8, 32), "speculate": (0, 2, 4, 8),
 }  # fmt: skip
 
 
@@ -76,6 +78,11 @@ class GeneratingSpace(Space):
         run = self.at(point)
         if run.speculate and run.batch > 1:
             return "speculate works on one prompt at a time; leave batch at 1."
+        plain = Generating("", batch=1)
+        if run.decode == "tilesync":
+            for name in ("weights", "kv_cache", "compile", "batch", "speculate"):
+                if getattr(run, name) != getattr(plain, name):
+                    return f"decode=tilesync goes with {name}={getattr(plain, name)} alone."
         return None
 
     def parse(self, text: str) -> Point:
@@ -126,7 +133,7 @@ def open_generating(start: Generating, given: Sequence[str], quality: Mapping[st
     Args:
         start: the run, whose device is "cuda" or "cpu".
         given: fields that the user has set, which stay.
-        quality: by lever, the values that are good enough.
+        quality: by lever, the values that are good enough, or that there are on this machine.
 
     >>> found = open_generating(Generating("m"), ["batch"], {"weights": ["int8"], "kv_cache": []})
     >>> found.levers
@@ -136,8 +143,8 @@ def open_generating(start: Generating, given: Sequence[str], quality: Mapping[st
     for name in LEVERS:
         values = _CHOICES[name]
         if name in quality:
-            values = (SAVED, *quality[name])
-        if name in ("graph", "compile") and (start.device == "cpu" or start.aim == "prefill"):
+            values = (values[0], *quality[name])
+        if name in ("graph", "compile", "decode") and (start.device == "cpu" or start.aim == "prefill"):
             values = ()
         if name == "speculate" and start.aim == "prefill":
             values = ()
@@ -192,7 +199,9 @@ def predict_generating(run: Generating, machine: Mapping[str, Any]) -> Predictio
         "matmul": forwards * max(0.0, flops - weights / speed), "unpacking": forwards * unpacked / speed,
     }  # fmt: skip
     launches = _LAUNCHES * model["layers"] * (_COMPILED if run.compile != "none" else 1.0)
-    if run.graph:
+    if run.decode == "tilesync":
+        parts["idle"] = forwards * model["layers"] * _WAITING
+    elif run.graph:
         parts["idle"] = forwards * launches * machine["kernel_seconds"]
     else:
         parts["idle"] = max(0.0, forwards * _HOST * launches * machine["launch_seconds"] - sum(parts.values()))
