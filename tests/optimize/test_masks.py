@@ -155,6 +155,71 @@ WINDOWS: dict[str, tuple[Mask, str]] = {
 }
 
 
+def _keys(x: Tensor) -> Tensor:
+    """Which keys are no padding, as transformers hands it on."""
+    return (x[..., 0] < 9)[:, None, None, :]
+
+
+def _as_transformers(x: Tensor) -> Tensor:
+    rows = torch.arange(SEQUENCE)[None, None, :, None]
+    seen = rows.new_ones((), dtype=torch.bool) & (torch.arange(SEQUENCE)[None, None, None] <= rows).to(x.device)
+    keys = (x[..., 0] < 9)[torch.arange(BATCH)[:, None, None, None], torch.arange(SEQUENCE)[None, None, None]]
+    return (seen & keys).expand(BATCH, -1, SEQUENCE, SEQUENCE)
+
+
+def _written(x: Tensor) -> Tensor:
+    keys = _keys(x)
+    mask = (_distance() >= 0) & keys
+    keys.logical_not_()
+    return mask
+
+
+def _of_segments(x: Tensor) -> Tensor:
+    part = (x[..., 0] < 9).long().cumsum(1)
+    return (part[:, None, :, None] == part[:, None, None, :]) & (_distance() >= 0)
+
+
+def _all_of_them(x: Tensor) -> Tensor:
+    """Padding alone wherever there is some, and nothing else where there is none."""
+    return (_distance() >= 0) & (_keys(x) | _keys(x).all())
+
+
+PADDED: dict[str, tuple[Mask, str]] = {
+    "causal": (lambda x: (_distance() >= 0) & _keys(x), "causal, padding"),
+    "as transformers makes it": (_as_transformers, "causal, padding"),
+    "of keys alone": (_keys, "nothing hidden, padding"),
+    "of keys alone, for each head": (
+        lambda x: _keys(x).expand(-1, HEADS, SEQUENCE, -1).contiguous(), "nothing hidden, padding",
+    ),
+    "a window of two parts": (
+        lambda x: ((_distance() >= 0) & _keys(x).to(torch.bool)).logical_and(_distance() < 4)[:, :, :, :SEQUENCE],
+        "window of 4, padding",
+    ),
+    "of one row for all": (lambda x: _keys(x)[:1] & (_distance() >= 0), "causal, padding"),
+    "all of it or none": (_all_of_them, "causal, padding"),  # whatever it is, it hides keys
+    "by two tensors": (lambda x: (_distance() >= 0) & _keys(x) & _keys(-x), ""),
+    "or": (lambda x: (_distance() >= 0) | _keys(x), ""),
+    "of queries": (lambda x: (_distance() >= 0) & _keys(x).mT, ""),
+    "of queries, expanded": (lambda x: (_distance() >= 0) & _keys(x).expand(BATCH, 1, SEQUENCE, SEQUENCE).mT, ""),
+    "of each head": (lambda x: (_distance() >= 0) & (x[:, :, :HEADS] < 1).mT[:, :, None], ""),
+    "hidden the other way": (lambda x: ~((_distance() >= 0) & _keys(x)), ""),
+    "moved by one": (lambda x: ((_distance() >= 0) & _keys(x)).roll(1, -1), ""),
+    "with a prefix": (lambda x: ((_distance() >= 0) | (torch.arange(SEQUENCE) < 2)) & _keys(x), ""),
+    "of two sequences": (_of_segments, ""),
+    "of floats": (lambda x: _float(_distance() >= 0) + _float(_distance() > -SEQUENCE) * _keys(x), ""),
+    "written in place later": (_written, ""),
+}  # fmt: skip
+PADDINGS = ([(0, 0), (0, 0)], [(0, 4), (0, 0)], [(3, 0), (8, 0)], [(2, 3), (0, 8)], [(SEQUENCE, 0), (0, 1)])
+
+
+def _padded_batch(paddings: list[tuple[int, int]]) -> Tensor:
+    """Tokens, so many of them padding in front and behind."""
+    x = torch.randn(BATCH, SEQUENCE, WIDTH).clamp(max=8)
+    for row, (front, behind) in zip(x, paddings, strict=True):
+        row[:front, 0] = row[SEQUENCE - behind :, 0] = 10
+    return x
+
+
 def _details(report: Report) -> set[str]:
     return {site.detail for site in report.changed if site.rule == "mask"}
 
@@ -200,6 +265,26 @@ def test_a_window_is_computed_without_its_mask(name: str, monkeypatch: pytest.Mo
     assert [path.ran for path in paths] == ([] if name in WINDOWS else ["triton"])
     for ours, plain, true in zip(found, theirs, double, strict=True):
         assert (ours - true).norm() <= 2 * (plain - true).norm() + 2**-8 * true.norm()
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", ["by our kernels", *PADDED])
+def test_a_padded_batch_is_computed_without_its_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of it, on whichever side the padding is, by one graph; near misses stay, and nothing is waited for."""
+    mask, kind = PADDED.get(name, PADDED["as transformers makes it"])
+    key_heads = HEADS if len(name) % 2 else 1
+    if name in PADDED:
+        monkeypatch.setattr(mask_rule, "attention", reference)
+    model = _Attention(mask, key_heads, head_dim=16).bfloat16()
+    plain, double = copy.deepcopy(model), copy.deepcopy(model).double()
+    with optimized(model, rules=["mask"]) as report:
+        for paddings in PADDINGS if kind else PADDINGS[2:3]:
+            x = _padded_batch(paddings).bfloat16()
+            for ours, theirs, true in zip(_grads(model, x), _grads(plain, x), _grads(double, x.double()), strict=True):
+                assert (ours - true).norm() <= 2 * (theirs - true).norm() + 2**-8 * true.norm(), paddings
+    groups = "" if key_heads == HEADS else f", {HEADS // key_heads} queries a key"
+    assert _details(report) == ({kind + groups} if kind else set()), f"{report}"
+    assert len(report.captured.graphs) == 1
 
 
 @pytest.mark.parametrize(("change", "why"), [

@@ -1,11 +1,13 @@
-"""What an attention mask of a graph is, where it depends on nothing but sizes: causal, a window, or no mask at all.
+"""What an attention mask of a graph is: causal, a window, or no mask at all, and beside it padding, hidden keys.
 
 A captured graph has its sizes as numbers. A mask that is made of them alone, by `arange` and comparisons, has the same
-value in every call: it is computed here once, on the CPU, and looked at.
+value in every call: it is computed here once, on the CPU, and looked at. Of one that is such a mask *and* another that
+has a row of keys for each sequence of the batch, all but that other is looked at.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +30,69 @@ _KNOWN = frozenset({
     "reshape", "unsqueeze", "squeeze", "expand", "transpose", "contiguous", "clone", "to", "bool", "float", "type_as",
     "finfo",
 })  # fmt: skip
+_ANDS: tuple[Any, ...] = (operator.and_, torch.logical_and, torch.bitwise_and, "logical_and", "bitwise_and", "__and__")
+_SAME: tuple[Any, ...] = ("expand", "contiguous", "clone", "to", "bool", torch.clone)  # of booleans
 
 
-def evaluate(mask: Node) -> Tensor | str:
-    """The mask's value; or, in a sentence, why it has none before the model is called."""
+def read(mask: Node) -> tuple[Kind, Node | None] | str:
+    """The kind of a mask, and what hides keys beside it, `(batch, 1, 1, keys)`; or, in a sentence, why it has none."""
+    hiding = _list_hiding(mask)
+    if len(hiding) > 1:
+        return "its mask hides keys by more than one tensor"
+    keys = hiding[0] if hiding else None
+    value = evaluate(mask, keys)
+    if isinstance(value, str):
+        return value
+    kind = kind_of(value)
+    return "its mask is neither causal nor a window, and hides something" if kind is None else (kind, keys)
+
+
+def _list_hiding(mask: Node) -> list[Node]:
+    """What, joined to the rest by `and` alone, hides a key from all queries and heads, and is known at run time only.
+
+    Whatever such a tensor contains, it hides keys and nothing else, for it has no other dimension but the batch.
+    """
+    found, stack = dict[Node, None](), [mask]
+    while stack:
+        node = stack.pop()
+        tensor = g.tensor_of(node)
+        if tensor is None or tensor.dtype != torch.bool:
+            continue
+        if tensor.dim() == 4 and tensor.shape[1] == tensor.shape[2] == 1:
+            if isinstance(_ancestors(node), str):
+                found[node] = None
+        elif g.calls(node, *_ANDS) or (g.calls(node, *_SAME) and _has_four(node.args[0])) or _is_whole_slice(node):
+            stack += node.all_input_nodes
+    return list(found)
+
+
+def _has_four(node: Any) -> bool:
+    """Whether a node has the four dimensions of a mask, which broadcasting then leaves where they are."""
+    shape = g.shape_of(node)
+    return shape is not None and len(shape) == 4
+
+
+def _is_whole_slice(node: Node) -> bool:
+    """Whether a node is all of another, by slices."""
+    if not g.calls(node, operator.getitem) or g.shape_of(node) != g.shape_of(node.args[0]):
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return len(node.all_input_nodes) == 1 and all(each is Ellipsis or isinstance(each, slice) for each in index)
+
+
+def evaluate(mask: Node, hiding: Node | None = None) -> Tensor | str:
+    """The mask's value where `hiding` hides nothing; or, in a sentence, why it has none before the model is called."""
     shape = g.shape_of(mask)
     if shape is None or not all(isinstance(size, int) for size in shape):
         return "its mask has a size that is known at run time only"
     if torch.Size(shape).numel() > LARGEST:
         return f"its mask has more than {LARGEST:,} elements"
-    nodes = _ancestors(mask)
+    nodes = _ancestors(mask, hiding)
     if isinstance(nodes, str):
         return nodes
     values = dict[Node, Any]()
+    if hiding is not None:
+        values[hiding] = torch.ones(g.shape_of(hiding) or (), dtype=torch.bool, device="cpu")
     last = {each: node for node in nodes for each in node.all_input_nodes}
 
     def valued(value: Any) -> Any:
@@ -63,17 +115,17 @@ def evaluate(mask: Node) -> Tensor | str:
                 return f"its mask could not be computed: {type(error).__name__}"
             for each in node.all_input_nodes:
                 if last[each] is node:
-                    del values[each]
+                    values.pop(each, None)
     found = values[mask]
     return found if isinstance(found, Tensor) and tuple(found.shape) == shape else "its mask is no tensor"
 
 
-def _ancestors(mask: Node) -> list[Node] | str:
-    """Everything that a mask is computed from, in order."""
+def _ancestors(mask: Node, hiding: Node | None = None) -> list[Node] | str:
+    """Everything that a mask is computed from, in order; but for what computes `hiding`."""
     found, stack = dict[Node, None](), [mask]
     while stack:
         node = stack.pop()
-        if node in found:
+        if node in found or node is hiding:
             continue
         if node.op not in ("call_function", "call_method"):
             return "its mask depends on what the model is called with"
@@ -84,14 +136,19 @@ def _ancestors(mask: Node) -> list[Node] | str:
         if len(found) > _NODES:
             return "its mask takes too many steps"
         stack += node.all_input_nodes
-    written = set[int]()
-    for node in mask.graph.nodes:
-        if g.writes_in_place(node):
-            written.update(filter(None, map(_storage, node.all_input_nodes)))
-    if any(_storage(node) in written for node in found):
+    if is_written(mask, *found, *filter(None, [hiding])):
         return "its mask is written to in place"
     order = {node: number for number, node in enumerate(mask.graph.nodes)}
     return sorted(found, key=order.__getitem__)
+
+
+def is_written(*nodes: Node) -> bool:
+    """Whether a graph writes to one of these in place, or to what shares its memory."""
+    written = set[int]()
+    for node in nodes[0].graph.nodes:
+        if g.writes_in_place(node):
+            written.update(filter(None, map(_storage, node.all_input_nodes)))
+    return any(_storage(node) in written for node in nodes)
 
 
 def _storage(node: Node) -> int | None:

@@ -172,8 +172,8 @@ def _inputs(candidate: Candidate, choice: Choice, generator: torch.Generator) ->
     found = list[Tensor | None]()
     for node in choice.inputs:
         tensor = tensor_of(node)
-        if tensor is None:
-            found.append(None)
+        if tensor is None or node in candidate.known:
+            found.append(candidate.known.get(node) if node is not None else None)
             continue
         if not tensor.is_floating_point():
             raise TypeError(f"{node} holds {tensor.dtype}")

@@ -41,7 +41,7 @@ class Candidate:
     # Integers of the site and smaller ones that stand for them in the probe: the size of a vocabulary.
     literals: Mapping[int, int] = field(default_factory=dict)
     exact: frozenset[int] = frozenset()  # sizes that the probe's inputs keep, since the site has them as numbers
-    # Nodes whose value the rule knows, and that its calls do not take; and what stands for each in the probe.
+    # Nodes that are not looked into, for the rule knows what they are; and what stands for each in the probe.
     known: Mapping[Node, torch.Tensor] = field(default_factory=dict)
     # The probe's inputs where random tensors of the inputs' shapes will not do.
     sample: Callable[[torch.Generator], list[torch.Tensor | None]] | None = None

@@ -1,8 +1,11 @@
-"""Attention masks that are causal in every call, as `is_causal`, and windows by our own kernels.
+"""Attention masks that are causal in every call, as `is_causal`; windows and padded batches by our own kernels.
 
 Half of the scores are computed then, or those of the window, and no mask is read. Models make their mask of positions,
 and a captured graph makes it even where the model itself, run op by op, would leave it out. Keys and values that are
 repeated for groups of queries are taken as they are before.
+
+Of a padded batch the kernels read which keys are padding, a byte for each, whichever side they are on. No query sees
+them, and what a padded query gets is what it got: a loss may see it.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def given_to(node: Node) -> dict[str, Any]:
 
 
 def _find(view: View) -> Iterator[Candidate | Declined]:
-    known = dict[Node, Kind | str]()
+    known = dict[Node, tuple[Kind, Node | None] | str]()
     for node in list(view.graph.nodes):
         if not g.calls(node, F.scaled_dot_product_attention) or not node.users:
             continue
@@ -45,23 +48,26 @@ def _find(view: View) -> Iterator[Candidate | Declined]:
         if not isinstance(mask, Node):
             continue
         if mask not in known:
-            known[mask] = _kind(mask)
+            known[mask] = _read(mask, view)
         yield _candidate(node, given, mask, known[mask], view.state[node].autocast)
 
 
-def _kind(mask: Node) -> Kind | str:
-    """The kind of a mask; or, in a sentence, why it has none."""
-    value = masks.evaluate(mask)
-    if isinstance(value, str):
-        return value
-    return masks.kind_of(value) or "its mask is neither causal nor a window, and hides something"
+def _read(mask: Node, view: View) -> tuple[Kind, Node | None] | str:
+    """What a mask is; one that a checkpointed region is given hides the keys itself."""
+    source = view.sources.get(mask, mask)
+    found = masks.read(source)
+    if source is mask or isinstance(found, str):
+        return found
+    kind, keys = found
+    return "its mask is written to in place" if masks.is_written(mask) else (kind, None if keys is None else mask)
 
 
 def _candidate(
-    node: Node, given: dict[str, Any], mask: Node, kind: Kind | str, autocast: torch.dtype | None
+    node: Node, given: dict[str, Any], mask: Node, found: tuple[Kind, Node | None] | str, autocast: torch.dtype | None
 ) -> Candidate | Declined:
-    if isinstance(kind, str):
-        return Declined(node, kind)
+    if isinstance(found, str):
+        return Declined(node, found)
+    kind, keys = found
     q, k, v = (given[name] for name in NAMES[:3])
     shapes = [g.shape_of(each) for each in (q, k, v)]
     if any(shape is None or len(shape) != 4 or not all(isinstance(size, int) for size in shape) for shape in shapes):
@@ -73,24 +79,27 @@ def _candidate(
     literals = {size: _SMALL for size in (rows, columns) if size > _SMALL}
     if literals.keys() & others:
         return Declined(node, f"a sequence of {rows} is as long as another of its sizes")
-    if kind.is_window and (why := _why_no_window(g.tensor_of(q), g.tensor_of(k), g.tensor_of(v), autocast)):
-        return Declined(node, why)
-    choices = tuple(_choices(given, kind))
-    heads = {g.tensor_of(each).shape[1] for choice in choices for each in choice.inputs}  # type: ignore[union-attr]
+    if kind.is_window or keys is not None:
+        why = _why_no_kernel(g.tensor_of(q), g.tensor_of(k), g.tensor_of(v), kind, autocast)
+        if why:
+            return Declined(node, why)
+    choices = tuple(_choices(given, kind, keys))
+    heads = {g.tensor_of(each).shape[1] for choice in choices for each in choice.inputs[:3]}  # type: ignore[union-attr]
     exact = frozenset((*others, *heads, rows, columns)) - literals.keys()
-    return Candidate(node, (node,), choices, literals=literals, exact=exact, known={mask: _stand_in(mask, kind)})
+    return Candidate(node, (node,), choices, literals=literals, exact=exact, known=_stand_ins(mask, kind, keys))
 
 
-def _why_no_window(q: Any, k: Any, v: Any, autocast: torch.dtype | None) -> str:
-    """Say why our kernels do not take the window of these; nothing where they do."""
+def _why_no_kernel(q: Any, k: Any, v: Any, kind: Kind, autocast: torch.dtype | None) -> str:
+    """Say why our kernels do not take the window, or the padding, of these; nothing where they do."""
+    what = "a window" if kind.is_window else "padding"
     if not dispatch.runs_kernel(q):
-        return "a window has kernels on a GPU alone"
-    if q.shape[2] != k.shape[2]:
-        return "it has a window, and another number of keys than of queries"
+        return f"{what} has kernels on a GPU alone"
+    if q.shape[2] != k.shape[2] and kind != Kind():
+        return f"it has {what}, and another number of keys than of queries"
     if (autocast or q.dtype) not in _HALVES:
-        return "a window has kernels in 16 bits"
+        return f"{what} has kernels in 16 bits"
     if q.shape[3] not in HEAD_DIMS or q.shape[3] != v.shape[3]:
-        return f"a window has kernels for heads of {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in steps of {HEAD_DIMS.step}"
+        return f"{what} has kernels for heads of {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in steps of {HEAD_DIMS.step}"
     return ""
 
 
@@ -103,32 +112,44 @@ def _small(kind: Kind) -> Kind:
     return Kind(before, behind)
 
 
-def _stand_in(mask: Node, kind: Kind) -> Tensor:
-    """The mask of the probe."""
+def _stand_ins(mask: Node, kind: Kind, keys: Node | None) -> dict[Node, Tensor]:
+    """The mask of the probe, and what it hides of the keys."""
     tensor = g.tensor_of(mask)
     assert tensor is not None
     seen = _small(kind).draw(*(min(int(size), _SMALL) for size in tensor.shape[-2:]))
-    return seen if tensor.dtype == torch.bool else torch.zeros(seen.shape).double().masked_fill(~seen, -torch.inf)
+    if tensor.dtype != torch.bool:
+        return {mask: torch.zeros(seen.shape).double().masked_fill(~seen, -torch.inf)}
+    if keys is None:
+        return {mask: seen}
+    # Every third key is hidden, and in some sequence the first: its first query sees none.
+    places = torch.arange(len(g.tensor_of(keys)))[:, None] + torch.arange(seen.shape[1])  # type: ignore[arg-type]
+    hidden = (places % 3 > 0)[:, None, None]
+    return {keys: hidden, mask: seen & hidden}  # which may be one
 
 
-def _choices(given: dict[str, Any], kind: Kind) -> Iterator[Choice]:
+def _choices(given: dict[str, Any], kind: Kind, keys: Node | None) -> Iterator[Choice]:
     """The calls that a site could be: with keys and values as they are before they are repeated, and as they are."""
     q, k, v = (given[name] for name in NAMES[:3])
     before = [before_repeat(each) for each in (k, v)]
-    if None not in before and not given.get("enable_gqa") and (kind.is_window or _groups_heads(q)):
+    is_ours = kind.is_window or keys is not None
+    detail = str(kind) if keys is None else f"{kind}, padding"
+    if None not in before and not given.get("enable_gqa") and (is_ours or _groups_heads(q)):
         heads, fewer = (g.tensor_of(each).shape[1] for each in (q, before[0]))  # type: ignore[union-attr]
-        yield _choice((q, *before), {**given, "enable_gqa": True}, kind, f"{kind}, {heads // fewer} queries a key")
-    yield _choice((q, k, v), given, kind, str(kind))
+        shared = f"{detail}, {heads // fewer} queries a key"
+        yield _choice((q, *before), {**given, "enable_gqa": True}, kind, keys, shared)
+    yield _choice((q, k, v), given, kind, keys, detail)
 
 
-def _choice(inputs: tuple[Node | None, ...], given: dict[str, Any], kind: Kind, detail: str) -> Choice:
-    if kind.is_window:
+def _choice(
+    inputs: tuple[Node | None, ...], given: dict[str, Any], kind: Kind, keys: Node | None, detail: str
+) -> Choice:
+    if kind.is_window or keys is not None:
         small = _small(kind)
         options: dict[str, Any] = {"before": kind.before, "behind": kind.behind, "scale": given.get("scale")}
         probed: dict[str, Any] = {"before": small.before, "behind": small.behind}
         if given.get("dropout_p"):
             options["dropout_p"], probed["dropout_p"] = given["dropout_p"], 0.0
-        return Choice(attend, inputs, options, detail, probed)
+        return Choice(attend, (*inputs, keys), options, detail, probed)
     options = {"is_causal": True} if kind.behind == 0 else {}
     for name in ("dropout_p", "scale", "enable_gqa"):
         if given.get(name) not in (None, False, 0.0):
@@ -138,11 +159,17 @@ def _choice(inputs: tuple[Node | None, ...], given: dict[str, Any], kind: Kind, 
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, before: int | None, behind: int | None, scale: float | None, dropout_p: float = 0.0
-) -> Tensor:
-    """Attention of tensors that are heads first, where a query sees so many keys before its own and behind it."""
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, before: int | None, behind: int | None, scale: float | None,
+    dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Attention of tensors that are heads first, where a query sees so many keys before its own and behind it.
+
+    `keys` are True, `(batch, 1, 1, keys)`, for those that are not hidden; or it is the mask with a row for each query.
+    """
+    if keys is not None and keys.shape[2] > 1:  # a query without its own key has it hidden
+        keys = keys[:, :, :1] if before is behind is None else keys.diagonal(dim1=2, dim2=3)[:, :, None]
     parts = (x.transpose(1, 2) for x in (q, k, v))
-    out: Tensor = attention(*parts, causal=False, window=(before, behind), scale=scale, p=dropout_p)
+    out: Tensor = attention(*parts, causal=False, window=(before, behind), bias=keys, scale=scale, p=dropout_p)
     return out.transpose(1, 2)
 
 
@@ -170,4 +197,6 @@ def before_repeat(node: Node) -> Node | None:
     return None
 
 
-RULE = Rule("mask", "a causal mask as `is_causal`, a window by our kernels, repeated key heads as they are", _find)
+RULE = Rule(
+    "mask", "a causal mask as `is_causal`, windows and padding by our kernels, repeated key heads as they are", _find
+)
