@@ -121,7 +121,9 @@ def test_a_restart_changes_nothing_of_what_is_learnt():
     (("parallel.reshard=3", "parallel.zero=3"), "choose a divisor"),
     (("device=cuda:0",), "choose device=cuda"),
     (("parallel.pieces=2", "parallel.pp=2", "accumulation=2"), "not there yet"),
-    (("compile=default", "parallel.zero=3"), "compile does not go together"),
+    (("compile=reduce-overhead", "parallel.zero=3"), "compile=reduce-overhead does not go together"),
+    (("rules=all", "compile=default", "parallel.zero=3"), "rules does not go together"),
+    (("cuda_graphs=true", "parallel.cp=2"), "cuda_graphs does not go together"),
     (("parallel.tp=4", "model.heads=2"), "heads do not divide"),
 ])  # fmt: skip
 def test_what_every_rank_would_refuse_is_refused_before_any_starts(given, words):

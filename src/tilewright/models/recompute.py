@@ -29,18 +29,18 @@ def run_block(
     if how == "none":
         return block(x, residual, rope)
     if how == "full" or not is_own(block, Block):
-        return _checkpoint(how, block, x, residual, rope)
+        return run_region(how, block, x, residual, rope)
     own = is_own(block.norm1, DropoutAddNorm) and is_own(block.norm2, DropoutAddNorm)
     if own and is_own(block.attention, Attention) and runs_kernel(x) and not is_traced(x):
         return _run_selectively(block, x, residual, rope)
     if not is_own(block.norm1, DropoutAddNorm, StandardDropoutAddNorm):
-        return _checkpoint(how, block, x, residual, rope)
+        return run_region(how, block, x, residual, rope)
     dtype = x.dtype
 
     def run_from_sum(total: Tensor) -> tuple[Tensor, Tensor]:
         return block.sublayers(_normalise(block.norm1, total, dtype), total, rope)
 
-    return _checkpoint(how, run_from_sum, block.norm1.add(x, residual))
+    return run_region(how, run_from_sum, block.norm1.add(x, residual))
 
 
 def _normalise(norm: Any, total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,9 +90,10 @@ def _feed(block: Block, x: Tensor) -> Tensor:
     return y
 
 
-def _checkpoint(how: str, region: Any, *inputs: Any) -> Any:
+def run_region(how: str, region: Any, *inputs: Any) -> Any:
     """Run a region. "full" keeps nothing of it for backward but what goes in, "selective" large matmuls too."""
-    region = philox.bound(region)
+    if not torch.compiler.is_compiling():  # a compiler keeps the seed among what goes in
+        region = philox.bound(region)
     if how == "selective":
         contexts = functools.partial(create_selective_checkpoint_contexts, _keeps)
         return checkpoint(region, *inputs, use_reentrant=False, context_fn=contexts)

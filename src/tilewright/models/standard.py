@@ -19,7 +19,7 @@ def approximation(activation: str) -> str:
 class StandardDropoutAddNorm(nn.Module):
     """Dropout, add and norm as PyTorch does them, one after the other."""
 
-    site: int | None = None  # as in `DropoutAddNorm`
+    site: int | Tensor | None = None  # as in `DropoutAddNorm`
 
     def __init__(self, width: int, p: float, *, norm: str, bias: bool, eps: float = 1e-5) -> None:
         super().__init__()

@@ -31,7 +31,8 @@ class DropoutAddNorm(torch.nn.Module):
     (torch.Size([2, 3, 8]), ['bias', 'weight'])
     """
 
-    site: int | None = None  # which dropout of its model this is: by that it is drawn under `philox.by_position`
+    # Which dropout of its model this is: by that it is drawn under `philox.by_position`.
+    site: int | torch.Tensor | None = None
 
     def __init__(
         self,

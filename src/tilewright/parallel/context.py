@@ -36,18 +36,24 @@ def rows_of(rank: int, ranks: int, length: int) -> Tensor:
 class ContextAttention(Attention):
     """Attention of a part of the queries to all keys before them."""
 
-    mesh: Mesh
+    group: Any  # of the ranks of cp
+    rank: int
+    ranks: int
+
+    def join(self, mesh: Mesh) -> None:
+        """Take a place among the ranks of cp: as numbers, which a compiler reads."""
+        self.group, self.rank, self.ranks = mesh.group("cp"), mesh.place("cp"), mesh.layout.cp
 
     def mix(self, qkv: list[Tensor], rope: Any) -> Tensor:
         q, k, v = qkv
-        ranks, rank, half = self.mesh.layout.cp, self.mesh.place("cp"), q.shape[1] // 2
+        ranks, rank, half = self.ranks, self.rank, q.shape[1] // 2
         length = 2 * half * ranks
         if rope is not None:
             rows = rows_of(rank, ranks, length).to(q.device)
             turn = fused_rotate if self.fused else rotate
             q, k = turn(q, k, rope.cos[rows], rope.sin[rows])
         order = torch.cat([rows_of(each, ranks, length) for each in range(ranks)]).argsort().to(q.device)
-        k, v = gather_sequence(torch.cat((k, v), -1), self.mesh.group("cp"))[:, order].split(self.head_dim, -1)
+        k, v = gather_sequence(torch.cat((k, v), -1), self.group)[:, order].split(self.head_dim, -1)
         ends = (rank + 1) * half, (2 * ranks - rank) * half
         parts = [self._attend(part, k[:, :end], v[:, :end]) for part, end in zip(q.split(half, 1), ends, strict=True)]
         return torch.cat(parts, 1).flatten(2)

@@ -46,6 +46,11 @@ class Layout:
         """Whether FSDP2 shards the parameters."""
         return self.zero >= 2 and self.replicas > 1
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has the whole model and sequences of its own."""
+        return self.ranks == self.dp and not self.is_sharded
+
     def __str__(self) -> str:
         sizes = [f"{name} {size}" for name, size in (("pp", self.pp), ("dp", self.dp), ("cp", self.cp)) if size > 1]
         sizes += [f"tp {self.tp}{' with sp' if self.sp else ''}"] if self.tp > 1 else []

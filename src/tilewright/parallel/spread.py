@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilewright.models import GPT
 from tilewright.parallel import replicas, tensor
+from tilewright.parallel.compiled import compile_blocks
 from tilewright.parallel.context import ContextAttention
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.ordered import Ordered
@@ -32,7 +33,7 @@ def split(model: GPT, mesh: Mesh, device: torch.device) -> dict[str, Tensor]:
         for block in model.blocks.children():
             attention: Any = block.attention
             attention.__class__ = ContextAttention
-            attention.mesh = mesh
+            attention.join(mesh)
     orders = tensor.cut(model, mesh, device) if mesh.layout.tp > 1 else {}
     model.mesh = mesh  # type: ignore[assignment]
     model.to(device)
@@ -83,6 +84,13 @@ class Spread:
         if self.mesh.layout.pp > 1:
             self.model.positions = self.positions  # type: ignore[assignment]
             self.pipeline = Pipeline(self.model, self.forward, self.mesh, self.device, streams)
+
+    def compiled(self, options: dict[str, Any]) -> Any:
+        """What to call, compiled: all of it, or where ranks send between blocks or inside of them each block."""
+        if self.mesh.layout.is_replicated:
+            return torch.compile(self.forward, options=options)
+        compile_blocks(self.model, self.device, options)
+        return self.forward
 
     @contextlib.contextmanager
     def micro_batch(self, seed: int, *, last: bool) -> Iterator[None]:

@@ -64,6 +64,7 @@ class Positions:
 
 _positions: Positions | None = None
 _SEEDS = (1 << 62) - 1
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a tensor of 64 bits takes it
 
 
 @contextlib.contextmanager
@@ -90,11 +91,11 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def seed_at(site: int | None, x: torch.Tensor) -> int | torch.Tensor | None:
+def seed_at(site: int | torch.Tensor | None, x: torch.Tensor) -> Any:
     """The seed of a dropout in this place of the model; None where torch's generator is to draw one."""
     if _positions is None or site is None:
         return None
-    place = (site + 1) * 0x9E3779B97F4A7C15 & _SEEDS
+    place = (site + 1) * _ODD & _SEEDS
     if torch.compiler.is_compiling() or (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
         return (_positions.tensor + place) & _SEEDS
     return _positions.number + place & _SEEDS
@@ -117,7 +118,7 @@ def dropout(x: torch.Tensor, p: float, seed: int | torch.Tensor) -> torch.Tensor
     return torch.where(mask, x / (1.0 - p), 0.0)
 
 
-def words(seed: int, a: Any, b: Any, c: Any, d: Any) -> torch.Tensor:
+def words(seed: int | torch.Tensor, a: Any, b: Any, c: Any, d: Any) -> torch.Tensor:
     """Philox-4x32 with seven rounds in PyTorch's ops: the four words of each counter, the last dimension."""
     low, high = seed & _WORD, seed >> 32 & _WORD
     for _ in range(7):
@@ -146,7 +147,7 @@ def reference_mask(
     element = rows[:, None] * width + torch.arange(0, width, 8 if width % 8 == 0 else 1, device=x.device)
     group = element >> 3
     zero = torch.zeros_like(group)
-    found = words(int(seed), group & _WORD, group >> 32, zero + stream, zero)
+    found = words(seed, group & _WORD, group >> 32, zero + stream, zero)
     draws = torch.stack((found & 0xFFFF, found >> 16), -1).flatten(-2)  # eight of a group, in the kernel's order
     if width % 8:
         draws = draws.gather(-1, (element & 7)[..., None])

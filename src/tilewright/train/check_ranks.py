@@ -12,7 +12,7 @@ from tilewright.plan.batches import Batches
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.gpt import OWN_ATTENTION
 from tilewright.plan.memory import Training
-from tilewright.train.schema import Train
+from tilewright.train.schema import RECORDING, Train
 
 
 def check_ranks(config: Train, ranks: int) -> tuple[Layout, Batches]:
@@ -36,9 +36,9 @@ def _check_together(config: Train, layout: Layout) -> None:
         raise UserError("parallel.pieces: interleaved stages are not there yet; leave it out.")
     if layout.ranks > 1 and config.device.startswith("cuda:"):
         raise UserError(f"device is {config.device}, and each of {layout.ranks} ranks has its own; choose device=cuda.")
-    how = next((name for name in ("compile", "rules") if getattr(config, name) != "none"), "")
+    how = "rules" if config.rules != "none" else f"compile={config.compile}" if config.compile in RECORDING else ""
     how = "cuda_graphs" if config.cuda_graphs else how
-    if how and layout.ranks > 1 and (layout.is_sharded or layout.replicas < layout.ranks or layout.cp > 1):
+    if how and not layout.is_replicated:  # what is recorded does not move, and weights that are gathered do
         raise UserError(f"{how} does not go together with parallel ({layout}); leave it out, or use dp alone.")
     if layout.cp > 1 and config.model.attention not in ("auto", *OWN_ATTENTION):
         raise UserError("parallel.cp takes its own attention to all ranks' keys; choose model.attention=auto.")

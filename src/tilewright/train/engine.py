@@ -161,7 +161,7 @@ class Engine:
         self.spread.replicate((torch.bfloat16 if self.precision == "bf16" else dtype, stream))
         self.forward: Any = self.spread.forward
         if config.rules == "none" and config.compile != "none":
-            self.forward = torch.compile(self.forward, options=_inductor(config.compile))
+            self.forward = self.spread.compiled(_inductor(config.compile))
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor, list[int]]] = {}
         self._step = 0
         self._static: Any = None  # the batch that the graphs read
