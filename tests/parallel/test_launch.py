@@ -10,10 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from tilewright.errors import UserError
-from tilewright.parallel import launch
+from tilewright.parallel import alive, launch
 from tilewright.train.check_ranks import check_ranks, keeps_its_ranks, with_fewer_ranks
 from tilewright.train.load_config import read, split_arguments, write_yaml
 from tilewright.train.metrics import read as read_metrics
+from tilewright.train.signals import Signals
 from train.tiny import as_on_a_cpu, losses, tiny  # noqa: F401
 
 STEPS = 30
@@ -34,8 +35,8 @@ def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path, monkeypatch):
         """The second rank, as soon as there is a checkpoint."""
         while not list((tmp_path / "run" / "checkpoints").glob("step-*")):
             time.sleep(0.02)
-        (alive,) = tmp_path.glob("tilewright-ranks-*/rank-1-*")
-        os.kill(int(alive.name.split("-")[2]), signal.SIGKILL)
+        (sign,) = tmp_path.glob("tilewright-ranks-*/rank-1-*")
+        os.kill(int(sign.name.split("-")[2]), signal.SIGKILL)
 
     handlers = [signal.getsignal(number) for number in launch._SIGNALS]
     killer = threading.Thread(target=kill, daemon=True)
@@ -55,14 +56,28 @@ def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path, monkeypatch):
 def test_a_rank_without_a_sign_of_life_is_killed(tmp_path, monkeypatch):
     """As after a SIGSTOP, which stops the thread that gives them, too."""
     killed, said = [], []
-    monkeypatch.setattr(launch, "_BEAT", 0.02)
+    monkeypatch.setattr(alive, "_BEAT", 0.02)
     monkeypatch.setattr(launch.os, "kill", lambda process, number: killed.append((process, number)))
-    monkeypatch.setenv(launch.FOLDER, str(tmp_path))
-    with launch._watched(tmp_path, said.append, silent=0.5), launch.alive(0):
+    monkeypatch.setenv(alive.FOLDER, str(tmp_path))
+    with launch._watched(tmp_path, said.append, silent=0.5), alive.alive(0):
         (tmp_path / "rank-1-4321").touch()
         time.sleep(0.8)
     assert killed == [(4321, signal.SIGKILL)] and len(said) == 1 and said[0].startswith("rank 1 has given no sign")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_whose_launcher_is_gone_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(alive, "_BEAT", 0.02)
+    monkeypatch.setenv(alive.FOLDER, str(tmp_path))
+    with Signals() as signals, alive.alive(0):
+        time.sleep(0.2)
+        assert not signals.came
+        monkeypatch.setenv(
+            "TORCHELASTIC_RUN_ID", "7"
+        )  # as the launcher's agent does, so that one a beat does not insist
+        monkeypatch.setattr(alive.os, "getppid", lambda: 1)
+        time.sleep(0.2)
+    assert signals.came
 
 
 def failure(rank, code, seconds):
@@ -96,7 +111,7 @@ def test_a_signal_to_the_launcher_stops_the_run(monkeypatch):
         raise launch.SignalException("stopped", signal.SIGTERM)
 
     monkeypatch.setattr(launch, "elastic_launch", lambda *given: stopped)
-    monkeypatch.setenv(launch.FOLDER, "")
+    monkeypatch.setenv(alive.FOLDER, "")
     with pytest.raises(KeyboardInterrupt):
         launch.run([], 2, restarts=3, smaller=lambda most: None, say=print)
 

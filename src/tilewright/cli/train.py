@@ -58,7 +58,8 @@ def train(
     if nproc and "WORLD_SIZE" not in os.environ:
         raise typer.Exit(_launch(configuration, arguments or [], nproc, restarts, as_json))
 
-    from tilewright.parallel.agree import Silent
+    from tilewright.parallel.agree import Lost, Silent
+    from tilewright.parallel.alive import is_watched
     from tilewright.train.world import World
 
     try:
@@ -66,6 +67,10 @@ def train(
             stopped = _run(configuration, as_json)
     except Silent:
         raise typer.Exit(2) from None
+    except Lost as lost:
+        if not is_watched():  # or the launcher says who it was
+            print(f"error: {lost}", file=sys.stderr, flush=True)
+        raise typer.Exit(1) from None
     if stopped:
         raise typer.Exit(130)
 

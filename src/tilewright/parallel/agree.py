@@ -48,13 +48,36 @@ class Silent(Exception):
     """A problem that rank zero has told already."""
 
 
+class Lost(Exception):
+    """Another rank is gone, in a sentence; another start may mend it."""
+
+
+# In the messages of gloo and NCCL.
+_GONE = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "remote process exited")
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    """Whether an error comes from another rank that is gone, or does not answer."""
+    while error is not None:
+        network = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+        if network or (isinstance(error, RuntimeError) and any(words in str(error) for words in _GONE)):
+            return True
+        error = error.__cause__
+    return False
+
+
 @contextlib.contextmanager
 def told_once() -> Iterator[None]:
     """Let rank zero alone tell a problem that all have; another rank tells what it alone has, and its number."""
     try:
         yield
-    except UserError as error:
-        if not dist.is_initialized():
+    except (UserError, RuntimeError) as error:
+        if dist.is_initialized() and _is_lost(error):
+            raise Lost(
+                f"Rank {dist.get_rank()} has lost another rank: it ended, or does not answer. See what that printed; "
+                "started again, the run goes on from its newest checkpoint."
+            ) from error
+        if not dist.is_initialized() or not isinstance(error, UserError):
             raise
         rank, sentence, same = dist.get_rank(), str(error), False
         with contextlib.suppress(Exception):  # a store that is gone

@@ -2,7 +2,7 @@
 
 torchrun's agent starts the processes and ends them all when one fails. Here that one is named, and a new set of ranks
 is started without it, which goes on from the newest checkpoint: `global_batch` stays, accumulation makes up for it.
-Each rank says that it is alive by the time of a file; one that was stopped says nothing, and is killed.
+Each rank says that it is alive, by `alive`; one that was stopped says nothing, and is killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tilewright.errors import UserError
+from tilewright.parallel.alive import FOLDER, repeated
 
-FOLDER = "TILEWRIGHT_ALIVE"  # of the files by which ranks say that they are
-_BEAT = 1.0  # seconds between two signs of life
 _SILENT = 30.0  # seconds without one after which a rank counts as hung
 _AT_ONCE = 5.0  # seconds from the first failure in which a rank that was killed counts as its cause
 _SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # that torchrun's agent handles
@@ -149,44 +147,5 @@ def _watched(folder: Path, say: Callable[[str], None], silent: float) -> Iterato
                     path.unlink()
                     os.kill(int(process), signal.SIGKILL)
 
-    with _repeated(watch):
+    with repeated(watch):
         yield
-
-
-@contextlib.contextmanager
-def alive(rank: int) -> Iterator[None]:
-    """Give signs of life, where somebody who has started this process waits for them."""
-    folder = os.environ.get(FOLDER)
-    if not folder or not Path(folder).is_dir():
-        yield
-        return
-    path = Path(folder) / f"rank-{rank}-{os.getpid()}"
-    path.touch()
-
-    def beat() -> None:
-        with contextlib.suppress(OSError):
-            os.utime(path)
-
-    try:
-        with _repeated(beat):
-            yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _repeated(act: Callable[[], None]) -> Iterator[None]:
-    """Call a function once a beat, in a thread."""
-    done = threading.Event()
-
-    def run() -> None:
-        while not done.wait(_BEAT):
-            act()
-
-    thread = threading.Thread(target=run, daemon=True, name=f"tilewright {act.__name__}")
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tilewright.errors import UserError
 from tilewright.parallel.agree import told_once
-from tilewright.parallel.launch import alive
+from tilewright.parallel.alive import alive, watched
 from tilewright.parallel.layout import Layout
 from tilewright.parallel.mesh import Mesh
 
@@ -80,12 +80,13 @@ class World:
                     f"LOCAL_RANK is {local} and there are {torch.cuda.device_count()} GPUs; start fewer processes."
                 )
             torch.cuda.set_device(local)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
-        try:
-            with alive(rank), told_once():
-                yield
-        finally:
-            dist.destroy_process_group()
+        with alive(rank):
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
+            try:
+                with watched(rank, ranks), told_once():
+                    yield
+            finally:
+                dist.destroy_process_group()
 
 
 def _number(name: str, default: int | None, *, least: int) -> int:

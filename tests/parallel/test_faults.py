@@ -1,0 +1,131 @@
+"""Ranks that die, that are stopped, and that the network cuts off, in runs that go on or end, and never wait."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from parallel.forked import Command
+from tilewright.train.load_config import read, split_arguments
+from tilewright.train.metrics import read as read_metrics
+from train.tiny import as_on_a_cpu, losses  # noqa: F401
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"),
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds ranks by /proc"),
+    pytest.mark.usefixtures("as_on_a_cpu"),
+]
+RUN = [
+    "steps=60", "device=cpu", "data.kind=synthetic", "data.workers=0", "micro_batch=1", "global_batch=2",
+    "eval.every=0", "checkpoint.every=2", "model.width=16", "model.layers=1", "model.heads=2", "model.sequence=16",
+    "model.dropout=0.1", "parallel.dropout=position",
+]  # fmt: skip
+KILLS = 10
+
+
+def written(folder):
+    return [record["loss"] for record in read_metrics(folder / "metrics.jsonl")]
+
+
+def alone(folder):
+    """The losses of the run on one process that nobody disturbs."""
+    return pytest.approx(losses(read(*split_arguments([*RUN, f"out={folder}"])).train), abs=1e-5, rel=0)
+
+
+def wait_until(condition, *commands, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        alive = all(command.process.is_alive() for command in commands) and time.monotonic() < end
+        assert alive, [command.output.read_text() for command in commands]
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a command; it ends with the test."""
+    commands = []
+
+    def run(*words, **options):
+        commands.append(Command(tmp_path / f"said-{len(commands)}", *words, **options))
+        return commands[-1]
+
+    yield run
+    for command in commands:
+        command.end()
+
+
+def test_a_run_goes_on_however_often_a_rank_is_killed(tmp_path, start):
+    """Ten are killed at random moments, and one is stopped; the losses are those of a run that was left alone."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    expected, stopped, out, size = [], chance.randrange(KILLS + 1), tmp_path / "run", 4
+    launcher = start("train", "--nproc", "4", "--restarts", str(KILLS + 1), "parallel.tp=2", f"out={out}", *RUN)
+    for failure in range(KILLS + 1):
+        wait_until(lambda count=size: len(launcher.ranks()) == count, launcher)
+        # Steps that are to succeed first: with none a rank dies while it starts.
+        reached = len(written(out)) + chance.randrange(3) + (failure == stopped)
+        wait_until(lambda step=reached: len(written(out)) >= step, launcher)
+        time.sleep(chance.uniform(0.0, 0.03))
+        rank = chance.randrange(size)
+        os.kill(launcher.ranks()[rank], signal.SIGSTOP if failure == stopped else signal.SIGKILL)
+        expected += [f"rank {rank} has given no sign of life for ... s; it is killed."] * (failure == stopped)
+        expected += [f"rank {rank} ended by SIGKILL: goes on from the newest checkpoint with 2 of {size} ranks."]
+        size, lines = 2, len(expected)
+        wait_until(lambda count=lines: len(launcher.said("rank ")) == count, launcher)
+    assert launcher.wait() == 0, launcher.output.read_text()
+    assert [re.sub(r"for \d+ s", "for ... s", line) for line in launcher.said("rank ")] == expected
+    assert written(out) == alone(tmp_path / "alone")
+    assert "Traceback" not in launcher.output.read_text()
+
+
+@pytest.fixture
+def networks():
+    """Two network namespaces with a cable between them: their names, and how to cut it."""
+    names = [f"tilewright-{os.getpid()}-{number}" for number in range(2)]
+
+    def ip(words):
+        subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=30)
+
+    try:
+        for name in names:
+            ip(f"netns add {name}")
+        ip(f"-n {names[0]} link add cable type veth peer name cable netns {names[1]}")
+        for number, name in enumerate(names):
+            ip(f"-n {name} address add 10.77.0.{number + 1}/24 dev cable")
+            ip(f"-n {name} link set cable up")
+            ip(f"-n {name} link set lo up")
+        yield names, lambda: ip(f"-n {names[1]} link set cable down")
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs root and iproute2: {error}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def test_ranks_that_the_network_cuts_off_end_with_a_sentence_each(tmp_path, start, networks):
+    names, cut = networks
+    ranks = [
+        start(
+            "train", f"out={tmp_path / 'run'}", *RUN, "steps=100000", silent=3.0, network=name, RANK=str(number),
+            WORLD_SIZE="2", MASTER_ADDR="10.77.0.1", MASTER_PORT="29511", GLOO_SOCKET_IFNAME="cable",
+        )
+        for number, name in enumerate(names)
+    ]  # fmt: skip
+    wait_until(lambda: len(written(tmp_path / "run")) >= 3, *ranks)
+    cut()
+    began = time.monotonic()
+    assert [rank.wait(30.0) for rank in ranks] == [1, 1] and time.monotonic() - began < 30.0
+    heads = (
+        "Rank 1 has given no sign of life for 3 s",
+        "The store of the run, 10.77.0.1:29511, has not answered for 3 s",
+    )
+    for rank, head in zip(ranks, heads, strict=True):
+        (line,) = rank.said("error:")
+        assert line.startswith(f"error: {head}") and "Traceback" not in rank.output.read_text()
