@@ -21,13 +21,17 @@ SOURCE = """
 """
 WRAPPER = """
 #include "run.cu"
-static Program program;
+static std::vector<Program> programs;
 static Tensors given;
-static void start() { tilewright_tilesync_run(program, given); }
-extern "C" const char* run(int blocks, int resident, const Program* asked, const Tensors* tensors, int seed, int lost) {
-  program = *asked, given = *tensors;
+static void start() { tilewright_tilesync_run(programs[launch_of[block()]], given); }
+static void begin() { tilewright_tilesync_begin(programs[launch_of[block()]]); }
+// Of each launch: program, blocks, whether it is a kernel that waits for a stage to begin, and whom it is behind.
+extern "C" const char* run(int count, const Program* asked, const int* blocks, const int* waits, const int* behind,
+                           int resident, const Tensors* tensors, int seed, int lost) {
+  programs.assign(asked, asked + count), given = *tensors, launches.clear();
+  for (int i = 0; i < count; i++) launches.push_back({blocks[i], behind[i], waits[i] ? begin : start});
   dice.seed(seed), lost_post = lost, posts_done = 0;
-  return run_all(blocks, resident, THREADS, start);
+  return run_all(resident, THREADS);
 }
 """
 # One build for all graphs of the tests: each has fewer tensors, and none larger tiles.
@@ -73,9 +77,10 @@ class Emulated:
         self.times = np.zeros(len(program.tasks), device.TIME)
 
     def __call__(
-        self, tensors, blocks=3, resident=None, seed=0, lost=-1, flags=device.WAITS, parts=None, patience=20000
-    ):
-        """Returns all tensors, and raises what stopped the emulator."""
+        self, tensors, blocks=3, resident=None, seed=0, lost=-1, flags=device.WAITS, parts=None, patience=20000,
+        streams=False, begins=True,
+    ):  # fmt: skip
+        """Returns all tensors, and raises what stopped the emulator; `begins`: whether stages wait for each other's."""
         graph, lowered = self.lowered.program.graph, self.lowered
         values = dict(tensors)
         for name, spec in graph.specs.items():
@@ -83,14 +88,28 @@ class Emulated:
             values[name] = torch.full(spec.shape, torch.nan, dtype=dtype)
         addresses = [values[name].data_ptr() for name in lowered.slots]
         given = device.fill_tensors(addresses + [0] * (MACROS["TENSORS"] - len(addresses)))
-        for first, count in parts or [(0, len(lowered.tasks))]:
-            tables = lowered.stages, lowered.tasks, lowered.waits, lowered.posts
-            arrays = *tables, self.control, self.failure, self.report, self.times
-            argument = device.ProgramArgument(
-                *(each.ctypes.data for each in arrays), patience, first, count, len(lowered.program.semaphores), flags
+        tables = lowered.stages, lowered.tasks, lowered.waits, lowered.posts
+        arrays = [each.ctypes.data for each in (*tables, self.control, self.failure, self.report, self.times)]
+        parts = lowered.ranges() if streams else parts or [(0, len(lowered.tasks))]
+        flags |= device.STREAMS if streams else 0
+        resident, semaphores, cells = resident or blocks, len(lowered.program.semaphores), len(lowered.stages)
+        of_each = [min(blocks, count) if streams else blocks for _, count in parts]
+        together = []  # launches: program, blocks, whether it waits for a stage to begin, whom it is behind
+        for number, ((first, count), own) in enumerate(zip(parts, of_each, strict=True)):
+            program = device.ProgramArgument(
+                *arrays, patience, first, count, semaphores, flags, number, cells, sum(of_each)
             )
+            if streams and begins and number:
+                before = device.ProgramArgument.from_buffer_copy(program)
+                before.cell, before.blocks = number - 1, of_each[number - 1]
+                earlier = [i for i, launch in enumerate(together) if launch[2]]
+                together.append((before, 1, True, earlier[-1] if earlier else -1))
+            together.append((program, own, False, len(together) - 1 if streams and begins and number else -1))
+        for some in [together] if streams else [[each] for each in together]:
+            numbers = [(ctypes.c_int * len(some))(*each) for each in list(zip(*some, strict=True))[1:]]
+            programs = (device.ProgramArgument * len(some))(*(each[0] for each in some))
             stopped = self.library.run(
-                blocks, resident or blocks, ctypes.byref(argument), ctypes.byref(given), seed, lost
-            )
+                len(some), programs, *numbers, resident, ctypes.byref(given), seed, lost
+            )  # fmt: skip
             assert stopped is None, stopped.decode()
         return values

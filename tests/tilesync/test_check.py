@@ -24,6 +24,7 @@ from tilewright.tilesync import (
     RowSync,
     SplitKSync,
     TileSync,
+    blocks_of_streams,
     check,
     check_queues,
     check_residency,
@@ -312,3 +313,17 @@ def test_queues_that_could_deadlock_are_refused():
         check_queues(program, [[0, 2]])
     with pytest.raises(GraphError, match="200 blocks wait for each other, but only 132"):
         check_residency(200, 132)
+
+
+def test_stages_on_streams_get_blocks_or_are_refused():
+    program = check(chain(2, 3, 4))
+    assert blocks_of_streams(program, 132) == [6, 8] and blocks_of_streams(program, 7) == [6, 7]
+    with pytest.raises(GraphError, match="2 blocks wait for each other, but only 1"):
+        blocks_of_streams(program, 1)
+    tiles = [(stage.name, tile) for stage in program.stages for tile in stage.tiles]
+    mixed = sorted(tiles, key=lambda each: (each[1][0], each[0]))  # row by row
+    with pytest.raises(GraphError, match="cannot run on streams of their own; leave out `order`"):
+        blocks_of_streams(check(chain(2, 3, 4), order=mixed), 132)
+    many = [Gemm(f"t{i + 1}", f"t{i}" if i else "x", "w", (8, 8, 8), tile=(8, 8)) for i in range(17)]
+    with pytest.raises(GraphError, match="17 stages are more than 16 streams"):
+        blocks_of_streams(check(Graph({"x": (8, 8), "w": (8, 8)}, many, ["t17"])), 132)

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops.contract import DEVICE, on_hopper
 from tilesync.graphs import chain, graphs, tensors
 from tilewright.measure.clock import Timing
 from tilewright.tilesync import (
@@ -28,7 +27,7 @@ from tilewright.tilesync import (
 from tilewright.tilesync.compiled import compute_plainly
 
 HALF = torch.bfloat16
-OURS = ("serial", "pdl", "persistent")
+OURS = ("serial", "pdl", "streams", "persistent")
 
 
 def swiglu(rows=5, width=16, inner=24):
@@ -208,7 +207,8 @@ def test_a_measurement_that_failed_is_said_and_is_not_kept_on_disk(host, monkeyp
     op(**inputs), op(**inputs)
     assert list(op.fastest.values()) == ["plain" if where == "clock" else "pdl"] and len(host.timed) == 1
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (4 if where == "clock" else 1) and all("a sick GPU" in each for each in said)
+    count = {"clock": 1 + len(OURS), "run": 1, "replay": 2}[where]
+    assert len(said) == count and all("a sick GPU" in each for each in said)
     assert "could not be measured as persistent" in said[-1]
     host.errors, host.broken, host.fastest = {}, {}, "persistent"
     op, inputs = fresh(monkeypatch)
@@ -269,6 +269,46 @@ def test_each_stream_and_each_captured_call_has_semaphores_of_its_own_which_were
     assert len(runner.captured) == launch.SPARE + 1
 
 
+def test_streams_fork_one_behind_the_others_first_kernel_and_join_the_callers(monkeypatch):
+    """By stand-ins that note what waits for what: so a capture of the caller's stream has them all."""
+
+    class Stream:
+        def __init__(self, name):
+            self.name, self.work = name, []
+
+        def record_event(self):
+            return self, len(self.work)
+
+        def wait_event(self, event):
+            self.work.append(("behind", event[0].name, event[1]))
+
+        def wait_stream(self, other):
+            self.wait_event(other.record_event())
+
+    current = [caller := Stream("caller")]
+
+    @contextlib.contextmanager
+    def stream(of):
+        current.append(of)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda on: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    runner = launch.Runner.__new__(launch.Runner)
+    first, second = Stream("first"), Stream("second")
+    runner.device, runner.streams = torch.device("cpu"), [first, second]
+    runner.kernel = lambda blocks, arguments: current[-1].work.append(("run", arguments[0].cell, blocks))
+    runner.begin = lambda blocks, given: current[-1].work.append(("begin", given[0].cell, given[0].blocks, blocks))
+    program = launch.device.ProgramArgument
+    launches = [program(cell=stage, cells=3, blocks=9) for stage in range(3)]
+    runner._run_on_streams(launches, [4, 3, 2], None)
+    assert caller.work == [("run", 0, 4), ("behind", "first", 3), ("behind", "second", 3)]
+    assert first.work == [("behind", "caller", 0), ("begin", 0, 4, 1), ("run", 1, 3)]
+    assert second.work == [("behind", "first", 2), ("begin", 1, 3, 1), ("run", 2, 2)]
+    assert [each.cell for each in launches] == [0, 1, 2] and {each.blocks for each in launches} == {9}
+
+
 def test_what_runs_aside_has_a_thread_and_a_stream_of_its_own_between_two_waits(monkeypatch):
     done, current = [], object()
     own = SimpleNamespace(wait_stream=lambda other: done.append(other), synchronize=lambda: done.append("ended"))
@@ -302,112 +342,3 @@ def test_a_wait_that_failed_in_a_replayed_graph_is_raised_for_every_runner(monke
     launch._runners[2] = sick
     with pytest.raises(TilesyncError, match="waited too long"):
         raise_if_failed()
-
-
-# On a GPU.
-
-
-def near(ours, truth):
-    return (ours.float() - truth.float()).abs().max() <= 0.03 * truth.float().abs().max()
-
-
-@on_hopper
-@settings(max_examples=30)
-@given(graphs(stages=4, for_gpu=True), st.integers(0, 99))
-def test_every_mode_computes_the_same(graph, seed):
-    inputs = tensors(graph, seed, HALF, DEVICE)
-    truth = compute_plainly(check(graph), list(inputs.values()))
-    for mode in OURS:
-        first = compile(graph, mode).run(list(inputs.values()))
-        assert all(near(*pair) for pair in zip(first, truth, strict=True)), mode
-        again = compile(graph, mode).run(list(inputs.values()))
-        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True)), mode
-
-
-LARGE = [("llama-mlp", 1), ("llama-mlp", 16), ("llama-mlp", 64), ("llama-mlp", 300), ("gpt3-mlp", 1), ("gpt3-mlp", 512),
-         ("attention", 2), ("conv-14", 4), ("conv-56", 2),
-         ("decode", 1), ("decode", 4)]  # fmt: skip
-
-
-@on_hopper
-@pytest.mark.parametrize(("name", "rows"), LARGE)
-def test_large_chains_replayed_1000_times_on_two_streams(name, rows):
-    graph = (
-        chains.decode_step(2, 2048, 8192, 32, 8, 64, 4096, 512, rows) if name == "decode" else chains.CHAINS[name](rows)
-    )
-    inputs = tensors(graph, 1, HALF, DEVICE)
-    truth = compute_plainly(check(graph), list(inputs.values()))[0]
-    for mode in OURS:
-        op, streams, captured = compile(graph, mode), [torch.cuda.Stream() for _ in range(2)], []
-        y = op.run(list(inputs.values()))[0]
-        assert near(y, truth), mode
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                op.run(list(inputs.values()))
-            stream.synchronize()
-            captured.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(captured[-1], stream=stream):
-                captured[-1].output = op.run(list(inputs.values()))[0]
-        for _ in range(1000):
-            for stream, replay in zip(streams, captured, strict=True):
-                with torch.cuda.stream(stream):
-                    replay.replay()
-        torch.cuda.synchronize()
-        raise_if_failed()
-        assert all(torch.equal(replay.output, y) for replay in captured), mode
-
-
-@on_hopper
-def test_a_lost_post_is_an_error_and_the_next_call_is_right():
-    """One semaphore is behind by one, as after a post that was lost: its waits end after the bound."""
-    graph = swiglu(4, 512, 512)
-    inputs = tensors(graph, 1, HALF, DEVICE)
-    op = compile(graph, "persistent")
-    y = op(**inputs)
-    runner = launch.runner(op.program, y.device, y.dtype)
-    (control,) = runner.controls.values()
-    control[32] -= 1
-    op(**inputs)
-    torch.cuda.synchronize()
-    with pytest.raises(
-        TilesyncError, match="of stage y waited too long: semaphore 0 of StageSync on h stands at 63 of 64"
-    ):
-        op(**inputs)
-    assert torch.equal(op(**inputs), y)
-
-
-@on_hopper
-def test_auto_measures_every_mode_on_the_default_stream_and_keeps_the_fastest(monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
-    caplog.set_level("INFO", "tilewright")
-    graph = chains.mlp(1, 1024, 1024)
-    inputs = tensors(graph, 1, HALF, DEVICE)
-    op = compile(graph)
-    y = op(**inputs)
-    (said,) = (record.getMessage() for record in caplog.records if "runs as" in record.getMessage())
-    assert all(f"{mode} " in said.split("(")[1] for mode in ("plain", *OURS)), said
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    assert near(y, compute_plainly(op.program, list(inputs.values()))[0])
-    keep = op.fastest.copy()
-    op.fastest.clear()
-    op(**inputs)
-    assert op.fastest == keep and caplog.text.count("runs as") == 1
-
-
-@on_hopper
-@pytest.mark.parametrize("mode", ["auto", *OURS])
-def test_reduce_overhead_captures_it_and_replays_are_right(mode):
-    graph = chains.mlp(3, 1024, 1024)
-    inputs = tensors(graph, 1, HALF, DEVICE)
-    op = compile(graph, mode)
-    torch.compiler.reset()
-    run = torch.compile(lambda x: op(**{**inputs, "x": x}) * 2, fullgraph=True, mode="reduce-overhead")
-    with torch.no_grad():
-        for turn in range(20):
-            x = inputs["x"] + turn
-            truth = 2 * compute_plainly(op.program, [x, *list(inputs.values())[1:]])[0]
-            assert near(run(x).clone(), truth), turn
-            filled = [torch.full((2**20,), -1, device=DEVICE) for _ in range(4)]  # memory that was freed is written
-            del filled
-    torch.cuda.synchronize()
-    raise_if_failed()

@@ -109,7 +109,7 @@ def prepare(case: Case) -> Prepared:
 
     compiled = partial(torch.compile, dynamic=False, mode="max-autotune-no-cudagraphs")
     makers: dict[str, Callable[[], dict[str, Pass]]] = {"tilewright": partial(ours, "auto")}
-    makers |= {f"tilewright-{mode}": partial(ours, mode) for mode in ("serial", "pdl", "persistent")}
+    makers |= {f"tilewright-{mode}": partial(ours, mode) for mode in ("serial", "pdl", "streams", "persistent")}
     makers |= {"cublas": partial(peer, lambda function: function), "compile-max": partial(peer, compiled)}
     with torch.no_grad():
         return build(makers)

@@ -1,6 +1,6 @@
 """Dependent tile kernels that wait for each other tile by tile: declared in Python, checked before they run."""
 
-from tilewright.tilesync.check import Program, check, check_queues, check_residency, edges
+from tilewright.tilesync.check import Program, check, edges
 from tilewright.tilesync.compiled import MODES, Compiled, compile, find
 from tilewright.tilesync.graph import Graph, GraphError, Region, Spec, Stage, Work
 from tilewright.tilesync.launch import TilesyncError, raise_if_failed
@@ -18,6 +18,7 @@ from tilewright.tilesync.policies import (
     TileSync,
     derive_policy,
 )
+from tilewright.tilesync.residency import blocks_of_streams, check_queues, check_residency
 from tilewright.tilesync.stages import (
     Attention,
     Conv2d,
@@ -34,6 +35,6 @@ __all__ = [
     "MODES", "Attention", "Compiled", "Conv2DSync", "Conv2d", "Custom", "DerivedSync", "Edge", "Elementwise", "Gemm",
     "Graph", "GraphError", "GroupSync", "NoSync", "Norm", "Policy", "Program", "QuantizedGemm", "Reduction", "Region",
     "Rope", "RowSync", "Spec", "SplitKSync", "Stage", "StageSync", "StridedSync", "TileSync", "TilesyncError", "Work",
-    "check", "check_queues", "check_residency", "compile", "derive_policy", "edges", "find",
+    "blocks_of_streams", "check", "check_queues", "check_residency", "compile", "derive_policy", "edges", "find",
     "raise_if_failed",
 ]  # fmt: skip

@@ -248,7 +248,7 @@ def _check_waits(program: Program) -> None:
         for post in task.posts:
             if post.amount < 1:
                 raise GraphError(
-                    f"{_start(program, number)} adds {post.amount} to a semaphore, which can only grow; add 1."
+                    f"{start(program, number)} adds {post.amount} to a semaphore, which can only grow; add 1."
                 )
             totals[post.semaphore] += post.amount
             last[post.semaphore] = number
@@ -257,16 +257,16 @@ def _check_waits(program: Program) -> None:
             called = f"semaphore {program.semaphores[wait.semaphore]}"
             if wait.value > totals[wait.semaphore]:
                 raise GraphError(
-                    f"{_start(program, number)} waits for {wait.value} at {called}, but all posts add up to "
+                    f"{start(program, number)} waits for {wait.value} at {called}, but all posts add up to "
                     f"{totals[wait.semaphore]}: it would never begin."
                 )
             if wait.value < 1:
                 raise GraphError(
-                    f"{_start(program, number)} waits for {wait.value} at {called}, which is no wait; use NoSync."
+                    f"{start(program, number)} waits for {wait.value} at {called}, which is no wait; use NoSync."
                 )
             if last[wait.semaphore] >= number:
                 raise GraphError(
-                    f"{_start(program, number)} waits for {program.label(last[wait.semaphore])}, which begins no "
+                    f"{start(program, number)} waits for {program.label(last[wait.semaphore])}, which begins no "
                     "earlier: the order is not topological."
                 )
 
@@ -321,7 +321,7 @@ def _check_reads_of(program: Program, number: int, before: int, writers: _Writer
             start < 0 or stop > size for (start, stop), size in zip(region.box, shape, strict=True)
         ):
             raise GraphError(
-                f"{_start(program, number)} reads {_say(np.array(region.box))} of {region.tensor}, which has the shape "
+                f"{start(program, number)} reads {_say(np.array(region.box))} of {region.tensor}, which has the shape "
                 f"{tuple(shape)}."
             )
         tasks, covered = writers.of(region)
@@ -329,7 +329,7 @@ def _check_reads_of(program: Program, number: int, before: int, writers: _Writer
         unwritten = region.tensor not in graph.inputs and covered < volume(region.box)
         if not missing and not unwritten:
             continue
-        part = f"{_start(program, number)} reads {_say(np.array(region.box))} of {region.tensor},"
+        part = f"{start(program, number)} reads {_say(np.array(region.box))} of {region.tensor},"
         if unwritten:
             raise GraphError(f"{part} some of which nobody writes.")
         if missing:
@@ -340,45 +340,7 @@ def _check_reads_of(program: Program, number: int, before: int, writers: _Writer
             raise GraphError(f"{part} part of which {program.label(other)} writes, but {why}.")
 
 
-def _start(program: Program, number: int) -> str:
+def start(program: Program, number: int) -> str:
+    """Name a task at the beginning of a sentence."""
     label = program.label(number)
     return label[0].upper() + label[1:]
-
-
-def check_queues(program: Program, queues: Sequence[Sequence[int]]) -> list[int]:
-    """Prove that workers which run these tasks, each in its queue's order, cannot deadlock; return an order of all.
-
-    That order is a linear extension of the waits and of every queue: while it lasts, its next task can go on.
-    """
-    given = [task for queue in queues for task in queue]
-    if sorted(given) != list(range(len(program.tasks))):
-        missing = next((each for each in range(len(program.tasks)) if each not in set(given)), None)
-        what = "a task is in two queues" if missing is None else f"{program.label(missing)} is in no queue"
-        raise GraphError(f"{what[0].upper()}{what[1:]}; every tile runs once.")
-    needs, heads, done = program.needs(), [0] * len(queues), [False] * len(program.tasks)
-    order: list[int] = []
-    moved = True
-    while moved:
-        moved = False
-        for worker, queue in enumerate(queues):
-            while heads[worker] < len(queue) and all(done[other] for other in needs[queue[heads[worker]]]):
-                done[queue[heads[worker]]] = moved = True
-                order.append(queue[heads[worker]])
-                heads[worker] += 1
-    if len(order) < len(given):
-        worker = next(worker for worker, queue in enumerate(queues) if heads[worker] < len(queue))
-        stuck = queues[worker][heads[worker]]
-        other = next(each for each in needs[stuck] if not done[each])
-        raise GraphError(
-            f"{_start(program, stuck)} is next in the queue of worker {worker} and waits for "
-            f"{program.label(other)}, which is behind a tile that waits, too: no linear extension has these queues."
-        )
-    return order
-
-
-def check_residency(blocks: int, resident: int) -> None:
-    """Refuse more blocks than a GPU runs at the same time, where they wait for each other."""
-    if blocks > resident:
-        raise GraphError(
-            f"{blocks} blocks wait for each other, but only {resident} are resident at the same time; use fewer."
-        )

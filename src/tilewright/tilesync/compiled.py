@@ -6,6 +6,7 @@
     plain       the stages in plain PyTorch, one by one: the definition, and what runs without a Hopper
     serial      a kernel of ours a stage, one after the other
     pdl         the same, each begins while the one before it ends, and fetches its first weights meanwhile
+    streams     a kernel a stage, each on a stream of its own: tiles wait for tiles
     persistent  one kernel: tiles wait for tiles
     auto        the fastest of these, measured once for a graph, a dtype and a GPU, and kept on disk
 
@@ -30,7 +31,8 @@ from tilewright.tilesync import launch
 from tilewright.tilesync.check import Program, check
 from tilewright.tilesync.graph import WIDE, Graph, GraphError, Stage
 
-MODES = ("plain", "serial", "pdl", "persistent", "auto")
+MODES = ("plain", "serial", "pdl", "streams", "persistent", "auto")
+_WAITING = ("streams", "persistent")  # whose tiles wait for tiles
 _TOLERANCE = 0.05  # of a candidate's largest error, relative to the largest number: more is a fault, not rounding
 _compiled: dict[str, Compiled] = {}  # by name, for the op
 _NOT_DECLARED = ("tiles", "_boxes")  # what a stage computes of the rest
@@ -129,7 +131,7 @@ class Compiled:
                 log.warning("tilesync: %s is captured as plain; call it once before it is captured", self.graph.name)
                 return "plain"
             entry = disk_cache.make_key(
-                "tilesync-2", self.name, str(inputs[0].dtype), torch.cuda.get_device_name(key[0]), torch.__version__
+                "tilesync-3", self.name, str(inputs[0].dtype), torch.cuda.get_device_name(key[0]), torch.__version__
             )
             found = (disk_cache.get(entry) or b"").decode()
             if found not in MODES[:-1]:
@@ -161,12 +163,12 @@ class Compiled:
                 log.warning("tilesync: %s computes something else as %s, which is left out", self.graph.name, mode)
         times, errors = interleaved_graph_time(right)
         failed |= errors
-        if "persistent" in times:
+        if waiting := [mode for mode in _WAITING if mode in times]:
             try:
                 launch.runner(self.program, inputs[0].device, inputs[0].dtype).raise_if_failed()
-            except launch.TilesyncError as error:
-                failed["persistent"] = error
-                del times["persistent"]
+            except launch.TilesyncError as error:  # of which of them a replayed graph does not say
+                failed |= dict.fromkeys(waiting, error)
+                times = {mode: timing for mode, timing in times.items() if mode not in waiting}
         for mode, why in failed.items():
             sentence = "tilesync: %s could not be measured as %s, so this process does without, and keeps nothing: %s"
             log.warning(sentence, self.graph.name, mode, why)

@@ -18,12 +18,12 @@ from tilewright.tilesync.graph import Graph, GraphError, Stage
 from tilewright.tilesync.stages import ACTIVATIONS, Attention, Conv2d, Custom, Elementwise, Gemm, Norm, Reduction
 
 SOURCE = Path(__file__).with_name("run.cu")
-KERNEL = "tilewright_tilesync_run"
+KERNEL, BEGIN = "tilewright_tilesync_run", "tilewright_tilesync_begin"
 THREADS = 256
 APART = 32  # numbers of 4 bytes from a semaphore to the next
 X_BYTES = 160 * 1024  # of shared memory, for x of few rows
 FEW, MANY, COMBINE, NORM, ATTEND, USER = range(6)
-WAITS, DEPENDENT, TIMES = 1, 2, 4
+WAITS, DEPENDENT, TIMES, STREAMS = 1, 2, 4, 8
 MOST_FEW_ROWS = 32
 _HEAD_BYTES = 128
 _MOST_TENSORS = 400  # of a launch's arguments
@@ -48,7 +48,7 @@ class ProgramArgument(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("stages", "tasks", "waits", "posts", "control", "failure", "report", "times")),
         ("patience", c_uint64),
-        *((name, c_int) for name in ("first", "count", "semaphores", "flags")),
+        *((name, c_int) for name in ("first", "count", "semaphores", "flags", "cell", "cells", "blocks")),
     )
 
 
@@ -68,8 +68,8 @@ class DeviceProgram:
 
     @property
     def control_words(self) -> int:
-        """Numbers of 4 bytes for the control block and the semaphores."""
-        return APART * (1 + len(self.program.semaphores))
+        """Numbers of 4 bytes for the control block, the semaphores and a cell for each stage."""
+        return APART * (1 + len(self.program.semaphores) + len(self.stages))
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return the first task and the number of tasks of each stage, where each stage's tasks follow each other."""
@@ -81,7 +81,11 @@ class DeviceProgram:
 
     def failure_sentence(self, found: np.ndarray) -> str:
         """Say which wait took too long."""
-        task, semaphore = self.program.label(int(found["task"])), self.program.semaphores[int(found["semaphore"])]
+        task, number, names = self.program.label(int(found["task"])), int(found["semaphore"]), self.program.semaphores
+        if number < len(names):
+            semaphore = names[number]
+        else:
+            semaphore = f"of the blocks of stage {self.program.stages[number - len(names)].name} that have begun"
         return (
             f"{task[0].upper()}{task[1:]} waited too long: semaphore {semaphore} stands at {int(found['found'])} of "
             f"{int(found['wanted'])}. Nothing was computed after that; the next call starts anew."

@@ -1,4 +1,4 @@
-"""Starts a program on a GPU: one launch for all stages, or one a stage.
+"""Starts a program on a GPU: one launch for all stages, or one a stage, on one stream or on a stream each.
 
 Semaphores belong to one launch at a time. Eager calls have a set for each stream, on which launches follow each other;
 a captured call has one of its own, for its graph may be replayed on any stream. Sets are zeroed once, when made.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +20,12 @@ from torch import Tensor
 from tilewright.runtime import dispatch, hopper, nvrtc
 from tilewright.tilesync import device
 from tilewright.tilesync.check import Program
-from tilewright.tilesync.device import DEPENDENT, TIMES, WAITS
+from tilewright.tilesync.device import DEPENDENT, STREAMS, TIMES, WAITS
 from tilewright.tilesync.graph import GraphError
+from tilewright.tilesync.residency import MOST_STREAMS, blocks_of_streams
 
 PATIENCE = 2 * 10**9  # nanoseconds
+_FLAGS = {"persistent": WAITS, "streams": WAITS | STREAMS, "pdl": DEPENDENT, "serial": 0}
 SPARE = 32  # sets of semaphores that are ready before a capture begins: as many as many models have layers
 
 T = TypeVar("T")
@@ -62,6 +64,8 @@ class Runner:
         lowered = self.lowered
         module = nvrtc.Module(device.SOURCE, on.index, lowered.macros, lowered.headers)
         self.kernel = module.kernel(device.KERNEL, device.THREADS, lowered.shared_bytes)
+        self.begin = module.kernel(device.BEGIN, 32, 0)
+        self.streams = [torch.cuda.Stream(on) for _ in range(min(len(lowered.stages), MOST_STREAMS) - 1)]
         tables = lowered.stages, lowered.tasks, lowered.waits, lowered.posts
         self.tables = [torch.from_numpy(table.view(np.uint8).copy()).to(on) for table in tables]
         self.failure = torch.zeros(device.FAILURE.itemsize, dtype=torch.uint8, device=on)
@@ -70,7 +74,8 @@ class Runner:
         self.controls: dict[int, Tensor] = {}  # by stream
         self.spare = self._zeroed_controls()
         self.captured: list[Tensor] = []  # for as long as their graphs may be replayed
-        self.blocks = min(dispatch.multiprocessors(on), len(program.tasks))
+        self.places = dispatch.multiprocessors(on)  # a block takes all of one's shared memory or registers
+        self.blocks = min(self.places, len(program.tasks))
 
     def _zeroed_controls(self) -> list[Tensor]:
         sizes = SPARE + 1, self.lowered.control_words
@@ -100,7 +105,7 @@ class Runner:
             raise TilesyncError(sentence)
 
     def run(self, mode: str, inputs: dict[str, Tensor], times: Tensor | None = None) -> list[Tensor]:
-        """Compute the graph's outputs by `mode`: serial, pdl or persistent."""
+        """Compute the graph's outputs by `mode`: serial, pdl, streams or persistent."""
         self.raise_if_failed()
         lowered, graph = self.lowered, self.lowered.program.graph
         values = dict(inputs)
@@ -109,9 +114,12 @@ class Runner:
             dtype = torch.float32 if spec.dtype == "float32" else first.dtype
             values[name] = torch.empty(spec.shape, dtype=dtype, device=self.device)
         tensors = device.fill_tensors([values[name].data_ptr() for name in lowered.slots])
-        control = self._control().data_ptr() if mode == "persistent" else 0
         parts = [(0, len(lowered.tasks))] if mode == "persistent" else lowered.ranges()
-        flags = {"persistent": WAITS, "pdl": DEPENDENT, "serial": 0}[mode] | (TIMES if times is not None else 0)
+        flags = _FLAGS[mode] | (TIMES if times is not None else 0)
+        blocks = [min(self.blocks, count) for _, count in parts]
+        if mode == "streams":
+            blocks = blocks_of_streams(lowered.program, self.places)
+        control = self._control().data_ptr() if flags & WAITS else 0
         addresses = [table.data_ptr() for table in self.tables]
         addresses += [
             control,
@@ -119,13 +127,39 @@ class Runner:
             self.report.data_ptr(),
             0 if times is None else times.data_ptr(),
         ]
-        for number, (begin, count) in enumerate(parts):
-            program = device.ProgramArgument(
-                *addresses, PATIENCE, begin, count, len(lowered.program.semaphores), flags
-            )  # fmt: skip
-            early = mode == "pdl" and number > 0
-            self.kernel(min(self.blocks, count), (program, tensors), begins_early=early)
+        launches = [
+            device.ProgramArgument(
+                *addresses, PATIENCE, begin, count, len(lowered.program.semaphores), flags, number, len(lowered.stages),
+                sum(blocks),
+            )
+            for number, (begin, count) in enumerate(parts)
+        ]  # fmt: skip
+        if mode == "streams":
+            self._run_on_streams(launches, blocks, tensors)
+        else:
+            for number, program in enumerate(launches):
+                self.kernel(blocks[number], (program, tensors), begins_early=mode == "pdl" and number > 0)
         return [values[name] for name in graph.outputs]
+
+    def _run_on_streams(self, launches: list[Any], blocks: list[int], tensors: Any) -> None:
+        """Start each stage on a stream of its own, behind a kernel that ends when the stage before has begun.
+
+        The streams leave the caller's, one behind the other's first kernel, and join it at the end: a CUDA graph that
+        captures the caller's has them all.
+        """
+        caller = torch.cuda.current_stream(self.device)
+        forked = caller.record_event()
+        self.kernel(blocks[0], (launches[0], tensors))
+        for number, stream in enumerate(self.streams, 1):
+            before = device.ProgramArgument.from_buffer_copy(launches[number])
+            before.cell, before.blocks = number - 1, blocks[number - 1]
+            stream.wait_event(forked)
+            with torch.cuda.stream(stream):
+                self.begin(1, (before,))
+                forked = stream.record_event()
+                self.kernel(blocks[number], (launches[number], tensors))
+        for stream in self.streams:
+            caller.wait_stream(stream)
 
     def times(self, mode: str, inputs: dict[str, Tensor]) -> np.ndarray:
         """Run once and return when each task started, had waited and ended, and on which SM."""

@@ -8,7 +8,7 @@ constexpr float LOWEST = -3.0e38f;  // than any score; NVRTC has no INFINITY
 constexpr int HEAD_BYTES = 128;  // of shared memory, for what all threads of a block must know
 
 enum Activation { NONE, GELU, GELU_TANH, SILU, RELU };
-enum Flags { WAITS = 1, DEPENDENT = 2, TIMES = 4 };
+enum Flags { WAITS = 1, DEPENDENT = 2, TIMES = 4, STREAMS = 8 };
 
 struct Stage {
   int kind, rows, columns, inner;          // of its output, and of the sums in it
@@ -23,6 +23,7 @@ struct Task { int stage, split, row, column, first_wait, waits, first_post, post
 struct Wait { u32 semaphore, value, total, unused; };  // total: what a launch adds to it
 struct Post { u32 semaphore, amount; };
 struct Control { u32 epoch, ticket, finished, failed, unused[APART - 4]; };  // in front of the semaphores
+struct Cell { u32 ticket, begun, unused[APART - 2]; };  // of a stage that is a launch of its own, behind the semaphores
 struct Failure { u32 is_there, task, semaphore, wanted, found; };
 struct Time { u32 processor, unused; u64 start, ready, end; };
 
@@ -36,6 +37,7 @@ struct Program {
   Time* times;
   u64 patience;  // nanoseconds
   int first, count, semaphores, flags;
+  int cell, cells, blocks;  // of STREAMS: this stage's number, of how many, and the blocks of all of them
 };
 struct Tensors { void* at[TENSORS]; };
 

@@ -1,4 +1,5 @@
 // Runs the tiles of a program: all stages in one launch, which wait for each other by semaphores, or a part in each.
+// Launches of one stage each wait for each other, too, where each has a stream of its own: see `tilewright_tilesync_begin`.
 //
 // Blocks take tiles by a ticket, in the program's order, one ahead of what they compute. A tile waits only for tiles of
 // earlier tickets, and a block computes its own in their order. So the first tile that is not finished belongs to a block
@@ -31,33 +32,40 @@ struct Blocks {
 
   // The next task of this block; `count` or more where there is none. By one thread.
   __device__ __forceinline__ u32 next_task() {
+    if (program.flags & STREAMS) return take(&cell(program.cell).ticket) - epoch * (u32)(program.count + gridDim.x);
     if (program.flags & WAITS) return take(&program.control->ticket) - epoch * (u32)(program.count + gridDim.x);
     return blockIdx.x + gridDim.x * turn++;
   }
   __device__ __forceinline__ u32* semaphores() const { return (u32*)(program.control + 1); }
+  __device__ __forceinline__ Cell& cell(int stage) const {
+    return *(Cell*)(semaphores() + (long long)(program.semaphores + stage) * APART);
+  }
 
   // By one thread: false if it takes too long, here or elsewhere.
+  __device__ __forceinline__ bool wait_at(const u32* at, const Wait& it, u32 number) const {
+    const u32 wanted = epoch * it.total + it.value;
+    u64 begin = 0;
+    for (u32 polls = 0; (int)(acquire(at) - wanted) < 0; polls++) {
+      if (polls % 64 != 63) continue;
+      pause();
+      if (acquire(&program.control->failed)) return false;
+      const u64 now = nanoseconds();
+      if (begin == 0) begin = now;
+      if (now - begin < program.patience) continue;
+      if (claim(&program.failure->is_there)) {
+        Failure& failure = *program.failure;
+        failure.task = number, failure.semaphore = it.semaphore, failure.wanted = it.value;
+        failure.found = acquire(at) - epoch * it.total;
+      }
+      release_set(&program.control->failed, 1);
+      return false;
+    }
+    return true;
+  }
   __device__ __forceinline__ bool wait(u32 number, const Task& task) const {
     for (int i = 0; i < task.waits; i++) {
       const Wait& it = program.waits[task.first_wait + i];
-      const u32* at = semaphores() + (long long)it.semaphore * APART;
-      const u32 wanted = epoch * it.total + it.value;
-      u64 begin = 0;
-      for (u32 polls = 0; (int)(acquire(at) - wanted) < 0; polls++) {
-        if (polls % 64 != 63) continue;
-        pause();
-        if (acquire(&program.control->failed)) return false;
-        const u64 now = nanoseconds();
-        if (begin == 0) begin = now;
-        if (now - begin < program.patience) continue;
-        if (claim(&program.failure->is_there)) {
-          Failure& failure = *program.failure;
-          failure.task = number, failure.semaphore = it.semaphore, failure.wanted = it.value;
-          failure.found = acquire(at) - epoch * it.total;
-        }
-        release_set(&program.control->failed, 1);
-        return false;
-      }
+      if (!wait_at(semaphores() + (long long)it.semaphore * APART, it, number)) return false;
     }
     return true;
   }
@@ -72,12 +80,16 @@ struct Blocks {
     Control& control = *program.control;
     __syncthreads();
     if (threadIdx.x == 0) {
-      const bool is_last = take_last(&control.finished) + 1 == (epoch + 1) * gridDim.x;
+      const u32 blocks = program.flags & STREAMS ? program.blocks : gridDim.x;
+      const bool is_last = take_last(&control.finished) + 1 == (epoch + 1) * blocks;
       head->left = is_last ? (acquire(&control.failed) ? 2 : 1) : 0;
     }
     __syncthreads();
     if (head->left == 2)
-      for (int i = threadIdx.x; i < program.semaphores; i += THREADS) semaphores()[(long long)i * APART] = 0;
+      for (int i = threadIdx.x; i < program.semaphores + program.cells; i += THREADS) {
+        u32* at = semaphores() + (long long)i * APART;
+        at[0] = at[1] = 0;  // of a cell, both
+      }
     __syncthreads();
     if (threadIdx.x == 0 && head->left == 2) {
       control.ticket = control.finished = control.failed = 0, control.epoch = 0;
@@ -89,6 +101,16 @@ struct Blocks {
     if (threadIdx.x == 0 && head->left == 1) control.epoch = epoch + 1;
   }
 };
+
+// In front of the launch of a stage on a stream of its own: ends when all blocks of the stage before have begun. `cell` and
+// `blocks` are that stage's, `first` is the first task of the stage that follows. So no block is there before all of the
+// stages that it waits for are: whoever waits, waits for blocks that run, and none of these lacks its place.
+extern "C" __global__ void __launch_bounds__(32) tilewright_tilesync_begin(const __grid_constant__ Program program) {
+  if (threadIdx.x != 0) return;
+  const Blocks blocks{program, nullptr, nullptr, acquire(&program.control->epoch)};
+  const u32 all = program.blocks;
+  blocks.wait_at(&blocks.cell(program.cell).begun, Wait{(u32)(program.semaphores + program.cell), all, all, 0}, program.first);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 tilewright_tilesync_run(const __grid_constant__ Program program, const __grid_constant__ Tensors tensors) {
@@ -104,6 +126,7 @@ tilewright_tilesync_run(const __grid_constant__ Program program, const __grid_co
   if (program.flags & DEPENDENT) let_next_kernel_begin();
   if (threadIdx.x == 0) {
     if (program.flags & WAITS) blocks.epoch = acquire(&program.control->epoch);
+    if (program.flags & STREAMS) release_add(&blocks.cell(program.cell).begun, 1);
     blocks.head->epoch = blocks.epoch;
     blocks.head->ticket = blocks.next_task();
   }

@@ -12,10 +12,20 @@ using std::max;
 typedef uint64_t u64;
 #define __grid_constant__
 
+// Several launches at a time: each begins when the one that it is behind has ended.
 struct Size { int x; };
-static Size gridDim;
-
+struct Launch {
+  int blocks, behind;  // -1: of no other
+  void (*kernel)();
+};
+static std::vector<Launch> launches;
+static std::vector<int> launch_of, index_of;  // of each block
 inline int block() { return current / block_threads; }
+inline Size grid() { return {launches[launch_of[block()]].blocks}; }
+inline Index place() { return {index_of[block()]}; }
+#define gridDim grid()
+#define blockIdx place()
+inline void begin_launch() { launches[launch_of[block()]].kernel(); }
 static std::map<int, std::vector<std::tuple<void*, u32, int>>> written;  // by each block, and not seen yet: 2 or 4 bytes
 inline void publish() {
   for (auto& [to, bits, bytes] : written[block()]) memcpy(to, &bits, bytes);
@@ -106,9 +116,14 @@ inline float sum_of_warp(float x) {
 inline float __expf(float x) { return expf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
-// Runs `kernel` on blocks that are all there, or on `resident` of them, the next one when one has ended.
-inline const char* run_all(int blocks, int resident, int threads, void (*kernel)()) {
-  body = kernel, failure = nullptr, block_threads = threads, first_block = 0, gridDim.x = blocks;
+// Runs launches on blocks that are all there, or on `resident` of them at a time. A place that is free goes to the next
+// block of any launch that has begun, of which one is drawn.
+inline const char* run_all(int resident, int threads) {
+  body = begin_launch, failure = nullptr, block_threads = threads, first_block = 0;
+  launch_of.clear(), index_of.clear();
+  for (size_t launch = 0; launch < launches.size(); launch++)
+    for (int i = 0; i < launches[launch].blocks; i++) launch_of.push_back(launch), index_of.push_back(i);
+  const int blocks = launch_of.size();
   blocks_memory.assign((size_t)blocks * BLOCK_BYTES, (char)0xFF);  // NaN
   gatherings.clear(), written.clear();
   copies.assign(blocks * threads, {{}});
@@ -121,14 +136,27 @@ inline const char* run_all(int blocks, int resident, int threads, void (*kernel)
     makecontext(&fiber.context, enter, 0);
   }
   std::vector<int> rest(blocks), left(blocks, threads);  // turns for which a block stands still; fibers that have not ended
+  std::vector<bool> placed(blocks);
+  std::vector<int> begun(launches.size()), unfinished;  // blocks of each launch
+  for (const Launch& launch : launches) unfinished.push_back(launch.blocks);
+  int places = resident;
   for (int idle = 0;; now++) {
     bool running = false;
-    int there = 0;
     moved = false;
+    while (places > 0) {
+      std::vector<int> ready;
+      for (size_t i = 0; i < launches.size(); i++)
+        if (begun[i] < launches[i].blocks && (launches[i].behind < 0 || unfinished[launches[i].behind] == 0)) ready.push_back(i);
+      if (ready.empty()) break;
+      const int chosen = ready[dice() % ready.size()];
+      for (int b = 0; b < blocks; b++)
+        if (launch_of[b] == chosen && index_of[b] == begun[chosen]) placed[b] = true;
+      begun[chosen]++, places--, moved = true;
+    }
     for (int b = 0; b < blocks; b++) {
       if (left[b] == 0) continue;
       running = true;
-      if (++there > resident) break;
+      if (!placed[b]) continue;
       if (rest[b] > 0) {
         rest[b]--, moved = true;
         continue;
@@ -144,6 +172,7 @@ inline const char* run_all(int blocks, int resident, int threads, void (*kernel)
         if (fibers[fiber].ended && --left[b] == 0) {
           become(fiber);
           publish();
+          places++, unfinished[launch_of[b]]--, moved = true;
         }
       }
     }

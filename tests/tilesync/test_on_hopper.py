@@ -1,0 +1,119 @@
+"""Every mode on a GPU: the same numbers, replayed, after a lost post, measured, under torch.compile."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.contract import DEVICE, on_hopper
+from tilesync.graphs import graphs, tensors
+from tilesync.test_compiled import HALF, OURS, swiglu
+from tilewright.tilesync import TilesyncError, chains, check, compile, launch, raise_if_failed
+from tilewright.tilesync.compiled import compute_plainly
+from tilewright.tilesync.residency import MOST_STREAMS
+
+
+def near(ours, truth):
+    return (ours.float() - truth.float()).abs().max() <= 0.03 * truth.float().abs().max()
+
+
+@on_hopper
+@settings(max_examples=30)
+@given(graphs(stages=4, for_gpu=True), st.integers(0, 99))
+def test_every_mode_computes_the_same(graph, seed):
+    inputs = tensors(graph, seed, HALF, DEVICE)
+    truth = compute_plainly(check(graph), list(inputs.values()))
+    for mode in OURS:
+        first = compile(graph, mode).run(list(inputs.values()))
+        assert all(near(*pair) for pair in zip(first, truth, strict=True)), mode
+        again = compile(graph, mode).run(list(inputs.values()))
+        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True)), mode
+
+
+LARGE = [("llama-mlp", 1), ("llama-mlp", 16), ("llama-mlp", 64), ("llama-mlp", 300), ("gpt3-mlp", 1), ("gpt3-mlp", 512),
+         ("attention", 2), ("conv-14", 4), ("conv-56", 2),
+         ("decode", 1), ("decode", 4)]  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize(("name", "rows"), LARGE)
+def test_large_chains_replayed_1000_times_on_two_streams(name, rows):
+    graph = (
+        chains.decode_step(2, 2048, 8192, 32, 8, 64, 4096, 512, rows) if name == "decode" else chains.CHAINS[name](rows)
+    )
+    inputs = tensors(graph, 1, HALF, DEVICE)
+    truth = compute_plainly(check(graph), list(inputs.values()))[0]
+    for mode in [mode for mode in OURS if mode != "streams" or len(graph.stages) <= MOST_STREAMS]:
+        op, streams, captured = compile(graph, mode), [torch.cuda.Stream() for _ in range(2)], []
+        y = op.run(list(inputs.values()))[0]
+        assert near(y, truth), mode
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                op.run(list(inputs.values()))
+            stream.synchronize()
+            captured.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(captured[-1], stream=stream):
+                captured[-1].output = op.run(list(inputs.values()))[0]
+        for _ in range(1000):
+            for stream, replay in zip(streams, captured, strict=True):
+                with torch.cuda.stream(stream):
+                    replay.replay()
+        torch.cuda.synchronize()
+        raise_if_failed()
+        assert all(torch.equal(replay.output, y) for replay in captured), mode
+
+
+@on_hopper
+def test_a_lost_post_is_an_error_and_the_next_call_is_right():
+    """One semaphore is behind by one, as after a post that was lost: its waits end after the bound."""
+    graph = swiglu(4, 512, 512)
+    inputs = tensors(graph, 1, HALF, DEVICE)
+    op = compile(graph, "persistent")
+    y = op(**inputs)
+    runner = launch.runner(op.program, y.device, y.dtype)
+    (control,) = runner.controls.values()
+    control[32] -= 1
+    op(**inputs)
+    torch.cuda.synchronize()
+    with pytest.raises(
+        TilesyncError, match="of stage y waited too long: semaphore 0 of StageSync on h stands at 63 of 64"
+    ):
+        op(**inputs)
+    assert torch.equal(op(**inputs), y)
+
+
+@on_hopper
+def test_auto_measures_every_mode_on_the_default_stream_and_keeps_the_fastest(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
+    caplog.set_level("INFO", "tilewright")
+    graph = chains.mlp(1, 1024, 1024)
+    inputs = tensors(graph, 1, HALF, DEVICE)
+    op = compile(graph)
+    y = op(**inputs)
+    (said,) = (record.getMessage() for record in caplog.records if "runs as" in record.getMessage())
+    assert all(f"{mode} " in said.split("(")[1] for mode in ("plain", *OURS)), said
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert near(y, compute_plainly(op.program, list(inputs.values()))[0])
+    keep = op.fastest.copy()
+    op.fastest.clear()
+    op(**inputs)
+    assert op.fastest == keep and caplog.text.count("runs as") == 1
+
+
+@on_hopper
+@pytest.mark.parametrize("mode", ["auto", *OURS])
+def test_reduce_overhead_captures_it_and_replays_are_right(mode):
+    graph = chains.mlp(3, 1024, 1024)
+    inputs = tensors(graph, 1, HALF, DEVICE)
+    op = compile(graph, mode)
+    torch.compiler.reset()
+    run = torch.compile(lambda x: op(**{**inputs, "x": x}) * 2, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for turn in range(20):
+            x = inputs["x"] + turn
+            truth = 2 * compute_plainly(op.program, [x, *list(inputs.values())[1:]])[0]
+            assert near(run(x).clone(), truth), turn
+            filled = [torch.full((2**20,), -1, device=DEVICE) for _ in range(4)]  # memory that was freed is written
+            del filled
+    torch.cuda.synchronize()
+    raise_if_failed()
