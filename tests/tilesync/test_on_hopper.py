@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from ops.contract import DEVICE, on_hopper
 from tilesync.graphs import graphs, tensors
 from tilesync.test_compiled import HALF, OURS, swiglu
-from tilewright.tilesync import TilesyncError, chains, check, compile, launch, raise_if_failed
+from tilesync.wrong import WRONG
+from tilewright.tilesync import Compiled, TilesyncError, chains, check, compile, launch, raise_if_failed
+from tilewright.tilesync.check import lower
 from tilewright.tilesync.compiled import compute_plainly
 from tilewright.tilesync.residency import MOST_STREAMS
 
@@ -80,6 +82,25 @@ def test_a_lost_post_is_an_error_and_the_next_call_is_right():
     ):
         op(**inputs)
     assert torch.equal(op(**inputs), y)
+
+
+@on_hopper
+@pytest.mark.parametrize("mode", ["persistent", "streams"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_policy_that_nobody_has_checked_ends_by_itself_and_is_named(monkeypatch, name, mode):
+    monkeypatch.setattr(launch, "PATIENCE", 10**8)
+    graph = WRONG[name]
+    op = Compiled(lower(graph), mode, f"{mode}-{name}")
+    inputs = list(tensors(graph, 1, HALF, DEVICE).values())
+    op.run(inputs)
+    torch.cuda.synchronize()
+    with pytest.raises(
+        TilesyncError, match=r"of stage y waited too long: semaphore .* of Wrong\w+ on h stands at \d+ of"
+    ):
+        raise_if_failed()
+    right = compile(swiglu(4, 512, 512), mode)  # the GPU is as it was
+    inputs = list(tensors(right.graph, 1, HALF, DEVICE).values())
+    assert near(right.run(inputs)[0], compute_plainly(right.program, inputs)[0])
 
 
 @on_hopper

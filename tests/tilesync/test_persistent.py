@@ -1,5 +1,6 @@
 """The persistent kernel's own source on the CPU, against the stages in plain PyTorch, in racy interleavings."""
 
+import re
 import shutil
 import subprocess
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tilesync.emulated import HEAD_DIM, MACROS, ROTATED, SOURCE, Emulated, build, rope_source
 from tilesync.graphs import graphs, tensors
+from tilesync.wrong import WRONG
 from tilewright.runtime import nvrtc
 from tilewright.tilesync import (
     Custom,
@@ -234,6 +236,22 @@ def test_without_the_proof_a_wait_for_too_much_ends_by_itself(library):
         "of stage y waited too long: semaphore 0 of OneTooMany on h stands at 9 of 10"
         in run.lowered.failure_sentence(run.report[0])
     )
+
+
+def test_twenty_wrong_policies_are_refused_and_without_the_proof_end_by_themselves(library):
+    assert len(WRONG) == 20
+    for number, (name, graph) in enumerate(WRONG.items()):
+        with pytest.raises(GraphError, match=r"Tile \(.* of stage y waits for"):
+            check(graph)
+        run, given_tensors = Emulated(library, lower(graph)), tensors(graph, 1, torch.bfloat16)
+        for streams in (False, True)[: 1 + (number % 4 == 0)]:
+            run.report[:] = 0
+            run(given_tensors, 2, 3, seed=1, patience=300, streams=streams)
+            assert run.report["is_there"] == 1 and not run.control.any(), name
+            said = run.lowered.failure_sentence(run.report[0])
+            assert re.match(
+                r"Tile \(\d.* of stage y waited too long: semaphore .* of Wrong\w+ on h stands at \d+ of \d", said
+            )
 
 
 def test_times_are_kept_of_every_tile(library):
