@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.measure.machine import describe
-from tilewright.measure.profile import MemoryWatch, against_plan, profile_steps
+from tilewright.measure.memory import MemoryWatch, against_plan
+from tilewright.measure.profile import profile_steps
 from tilewright.measure.results import SCHEMA, write_json
 from tilewright.plan.memory import Anatomy
 from tilewright.train.engine import Engine

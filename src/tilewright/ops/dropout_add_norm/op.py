@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewright.ops.dropout_add_norm.reference import draw_masks, reference
 from tilewright.plan.cost import dropout_add_norm as cost
 from tilewright.runtime import dispatch, paths, register
 from tilewright.runtime.philox import (
@@ -31,7 +32,6 @@ from tilewright.runtime.philox import (
     drop_threshold,
     dropout_mask,
     quantised,
-    reference_mask,
     split_seed,
 )
 
@@ -40,66 +40,6 @@ __all__ = ["cost", "dropout_add_norm", "reference"]
 _NAME = "dropout_add_norm"
 _WIDEST = 65536
 HOST_BOUND = 4 * 2**20  # elements up to which PyTorch's own ops run an eager call
-
-
-def reference(
-    x: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    second: torch.Tensor | None = None,
-    rowscale: torch.Tensor | None = None,
-    layerscale: torch.Tensor | None = None,
-    x_bias: torch.Tensor | None = None,
-    p: float = 0.0,
-    eps: float = 1e-5,
-    norm: str = "layer",
-    zero_centered: bool = False,
-    residual_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    masks: Sequence[torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, residual_out) in plain PyTorch: the definition. `masks` names the elements that dropout keeps."""
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    p = quantised(p)
-    if masks is None:
-        masks = _draw_masks(x, second, p)
-    z = x.to(compute)
-    if x_bias is not None:
-        z = z + x_bias.to(compute)
-    if rowscale is not None:
-        z = z * rowscale.to(compute).unsqueeze(-1)
-    if layerscale is not None:
-        z = z * layerscale.to(compute)
-    if p > 0.0:
-        z = torch.where(masks[0], z / (1.0 - p), 0.0)
-    if second is not None:
-        branch = second.to(compute)
-        z = z + (torch.where(masks[1], branch / (1.0 - p), 0.0) if p > 0.0 else branch)
-    if residual is not None:
-        z = z + residual.to(compute)
-    residual_out = z.to(residual_dtype or (x if residual is None else residual).dtype)
-    if residual_out is x:  # nothing to add and nothing to round: still a tensor of its own
-        residual_out = x.clone()
-    z = residual_out.to(compute)
-    if norm == "layer":
-        z = z - z.mean(-1, keepdim=True)
-    out = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        out = out * (weight.to(compute) + 1.0 if zero_centered else weight.to(compute))
-    if bias is not None:
-        out = out + bias.to(compute)
-    return out.to(out_dtype or x.dtype), residual_out
-
-
-def _draw_masks(
-    x: torch.Tensor, second: torch.Tensor | None, p: float, seed: int | torch.Tensor | None = None
-) -> list[torch.Tensor]:  # fmt: skip
-    streams = range(0 if p == 0.0 else 1 if second is None else 2)
-    if seed is not None:
-        return [reference_mask(x, seed, p, stream) for stream in streams]
-    return [torch.rand(x.shape, device=x.device) >= p for _ in streams]
 
 
 def _seed(x: torch.Tensor, given: int | torch.Tensor | None, as_tensor: bool) -> int | torch.Tensor:
@@ -389,7 +329,7 @@ def dropout_add_norm(
         if return_mask:
             masks = [dropout_mask(x, seed, p, stream) for stream in range(1 if second is None else 2)]
     else:
-        masks = _draw_masks(x, second, p, seed)
+        masks = draw_masks(x, second, p, seed)
         out, residual_out = reference(
             x, residual, weight, bias, second=second, rowscale=rowscale, layerscale=layerscale, x_bias=x_bias, p=p,
             eps=eps, norm=norm, zero_centered=zero_centered, residual_dtype=residual_dtype, out_dtype=out_dtype,

@@ -38,17 +38,16 @@ from tilewright.ops.cross_entropy.op import AHEAD, check_loss, cross_entropy
 from tilewright.ops.cross_entropy.reference import reference as loss_of_logits
 from tilewright.ops.linear.op import is_worth_padding, matmul_dtype
 from tilewright.ops.linear.padding import pad
+from tilewright.ops.linear_cross_entropy import matmuls
 from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, default_memory, plan_chunks, without
 from tilewright.plan.cost import linear_cross_entropy as cost
-from tilewright.runtime import cublaslt, dispatch, hopper, paths, register
+from tilewright.runtime import dispatch, hopper, paths, register
 
 __all__ = ["cost", "linear_cross_entropy", "reference"]
 
 _NAME = "linear_cross_entropy"
 HOST_BOUND = 32 * 2**20  # logits up to which an eager call leaves the matmuls to PyTorch
 _MANY = 128  # tokens: for fewer it takes longer to copy the weight than to multiply by it as it is
-_MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
-_VECTOR = 8  # classes: 16 bytes of them. A matmul over, or into, another number of them is up to 8 times as slow
 
 hopper.add_gemms(Path(__file__).with_name("hopper.cu"))
 
@@ -59,52 +58,6 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = 
     """(loss, lse) in plain PyTorch: the definition."""
     class_weight = options.pop("class_weight", None)
     return loss_of_logits(F.linear(x, weight, bias), targets, weight=class_weight, **options)
-
-
-def _matmul(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """out (+)= left @ right, in float32 where `out` is, whatever the operands are."""
-    # For a sum over tokens, of a transposed `left`, and where there are few tiles and the sum must be split for all
-    # processors to have one, torch's own choice of algorithm is the best there is.
-    suits = left.is_contiguous() and out.is_contiguous() and out.numel() >= _MANY_TILES
-    if suits and not add and out.dtype == left.dtype and cublaslt.matmul(left, right, out):
-        return
-    if out.dtype == left.dtype:
-        torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
-    elif left.is_cuda:
-        if add:
-            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(left, right, out_dtype=out.dtype, out=out)
-    else:
-        result = left.to(out.dtype) @ right.to(out.dtype)
-        out.add_(result) if add else out.copy_(result)
-
-
-def _aligned(classes: int) -> list[slice]:
-    """All classes in whole vectors, and the few behind them."""
-    whole = classes // _VECTOR * _VECTOR
-    return [part for part in (slice(0, whole), slice(whole, classes)) if part.stop > part.start]
-
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x @ weight^T + bias."""
-    for part in _aligned(len(weight)):
-        if bias is None:
-            _matmul(x, weight[part].t(), out[:, part])
-        else:
-            torch.addmm(bias[part], x, weight[part].t(), out=out[:, part])
-
-
-def _gradient_of_x(z: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = z @ weight. The few classes behind the whole vectors come first: rounded between, they are small."""
-    for number, part in enumerate(reversed(_aligned(len(weight)))):
-        _matmul(z[:, part], weight[part], out, add=number > 0)
-
-
-def _gradient_of_weight(z: Tensor, x: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """out (+)= z^T @ x."""
-    for part in _aligned(len(out)):
-        _matmul(z[:, part].t(), x, out[part], add=add)
 
 
 class Inputs(NamedTuple):
@@ -158,7 +111,7 @@ def _launch_eager(inputs: Inputs) -> tuple[Tensor | None, ...]:
     targets, rows = targets.reshape(-1), targets.numel()
     wanted = needs_x or needs_weight or needs_bias
     memory = memory or default_memory(rows, classes, dtype.itemsize)
-    if classes % _VECTOR:
+    if classes % matmuls.VECTOR:
         memory = min(memory, LARGEST * dtype.itemsize)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     lse = targets.new_zeros(rows, dtype=compute) if wants_lse else None
@@ -181,7 +134,7 @@ def _launch_eager(inputs: Inputs) -> tuple[Tensor | None, ...]:
         some, some_targets = tokens[part], targets[part]
         z = buffer[: len(some), :classes]
         if logits is None:
-            _logits(some, w, b, z)
+            matmuls.logits(some, w, b, z)
         scratch.next = mark
         found = launch(
             z, some_targets, class_weight, denominator, options, arrived=arrived[part],
@@ -198,13 +151,13 @@ def _launch_eager(inputs: Inputs) -> tuple[Tensor | None, ...]:
             if scales is not None:
                 kernels.launch(z, some, dweight, scales, number == 0, number == chunks - 1)
             else:
-                _gradient_of_weight(z, some, dweight if total is None else total, add=number > 0)
+                matmuls.gradient_of_weight(z, some, dweight if total is None else total, add=number > 0)
         if dweight is not None and total is not None and number == chunks - 1:
             dweight.copy_(total)
         if reduction != "none" and upstream is None and number == chunks - 1:
             loss = loss.sum()  # which may lie where the gradient of x comes now
         if dx is not None:
-            _gradient_of_x(z, w, dx[part])
+            matmuls.gradient_of_x(z, w, dx[part])
     if again and dweight is not None:
         del buffer, z, some
         memory = without(memory, A_TOKEN * rows)
@@ -247,12 +200,12 @@ def _again(
     for first in range(0, classes, columns):
         part = slice(first, min(first + columns, classes))
         z = buffer[:, : part.stop - first]
-        _logits(x, w[part], None if b is None else b[part], z)
+        matmuls.logits(x, w[part], None if b is None else b[part], z)
         launch(
             z, targets, class_weight, denominator, options, upstream=upstream, gradient=z, offset=first,
             classes=classes, given=(x_targets, parts),
         )  # fmt: skip
-        _gradient_of_weight(z, x, dweight[part])
+        matmuls.gradient_of_weight(z, x, dweight[part])
 
 
 def _fake(inputs: Inputs) -> Outputs:
@@ -400,7 +353,7 @@ def linear_cross_entropy(
     x = x.to(matmul_dtype(x))
     tensors = (weight, bias, targets, class_weight)
     plain = memory is None and sum_dtype is None and all(t is None or t.dtype == x.dtype for t in (weight, bias))
-    whole = x.shape[-1] % _VECTOR == len(weight) % _VECTOR == 0
+    whole = x.shape[-1] % matmuls.VECTOR == len(weight) % matmuls.VECTOR == 0
     most = HOST_BOUND * x.shape[-1] // len(weight) if plain and whole else None
     path = paths.choose(_NAME, x, *tensors, host_bound=most)
     if path == paths.REFERENCE:
@@ -415,7 +368,7 @@ def linear_cross_entropy(
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
             return_lse=return_lse, inplace=True,
         )  # fmt: skip
-    if x.shape[-1] % _VECTOR and targets.numel() >= _MANY and is_worth_padding(x, weight):
+    if x.shape[-1] % matmuls.VECTOR and targets.numel() >= _MANY and is_worth_padding(x, weight):
         x, weight = pad(x, -1), pad(weight, 1)
     ahead = torch.is_grad_enabled() and reduction != "none" and x.dtype in AHEAD
     later = torch.is_grad_enabled() and not ahead and any(t is not None and t.requires_grad for t in (x, weight, bias))

@@ -68,7 +68,7 @@ class Measurement:
     bytes: Count  # the most that was allocated at once; on a CPU, that the process had
     memory: dict[str, Annotated[int, Between(-1e18, 1e18)]] = field(
         default_factory=dict
-    )  # parts as `measure.profile.MemoryWatch` has them
+    )  # parts as `measure.memory.MemoryWatch` has them
     profile: Annotated[dict[str, Any], Like("tilewright.measure.profile:StepProfile")] | None = None
     mfu: float | None = None
     hfu: float | None = None
