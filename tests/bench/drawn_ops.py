@@ -3,7 +3,7 @@
 import os
 import time
 
-from tilewright.bench.shapes import Op
+from tilewright.bench.drawing import Op
 from tilewright.plan.cost import Cost
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import drawn_ops
-from tilewright.bench import compare, shapes, verdict, workers
+from tilewright.bench import compare, drawing, shapes, verdict, workers
 from tilewright.bench.protocol import Ask
 from tilewright.errors import UserError
 from tilewright.measure.ceilings import Ceilings
@@ -27,17 +27,17 @@ def run(groups, peers=("eager",), table=TABLE, **ask):
 
 @pytest.mark.parametrize("name", shapes.OPS)
 def test_a_seed_draws_the_same_cases_and_another_others(name):
-    first = shapes.draw(shapes.OPS, [name], 1, 200, shapes.BENCH)
-    assert first == shapes.draw(shapes.OPS, [name], 1, 200, shapes.BENCH)
-    assert first != shapes.draw(shapes.OPS, [name], 2, 200, shapes.BENCH)
+    first = drawing.draw(shapes.OPS, [name], 1, 200, drawing.BENCH)
+    assert first == drawing.draw(shapes.OPS, [name], 1, 200, drawing.BENCH)
+    assert first != drawing.draw(shapes.OPS, [name], 2, 200, drawing.BENCH)
     # What is drawn for one op does not depend on which others are.
-    assert first == [g for g in shapes.draw(shapes.OPS, list(shapes.OPS), 1, 200, shapes.BENCH) if g[0]["op"] == name]
+    assert first == [g for g in drawing.draw(shapes.OPS, list(shapes.OPS), 1, 200, drawing.BENCH) if g[0]["op"] == name]
 
 
 @pytest.mark.parametrize("name", shapes.OPS)
 def test_the_drawn_cases_are_many_of_few_shapes_in_bounds_and_mostly_odd(name):
     op = shapes.OPS[name]
-    groups = shapes.draw(shapes.OPS, [name], 0, 200, shapes.BENCH)
+    groups = drawing.draw(shapes.OPS, [name], 0, 200, drawing.BENCH)
     cases = [case for group in groups for case in group]
     assert len(cases) == 200 and len(groups) <= 60
     for group in groups:
@@ -53,7 +53,7 @@ def test_the_drawn_cases_are_many_of_few_shapes_in_bounds_and_mostly_odd(name):
 
 
 def test_every_norm_with_and_without_dropout_and_the_vocabularies_that_models_have_are_drawn():
-    cases = [c for g in shapes.draw(shapes.OPS, list(shapes.OPS), 0, 200, shapes.BENCH) for c in g]
+    cases = [c for g in drawing.draw(shapes.OPS, list(shapes.OPS), 0, 200, drawing.BENCH) for c in g]
     norms = {(c["norm"], c["p"]) for c in cases if c["op"] == "dropout_add_norm"}
     assert norms == {(norm, p) for norm in ("layer", "rms") for p in (0.0, 0.1)}
     assert {c["rows"] for c in cases} & {1}
@@ -66,7 +66,7 @@ def test_ours_and_eager_are_the_same_function(name):
     op = shapes.OPS[name]
     rng = random.Random(3)
     for _ in range(3):
-        shape = {**op.draw(rng, shapes.TINY), "dtype": "fp32", **({"p": 0.0} if name == "dropout_add_norm" else {})}
+        shape = {**op.draw(rng, drawing.TINY), "dtype": "fp32", **({"p": 0.0} if name == "dropout_add_norm" else {})}
         case = {**shape, "rows": rng.randint(2, 9)}
         inputs = op.make(case, "cpu")
         for ours, eager in zip(*(f(shape, *inputs) for f in (op.ours, op.eager)), strict=True) if name in (
@@ -190,7 +190,7 @@ def test_resume_measures_what_lacks_and_again_what_was_behind(monkeypatch):
 def test_resuming_the_recorded_run_measures_no_more_than_what_it_lacks(name):
     """A draw goes by the cost of a call: where its formula changes, `drawn_by` keeps the old, and the cases."""
     recorded = json.loads((Path(__file__).parents[2] / "results" / "h200" / "shapes.json").read_text())
-    groups = shapes.draw(shapes.OPS, [name], recorded["seed"], 200, shapes.BENCH)
+    groups = drawing.draw(shapes.OPS, [name], recorded["seed"], 200, drawing.BENCH)
     drawn = [case for group in groups for case in group]
     assert all(each["case"] in drawn for each in recorded["cases"] if each["case"]["op"] == name)
     there = {json.dumps(each["case"], sort_keys=True) for each in recorded["cases"]}
@@ -209,7 +209,7 @@ def test_torch_compile_runs_beside_ours_with_its_rows_dynamic():
 
 def test_every_op_is_measured_at_tiny_sizes(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # its kernels take seconds a call; plain PyTorch does not
-    groups = shapes.draw(shapes.OPS, list(shapes.OPS), 5, 1, shapes.TINY)
+    groups = drawing.draw(shapes.OPS, list(shapes.OPS), 5, 1, drawing.TINY)
     result, _ = run(groups, table="tilewright.bench.shapes:OPS")
     assert {each["case"]["op"] for each in result["cases"]} == set(shapes.OPS)
     for each in result["cases"]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ops.contract import DEVICE
-from tilewright.bench.shapes import OPS, TINY, Scale, draw
+from tilewright.bench.drawing import TINY, Scale, draw
+from tilewright.bench.shapes import OPS
 from tilewright.bench.verdict import describe_case
 from tilewright.measure.numerics import relative_error, ulp
 from tilewright.ops import dropout_add_norm

@@ -41,7 +41,7 @@ from tilewright.measure.clock import SEATS, Timing, interleaved_event_time, inte
 from tilewright.runtime import cublaslt
 
 if TYPE_CHECKING:
-    from tilewright.bench.shapes import Op
+    from tilewright.bench.drawing import Op
 
 # From this ratio on, a first and short measurement is followed by a longer one: of ours to the best peer by device and
 # by wall time, and of the throughput of the neighbour to ours.

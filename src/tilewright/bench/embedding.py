@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
+from tilewright.bench.drawing import DTYPES
 from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, forward_backward, run_cases
-from tilewright.bench.shapes import DTYPES
 from tilewright.measure.machine import package_version
 from tilewright.ops.embedding.op import cost, embedding, reference
 from tilewright.plan.cost import Cost

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from tilewright.bench.drawing import DTYPES
 from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, run_cases
-from tilewright.bench.shapes import DTYPES
 from tilewright.measure.machine import package_version
 from tilewright.optim import FusedOptimizer
 from tilewright.optim.update import cost

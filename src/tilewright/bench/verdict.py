@@ -10,7 +10,7 @@ from tilewright.bench.protocol import OURS, Case
 from tilewright.measure.ceilings import Ceilings
 
 if TYPE_CHECKING:
-    from tilewright.bench.shapes import Op
+    from tilewright.bench.drawing import Op
 
 PEERS = ("eager", "compile")
 NEIGHBOUR = "neighbour"  # ours, at the round shape
