@@ -19,7 +19,7 @@ from ops.contract import (
 from ranks import run_ranks
 from tilewright.ops import linear_cross_entropy
 from tilewright.ops.cross_entropy import kernels as cross_entropy_kernels
-from tilewright.ops.linear_cross_entropy import kernels
+from tilewright.ops.linear_cross_entropy import kernels, matmuls
 from tilewright.ops.linear_cross_entropy.op import cost, reference
 from tilewright.runtime import hopper
 
@@ -152,8 +152,8 @@ def test_gradcheck_in_float64():
 def test_logits_are_never_held_beyond_the_memory(monkeypatch):
     leaves, targets, _ = problem(torch.float32, {}, 40, 24, 77)
     seen = []
-    compute = OP._logits
-    monkeypatch.setattr(OP, "_logits", lambda x, w, b, out: (seen.append(out.shape), compute(x, w, b, out))[1])
+    compute = matmuls.logits
+    monkeypatch.setattr(matmuls, "logits", lambda x, w, b, out: (seen.append(out.shape), compute(x, w, b, out))[1])
     run(linear_cross_entropy, leaves, targets, {"memory": 16 * 128 * 4})
     assert seen == [(16, 77), (16, 77), (8, 77)]
     seen.clear()
@@ -233,9 +233,9 @@ def test_few_kernels_serve_any_number_of_tokens(monkeypatch):
 def test_matmuls_are_over_whole_vectors_of_classes(classes, dtype, monkeypatch):
     """A matmul over another number of classes is many times slower, but for the few that are left behind them."""
     leaves, targets, options = problem(dtype, {"reduction": "sum"}, 40, 24, classes, ignored=False)
-    seen, real = [], OP._matmul
+    seen, real = [], matmuls._matmul
     monkeypatch.setattr(
-        OP, "_matmul",
+        matmuls, "_matmul",
         lambda left, right, out, **how: (seen.append((*left.shape, right.shape[1])), real(left, right, out, **how))[1],
     )  # fmt: skip
     actual = run(linear_cross_entropy, (leaves[0], leaves[1], None), targets, options)
@@ -336,9 +336,9 @@ def test_a_first_pass_has_its_logits_in_the_memory_of_the_gradient(monkeypatch):
     monkeypatch.setattr(MEMORY, "_SUMMED_FROM", 10**9)
     leaves, targets, _ = problem(torch.bfloat16, {}, ignored=False)
     places = []
-    compute = OP._logits
+    compute = matmuls.logits
     monkeypatch.setattr(
-        OP, "_logits", lambda x, w, b, out: (places.append((out.shape, out.data_ptr())), compute(x, w, b, out))[1]
+        matmuls, "logits", lambda x, w, b, out: (places.append((out.shape, out.data_ptr())), compute(x, w, b, out))[1]
     )
     _, _, dweight, _ = run(linear_cross_entropy, leaves, targets, {"memory": 1})
     first = [(shape, at) for shape, at in places if shape[1] == CLASSES]
@@ -438,8 +438,8 @@ def test_float16_survives_a_loss_scale():
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_float16_keeps_the_logits_of_one_chunk_for_backward(reduction, monkeypatch):
     leaves, targets, options = problem(torch.float16, {"reduction": reduction, "label_smoothing": 0.1})
-    seen, compute = [], OP._logits
-    monkeypatch.setattr(OP, "_logits", lambda x, w, b, out: (seen.append(out.shape), compute(x, w, b, out))[1])
+    seen, compute = [], matmuls.logits
+    monkeypatch.setattr(matmuls, "logits", lambda x, w, b, out: (seen.append(out.shape), compute(x, w, b, out))[1])
     loss = linear_cross_entropy(*leaves[:2], targets, leaves[2], **options)
     upstream = torch.ones_like(loss)
     first = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
