@@ -36,8 +36,9 @@ from tilewright.measure.work import Observation
 from tilewright.ops import cross_entropy
 from tilewright.ops.linear.kernels import pack_and_sum, sum_rows
 from tilewright.ops.linear.op import linear, linear_parts, reference
-from tilewright.runtime import cublaslt, hopper
-from tilewright.runtime.cublaslt import Choice, Config, Description, Epilogue, Preference
+from tilewright.runtime import cublaslt, cublaslt_library, hopper
+from tilewright.runtime.cublaslt import Choice
+from tilewright.runtime.cublaslt_library import Config, Description, Epilogue, Preference
 
 op = sys.modules["tilewright.ops.linear.op"]
 launch = sys.modules["tilewright.ops.linear.launch"]
@@ -51,15 +52,15 @@ WIDTHS = {
 CONFIGURATION = {
     "ID": (0, ctypes.c_int32),
     "TILE_ID": (1, ctypes.c_uint32),
-    "SPLITK_NUM": (cublaslt.Config.SPLITK_NUM, ctypes.c_int32),
-    "REDUCTION_SCHEME": (cublaslt.Config.REDUCTION_SCHEME, ctypes.c_uint32),
+    "SPLITK_NUM": (cublaslt_library.Config.SPLITK_NUM, ctypes.c_int32),
+    "REDUCTION_SCHEME": (cublaslt_library.Config.REDUCTION_SCHEME, ctypes.c_uint32),
     "CTA_SWIZZLING": (4, ctypes.c_uint32),
     "CUSTOM_OPTION": (5, ctypes.c_uint32),
     "STAGES_ID": (6, ctypes.c_uint32),
     "INNER_SHAPE_ID": (7, ctypes.c_uint16),
     "CLUSTER_SHAPE_ID": (8, ctypes.c_uint16),
 }
-DTYPES = {number: dtype for dtype, number in cublaslt.TYPES.items()}
+DTYPES = {number: dtype for dtype, number in cublaslt_library.TYPES.items()}
 
 
 class Emulator:
@@ -111,7 +112,7 @@ class Emulator:
     def cublasLtMatmulAlgoGetHeuristic(self, handle, description, a, b, c, d, preference, most, found, count):
         assert self.get(handle) == "handle"
         settings, preferred = self.get(description), self.get(preference)
-        assert preferred[Preference.REDUCTION_SCHEME_MASK] == cublaslt.REDUCTION_SCHEME_NONE
+        assert preferred[Preference.REDUCTION_SCHEME_MASK] == cublaslt_library.REDUCTION_SCHEME_NONE
         if settings[Description.EPILOGUE] in self.refused:
             return NOT_SUPPORTED
         alignments = [preferred[Preference[f"MIN_ALIGNMENT_{name}_BYTES"]] for name in "ABCD"]
@@ -654,20 +655,20 @@ def test_constants_and_sizes_are_those_of_the_header(tmp_path):
     expected |= {f"CUBLASLT_EPILOGUE_{e.name}": e.value for e in Epilogue}
     expected |= {f"CUBLASLT_ALGO_CONFIG_{name}": number for name, (number, _) in CONFIGURATION.items()}
     types = {"CUDA_R_16BF": BF16, "CUDA_R_16F": FP16, "CUDA_R_32F": FP32}
-    expected |= {name: cublaslt.TYPES[dtype] for name, dtype in types.items()}
+    expected |= {name: cublaslt_library.TYPES[dtype] for name, dtype in types.items()}
     expected |= {
-        "CUBLAS_COMPUTE_32F": cublaslt.COMPUTE_32F,
+        "CUBLAS_COMPUTE_32F": cublaslt_library.COMPUTE_32F,
         "CUBLAS_OP_N": int(False),
         "CUBLAS_OP_T": int(True),
         "CUBLAS_STATUS_SUCCESS": 0,
         "CUBLAS_STATUS_NOT_SUPPORTED": NOT_SUPPORTED,
-        "CUBLASLT_REDUCTION_SCHEME_NONE": cublaslt.REDUCTION_SCHEME_NONE,
-        "sizeof(cublasLtMatmulHeuristicResult_t)": ctypes.sizeof(cublaslt.Heuristic),
+        "CUBLASLT_REDUCTION_SCHEME_NONE": cublaslt_library.REDUCTION_SCHEME_NONE,
+        "sizeof(cublasLtMatmulHeuristicResult_t)": ctypes.sizeof(cublaslt_library.Heuristic),
     }
     members = {"algo": "algorithm", "workspaceSize": "workspace_bytes", "state": "state", "wavesCount": "waves"}
     for theirs, ours in members.items():
         offset = f"offsetof(cublasLtMatmulHeuristicResult_t, {theirs})"
-        expected[offset] = getattr(cublaslt.Heuristic, ours).offset
+        expected[offset] = getattr(cublaslt_library.Heuristic, ours).offset
     lines = "".join(f'printf("%ld\\n", (long){name});' for name in expected)
     source, program = tmp_path / "constants.c", tmp_path / "constants"
     source.write_text(f"#include <stdio.h>\n#include <stddef.h>\n#include <cublasLt.h>\nint main() {{{lines}}}\n")

@@ -33,19 +33,34 @@ the choice was compared. Otherwise it takes the library's first candidate.
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 import json
 import threading
 import time
 from collections.abc import Callable
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
 import torch
 
 from tilewright.measure import work
 from tilewright.runtime import disk_cache
+from tilewright.runtime.cublaslt_library import (
+    COMPUTE_32F,
+    CONFIG_TYPES,
+    HALVES,
+    R_32F,
+    REDUCTION_SCHEME_NONE,
+    TYPES,
+    Config,
+    Description,
+    Epilogue,
+    Heuristic,
+    Preference,
+    library,
+    must,
+    set_attribute,
+)
 from tilewright.runtime.log import log
 
 WORTH_CHOOSING = 2e10  # FLOPs from which a choice can pay; some 30 microseconds of an H200
@@ -61,117 +76,6 @@ _MOST_CHOICES = 64  # a program that sees new shapes all the time spends its own
 _PLANS = 4096
 _WORKSPACE = 64 * 2**10  # bytes: enough for counters, not for partial sums
 _ROWS = 64  # of an output whose bits are compared, spread over all of it
-
-
-# The constants of cublasLt.h, cublas_api.h and library_types.h, by their names there without the prefix.
-
-
-class Description(enum.IntEnum):
-    """CUBLASLT_MATMUL_DESC_*, attributes of a matmul."""
-
-    TRANSA = 3
-    TRANSB = 4
-    EPILOGUE = 7
-    BIAS_POINTER = 8
-
-
-class Preference(enum.IntEnum):
-    """CUBLASLT_MATMUL_PREF_*, what an algorithm must live with."""
-
-    MAX_WORKSPACE_BYTES = 1
-    REDUCTION_SCHEME_MASK = 3
-    MIN_ALIGNMENT_A_BYTES = 5
-    MIN_ALIGNMENT_B_BYTES = 6
-    MIN_ALIGNMENT_C_BYTES = 7
-    MIN_ALIGNMENT_D_BYTES = 8
-
-
-class Epilogue(enum.IntEnum):
-    """CUBLASLT_EPILOGUE_*, what happens to a matmul before it is written."""
-
-    DEFAULT = 1
-    BIAS = 4
-
-
-COMPUTE_32F = 68  # CUBLAS_COMPUTE_32F
-R_32F = 0  # CUDA_R_32F
-TYPES = {torch.bfloat16: 14, torch.float16: 2, torch.float32: R_32F}  # CUDA_R_16BF, CUDA_R_16F
-HALVES = (torch.bfloat16, torch.float16)  # operands; whether float32 may be less is torch's to say
-REDUCTION_SCHEME_NONE = 0  # CUBLASLT_REDUCTION_SCHEME_NONE
-
-
-class Config(enum.IntEnum):
-    """CUBLASLT_ALGO_CONFIG_*, attributes of an algorithm."""
-
-    ID = 0
-    SPLITK_NUM = 2
-    REDUCTION_SCHEME = 3
-    INNER_SHAPE_ID = 7
-
-
-_CONFIG_TYPES = {
-    Config.ID: c_int32, Config.SPLITK_NUM: c_int32, Config.REDUCTION_SCHEME: c_uint32, Config.INNER_SHAPE_ID: c_uint16,
-}  # fmt: skip
-
-
-class Heuristic(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t; the algorithm itself is its first member."""
-
-    _fields_ = (
-        ("algorithm", c_uint64 * 8),
-        ("workspace_bytes", c_size_t),
-        ("state", c_int),
-        ("waves", c_float),
-        ("reserved", c_int * 4),
-    )
-
-
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cublasLtCreate": (c_void_p,),
-    "cublasLtMatmulDescCreate": (c_void_p, c_int, c_int),
-    "cublasLtMatmulDescDestroy": (c_void_p,),
-    "cublasLtMatmulDescSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
-    "cublasLtMatrixLayoutCreate": (c_void_p, c_int, c_uint64, c_uint64, c_int64),
-    "cublasLtMatrixLayoutDestroy": (c_void_p,),
-    "cublasLtMatmulPreferenceCreate": (c_void_p,),
-    "cublasLtMatmulPreferenceDestroy": (c_void_p,),
-    "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
-    "cublasLtMatmulAlgoGetHeuristic": (*(c_void_p,) * 7, c_int, c_void_p, c_void_p),
-    "cublasLtMatmulAlgoCheck": (c_void_p,) * 8,
-    "cublasLtMatmulAlgoConfigGetAttribute": (c_void_p, c_int, c_void_p, c_size_t, c_void_p),
-    "cublasLtMatmul": (*(c_void_p,) * 14, c_size_t, c_void_p),
-}
-
-
-@functools.cache
-def library(device: torch.device) -> Any:
-    """cuBLASLt as torch has it, or None: the loader finds what is loaded already by its bare name."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None
-    try:
-        return declare(ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"))
-    except OSError:
-        return None
-
-
-def declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    """Tells ctypes the arguments: untold, it would cut 64-bit integers in half."""
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, c_int
-    loaded.cublasLtGetVersion.argtypes, loaded.cublasLtGetVersion.restype = (), c_size_t
-    return loaded
-
-
-def _must(status: int, what: str) -> None:
-    if status:
-        raise RuntimeError(f"cuBLASLt could not {what}: status {status}.")
-
-
-def _set(function: Any, described: c_void_p, attribute: enum.IntEnum, value: Any) -> None:
-    status = function(described, attribute, byref(value), ctypes.sizeof(value))
-    if status:  # before a name is made that nobody reads: a bias comes through here at every call
-        _must(status, f"set {attribute.name}")
 
 
 _handles: dict[torch.device, c_void_p] = {}  # one a device, for good; it belongs to the device that is current
@@ -289,7 +193,7 @@ class Plan:
         self.description, self.right, self.left, self.out = (c_void_p() for _ in range(4))
         self.handle, self.lock = _handles[out.device], threading.Lock()
         status = loaded.cublasLtMatmulDescCreate(byref(self.description), COMPUTE_32F, R_32F)
-        _must(status, "describe a matmul")
+        must(status, "describe a matmul")
         (rows, columns), inner = out.shape, left.shape[1]
         left_side, right_side = _side(left), _side(right)
         assert left_side is not None and right_side is not None
@@ -311,17 +215,17 @@ class Plan:
         self.what = f"{rows} x {inner} x {columns}"
 
     def _describe(self, attribute: Description, value: Any) -> None:
-        _set(self.loaded.cublasLtMatmulDescSetAttribute, self.description, attribute, value)
+        set_attribute(self.loaded.cublasLtMatmulDescSetAttribute, self.description, attribute, value)
 
     def _lay_out(self, layout: c_void_p, matrix: torch.Tensor, rows: int, columns: int, stride: int) -> None:
         status = self.loaded.cublasLtMatrixLayoutCreate(byref(layout), TYPES[matrix.dtype], rows, columns, stride)
-        _must(status, "lay out a matrix")
+        must(status, "lay out a matrix")
 
     def _search(self, alignment: int) -> list[Heuristic]:
         """The algorithms that sum in one piece; none where the library has no such matmul on this device."""
         preference = c_void_p()
-        _must(self.loaded.cublasLtMatmulPreferenceCreate(byref(preference)), "take a preference")
-        prefer = functools.partial(_set, self.loaded.cublasLtMatmulPreferenceSetAttribute, preference)
+        must(self.loaded.cublasLtMatmulPreferenceCreate(byref(preference)), "take a preference")
+        prefer = functools.partial(set_attribute, self.loaded.cublasLtMatmulPreferenceSetAttribute, preference)
         prefer(Preference.MAX_WORKSPACE_BYTES, c_uint64(_WORKSPACE))
         prefer(Preference.REDUCTION_SCHEME_MASK, c_uint32(REDUCTION_SCHEME_NONE))
         for matrix in "ABCD":
@@ -335,11 +239,11 @@ class Plan:
         return [one for one in found[: count.value] if status == 0 == one.state and self._sums_in_one_piece(one)]
 
     def _config(self, candidate: Heuristic, attribute: Config) -> int:
-        value, written = _CONFIG_TYPES[attribute](), c_size_t()
+        value, written = CONFIG_TYPES[attribute](), c_size_t()
         status = self.loaded.cublasLtMatmulAlgoConfigGetAttribute(
             byref(candidate), attribute, byref(value), ctypes.sizeof(value), byref(written)
         )
-        _must(status, f"tell {attribute.name} of an algorithm")
+        must(status, f"tell {attribute.name} of an algorithm")
         return int(value.value)
 
     def _sums_in_one_piece(self, candidate: Heuristic) -> bool:

@@ -48,7 +48,7 @@ from tilewright.ops.linear.launch import (
 )  # fmt: skip
 from tilewright.ops.linear.padding import VECTOR, resize_matrix, round_up
 from tilewright.plan.cost import linear as cost
-from tilewright.runtime import cublaslt, dispatch, paths, register
+from tilewright.runtime import cublaslt, cublaslt_library, dispatch, paths, register
 
 __all__ = ["cost", "linear", "linear_parts", "reference"]
 
@@ -226,7 +226,7 @@ def is_worth_padding(x: Tensor, weight: Tensor) -> bool:
     whole = features_out % VECTOR == features_in % VECTOR == 0
     if whole or x.device.type not in _DEVICES or 2 * x.numel() * features_out < WORTH_PADDING:
         return False
-    return matmul_dtype(x) in cublaslt.HALVES and not dispatch.is_traced(x, weight)
+    return matmul_dtype(x) in cublaslt_library.HALVES and not dispatch.is_traced(x, weight)
 
 
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -266,7 +266,7 @@ def _why_not(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None)
     """Say why cuBLASLt should not compute it; nothing where it should."""
     if x.device.type not in _DEVICES:
         return dispatch.why_no_kernel(x)
-    if dtype not in cublaslt.HALVES:
+    if dtype not in cublaslt_library.HALVES:
         return f"{dtype} matmuls are left to PyTorch"
     features_out, features_in = weight.shape
     if features_in % 8 or features_out % 8:
