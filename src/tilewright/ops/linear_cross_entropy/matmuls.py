@@ -1,18 +1,18 @@
 """The matmuls of linear_cross_entropy: logits, and the gradients of x and of the weight.
 
-Where the number of classes is no multiple of a vector, the whole vectors are one matmul and the few classes behind
-them another.
+A matmul over, or into, a number of classes that is no multiple of a vector is up to 8 times as slow. So the whole
+vectors of classes are one matmul, and the few behind them another.
 """
 
 from __future__ import annotations
 
 import torch
 
+from tilewright.ops.linear.padding import VECTOR
 from tilewright.runtime import cublaslt
 
 Tensor = torch.Tensor
 
-VECTOR = 8  # classes: 16 bytes of them. A matmul over, or into, another number of them is up to 8 times as slow
 _MANY_TILES = 132 * 128 * 256  # elements: a tile for each processor of an H200
 
 

@@ -37,7 +37,7 @@ from tilewright.ops.cross_entropy.launch import Options, begin, launch, scale, t
 from tilewright.ops.cross_entropy.op import AHEAD, check_loss, cross_entropy
 from tilewright.ops.cross_entropy.reference import reference as loss_of_logits
 from tilewright.ops.linear.op import is_worth_padding, matmul_dtype
-from tilewright.ops.linear.padding import pad
+from tilewright.ops.linear.padding import VECTOR, pad
 from tilewright.ops.linear_cross_entropy import matmuls
 from tilewright.ops.linear_cross_entropy.memory import A_TOKEN, LARGEST, default_memory, plan_chunks, without
 from tilewright.plan.cost import linear_cross_entropy as cost
@@ -111,7 +111,7 @@ def _launch_eager(inputs: Inputs) -> tuple[Tensor | None, ...]:
     targets, rows = targets.reshape(-1), targets.numel()
     wanted = needs_x or needs_weight or needs_bias
     memory = memory or default_memory(rows, classes, dtype.itemsize)
-    if classes % matmuls.VECTOR:
+    if classes % VECTOR:
         memory = min(memory, LARGEST * dtype.itemsize)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     lse = targets.new_zeros(rows, dtype=compute) if wants_lse else None
@@ -353,7 +353,7 @@ def linear_cross_entropy(
     x = x.to(matmul_dtype(x))
     tensors = (weight, bias, targets, class_weight)
     plain = memory is None and sum_dtype is None and all(t is None or t.dtype == x.dtype for t in (weight, bias))
-    whole = x.shape[-1] % matmuls.VECTOR == len(weight) % matmuls.VECTOR == 0
+    whole = x.shape[-1] % VECTOR == len(weight) % VECTOR == 0
     most = HOST_BOUND * x.shape[-1] // len(weight) if plain and whole else None
     path = paths.choose(_NAME, x, *tensors, host_bound=most)
     if path == paths.REFERENCE:
@@ -368,7 +368,7 @@ def linear_cross_entropy(
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
             return_lse=return_lse, inplace=True,
         )  # fmt: skip
-    if x.shape[-1] % matmuls.VECTOR and targets.numel() >= _MANY and is_worth_padding(x, weight):
+    if x.shape[-1] % VECTOR and targets.numel() >= _MANY and is_worth_padding(x, weight):
         x, weight = pad(x, -1), pad(weight, 1)
     ahead = torch.is_grad_enabled() and reduction != "none" and x.dtype in AHEAD
     later = torch.is_grad_enabled() and not ahead and any(t is not None and t.requires_grad for t in (x, weight, bias))
