@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -15,9 +16,17 @@ def test_presets_have_the_published_number_of_parameters(name):
     assert preset(name).parameters == PUBLISHED[name]
 
 
-def test_an_unknown_preset_names_the_nearest():
-    with pytest.raises(UserError, match="did you mean '13b'"):
-        preset("13B")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("13B", "'13B'; did you mean 13b? Choose one of"),
+        ("model.preset=1b", "did you mean 1b? Choose one of"),
+        ("x", "'x'; choose one of 125m"),
+    ],
+)
+def test_an_unknown_preset_names_the_nearest(name, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        preset(name)
 
 
 def test_planning_imports_few_modules_and_no_torch():

@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 from tilewright.measure.markup import clean
 from tilewright.train.load_config import from_dict
 from tilewright.tune.report import anatomy, plots
-from tilewright.tune.report.answer import Ablation, Answer
+from tilewright.tune.report.answer import NOT_TRIED, Ablation, Answer
 from tilewright.tune.report.head import facts
 from tilewright.tune.report.page import page, write_report
 from tilewright.tune.report.plots import changes
@@ -97,6 +97,12 @@ def test_the_waterfall_adds_up_from_the_run_as_given_to_the_best(speeds):
         if lever.tokens_per_second is not None:
             assert gains[lever.lever] == pytest.approx(best - lever.tokens_per_second, abs=1e-3)
     assert len(gains) == sum(speed is not None for speed in speeds)
+
+
+def test_a_lever_whose_run_was_not_tried_is_told_from_one_whose_run_failed():
+    levers = [Ablation(name, True, False, None, None, why) for name, why in (("a", NOT_TRIED), ("b", "out of memory"))]
+    shown = page(dataclasses.replace(example(), ablations=levers))
+    assert "Without a it was not tried" in shown and "Without b it did not run: out of memory" in shown
 
 
 def test_the_bars_drawn_are_the_waterfall():

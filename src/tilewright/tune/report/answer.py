@@ -36,6 +36,7 @@ class Ablation:
     error: str | None = None
 
 
+NOT_TRIED = "it was not tried"
 UNSTEADY = 0.1  # a baseline that drifts further than this is no measure of others
 
 
@@ -297,7 +298,7 @@ def _ablations(space: Space, records: Sequence[Record], best: Record | None) -> 
             Ablation(
                 name, value, space.origin[name], record.tokens_per_second if record is not None else None,
                 measured.bytes if measured else None,
-                refusal or (record.error if record is not None else "it was not tried"),
+                refusal or (record.error if record is not None else NOT_TRIED),
             )
         )  # fmt: skip
     return found
@@ -388,7 +389,8 @@ def _costs(answer: Answer) -> str:
         begin += f" instead of {first_step(answer.records, reference):.0f}"
     if answer.proof is not None:
         beside = "" if answer.generates else "beside the standard float32 model "
-        numbers = f"{beside}it is {answer.proof.verdict}: {answer.proof.why.rstrip('.')}"
+        the = "the " if answer.proof.verdict.startswith("same") else ""
+        numbers = f"{beside}it is {the}{answer.proof.verdict}: {answer.proof.why.rstrip('.')}"
     elif answer.changes:
         numbers = "whether the numbers are the same was not looked at"
     else:

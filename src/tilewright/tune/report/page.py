@@ -16,7 +16,7 @@ from tilewright.measure.markup import Element, Node, clean, tag
 from tilewright.measure.results import write_text
 from tilewright.tune.report import anatomy, plots
 from tilewright.tune.report import html as piece
-from tilewright.tune.report.answer import Answer
+from tilewright.tune.report.answer import NOT_TRIED, Answer
 from tilewright.tune.report.head import badge, head, ratio, verdict
 from tilewright.tune.report.html import Form, Section, number, plot, section, sentence, table, words
 from tilewright.tune.report.plots import changes, has_speed, milliseconds, size
@@ -84,8 +84,12 @@ def _rehearsal(answer: Answer) -> list[Section]:
 
 
 def _waterfall(answer: Answer, figures: dict[str, Any]) -> Section:
-    missing = [f"Without {label({each.lever: each.value})} it did not run: {each.error or 'no reason is known'}"
-               for each in answer.ablations if each.tokens_per_second is None]  # fmt: skip
+    missing = []
+    for each in answer.ablations:
+        if each.tokens_per_second is None:
+            why = each.error or "no reason is known"
+            why = why if why == NOT_TRIED else f"it did not run: {why}"
+            missing.append(f"Without {label({each.lever: each.value})} {why}")
     note = (
         "What the best run loses when one lever alone is put back. “Together” is what the levers give, or take, beyond "
         "the sum of that, so the bars add up from the baseline to the best."
