@@ -29,6 +29,11 @@ class Policy:
     overlap: bool = True
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """What FSDP2 makes a group of each."""
+    return list(getattr(model, "blocks", model).children())
+
+
 def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, policy: Policy) -> None:
     """Shard the parameters of a model by FSDP2: a group each block, and one of what is left.
 

@@ -18,6 +18,7 @@ from tilewright.parallel.compiled import compile_blocks
 from tilewright.parallel.context import ContextAttention
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.ordered import Ordered
+from tilewright.parallel.own_time import OwnTime
 from tilewright.parallel.pipeline import Pipeline, ends_group, keep_stage
 from tilewright.parallel.shards import Shards
 from tilewright.parallel.split import SplitGPT, own_rows
@@ -65,7 +66,7 @@ class Spread:
         tied = layout.pp > 1 and isinstance(model, GPT) and model.config.tied
         self.ends = ends_group(mesh) if tied else None
         if layout.is_sharded:
-            replicas.shard(model, list(getattr(model, "blocks", model).children()), mesh, policy)
+            replicas.shard(model, replicas.blocks_of(model), mesh, policy)
         self.shards = Shards(model, mesh, twice="token.weight" if tied else "")
         # DDP takes no model of which only some parameters are DTensors: with tp, gradients are added up after backward.
         self.overlaps = policy.overlap and layout.tp == 1 and layout.replicas > 1 and not layout.is_sharded
@@ -91,6 +92,14 @@ class Spread:
             return torch.compile(self.forward, options=options)
         compile_blocks(self.model, self.device, options)
         return self.forward
+
+    def watch(self, own: OwnTime) -> bool:
+        """Measure what this rank does between two messages, where that is less than the whole forward."""
+        if self.mesh.layout.is_replicated:
+            return False
+        for module in replicas.blocks_of(self.model) if self.mesh.layout.is_sharded else [self.model]:
+            module.forward = own.timed(module.forward)
+        return True
 
     @contextlib.contextmanager
     def micro_batch(self, seed: int, *, last: bool) -> Iterator[None]:

@@ -21,6 +21,7 @@ from tilewright.measure.compile_cache import redirect_defaults
 from tilewright.models import GPT
 from tilewright.ops.attention import hopper_forward
 from tilewright.ops.attention.backends import why_not_model
+from tilewright.parallel.own_time import OwnTime
 from tilewright.parallel.replicas import Policy
 from tilewright.parallel.spread import Spread
 from tilewright.plan.gpt import OWN_ATTENTION, GPTConfig
@@ -162,6 +163,10 @@ class Engine:
         self.forward: Any = self.spread.forward
         if config.rules == "none" and config.compile != "none":
             self.forward = self.spread.compiled(_inductor(config.compile))
+        self.own = OwnTime(device)
+        if world.ranks > 1 and not self.spread.watch(self.own):
+            whole = "_replay" if config.cuda_graphs else "_loss"
+            setattr(self, whole, self.own.timed(getattr(self, whole)))
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor, list[int]]] = {}
         self._step = 0
         self._static: Any = None  # the batch that the graphs read

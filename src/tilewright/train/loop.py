@@ -31,6 +31,7 @@ from tilewright.measure.machine import describe
 from tilewright.measure.results import SCHEMA
 from tilewright.parallel.agree import require_same
 from tilewright.parallel.mesh import limit_waiting
+from tilewright.parallel.own_time import Slowest, Span, seconds
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.memory import train as plan_memory
 from tilewright.train.check_ranks import check_ranks
@@ -51,7 +52,7 @@ from tilewright.train.world import World
 
 STALL = 0.05  # of the time spent waiting for data is worth a word
 _PATIENCE = 5.0  # seconds between two words about the same thing
-_FEWEST = 20  # steps before anything is said of it
+_FEWEST = 20  # steps before anything is said of it, or of a slow rank
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class _Pending(Pending):
     samples: int
     waited: float
     batches: list[Tensor]
+    own: list[Span] = field(default_factory=list)  # of this rank's own work
     validation_loss: float | None = None
 
 
@@ -210,6 +212,8 @@ class _Run:
         self.last_loss: float | None = None
         self.validation_loss: float | None = None
         self.paused = 0.0  # seconds of the evaluation since the last step
+        self.own = 0.0  # seconds of this rank's own work that the others have not heard of
+        self.slowest = Slowest()
 
     def _resume(self) -> int:
         how = self.config.checkpoint.resume
@@ -331,6 +335,7 @@ class _Run:
         """Put a step's work on the device."""
         config, accumulation = self.config, self.sizes.accumulation
         began, waited, losses, taken = time.perf_counter(), 0.0, [], []
+        self.engine.own.running = True
         self.engine.seed(self.step)
         for number in range(accumulation):
             tokens = self.batches.next()
@@ -340,12 +345,15 @@ class _Run:
                 losses.append(self.engine.accumulate(tokens, number == 0, number == accumulation - 1, number))
         if self.world.mesh.layout.pp > 1:
             losses = self.engine.pipeline_step(taken)
+        self.engine.own.running = False
         self.asked.fill_(float(self.signals.came))
         mesh = self.world.mesh
-        summed = mesh.sum_(torch.stack((torch.stack(losses).float().mean() * mesh.share, self.asked)))
+        told = torch.stack((torch.stack(losses).float().mean() * mesh.share, self.asked))
+        summed = mesh.sum_(torch.cat((told, self._own_work())))
         rate = learning_rate(self.step, config.steps, config.optimizer.learning_rate, config.schedule)
         self.limit.fill_(self.watch.limit(self.step))
-        found = torch.cat((summed, self.engine.update(summed[0], self.limit, rate, accumulation)))
+        updated = self.engine.update(summed[0], self.limit, rate, accumulation)
+        found = torch.cat((summed[:2], updated, summed[2:]))
         ready = None
         if self.device.type == "cuda":
             host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
@@ -358,7 +366,18 @@ class _Run:
         if recorded and held["memory_allocated"] is not None:
             held["memory_allocated"] = self.peak = max(self.peak, held["memory_allocated"])
         paused, self.paused = self.paused, 0.0
-        return _Pending(self.step, began, rate, found, ready, ended, held, self.samples, waited, taken, paused=paused)
+        return _Pending(self.step, began, rate, found, ready, ended, held, self.samples, waited, taken,
+                        self.engine.own.take(), paused=paused)  # fmt: skip
+
+    def _own_work(self) -> Tensor:
+        """Now and then, a number for each rank: the seconds of its own work, as far as the steps were read."""
+        ranks = self.world.ranks
+        if ranks == 1 or self.step % max(_FEWEST, self.config.log.every):
+            return torch.zeros(0, device=self.device)
+        works = torch.zeros(ranks, device=self.device)
+        works[self.world.rank] = self.own
+        self.own = 0.0
+        return works
 
     def _evaluate(self) -> float:
         """The mean loss of held-out sequences, of which each rank takes its share."""
@@ -399,16 +418,20 @@ class _Run:
         """What a step has found, told to everybody who wants to know."""
         if step.ready is not None:
             step.ready.synchronize()
-        loss, asked, norm, skipped = step.found.tolist()
+        loss, asked, norm, skipped, *works = step.found.tolist()
+        if step.step > self.resumed + 1:  # the first one compiles, and each rank for itself
+            self.own += step.waited + seconds(step.own)
         self.heard |= asked > 0
-        seconds, self.before = step.seconds(self.before), step
-        speed = self.sizes.global_ * self.config.model.sequence / seconds
+        compared, slow = self.slowest.take(works) if works else ({}, "")
+        took, self.before = step.seconds(self.before), step
+        speed = self.sizes.global_ * self.config.model.sequence / took
         self.speeds.append(speed)
         self.last_loss = loss if math.isfinite(loss) else None
         metrics = Metrics(  # type: ignore[arg-type]  # what `at_speed` and `memory` return has the names of fields
             step=step.step, loss=self.last_loss, gradient_norm=norm if math.isfinite(norm) else None,
-            skipped=bool(skipped), learning_rate=step.rate, samples=step.samples, seconds=seconds,
+            skipped=bool(skipped), learning_rate=step.rate, samples=step.samples, seconds=took,
             data_wait=step.waited, **self.rates.at_speed(speed), **step.memory, validation_loss=step.validation_loss,
+            **compared,
         )  # fmt: skip
         if self.journal is not None:
             self.journal.write(metrics)
@@ -420,7 +443,9 @@ class _Run:
             )
         if step.step % self.config.log.every == 0 or step.step == self.config.steps:
             self.shown.step(metrics, self.config.steps)
-        self._watch_data(step.waited, seconds)
+        self._watch_data(step.waited, took)
+        if slow:
+            self.shown.say(slow)
         said = self.watch.take(step.step, loss, norm, bool(skipped), step.batches)
         if said:
             self.shown.say(said)

@@ -41,6 +41,8 @@ class Metrics:
     memory_device: int | None  # in use on the device, by anybody
     data_wait: float  # seconds
     validation_loss: float | None = None  # where one was due
+    slowest_rank: int | None = None  # by its own work, now and then
+    slowest_times: float | None = None  # the median of the others
 
     def columns(self) -> list[tuple[str, int, str]]:
         """(title, width, value) as a person reads them; 80 characters with memory, which a CPU does not count."""

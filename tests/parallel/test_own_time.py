@@ -1,0 +1,61 @@
+"""A rank that is slow is named, though all take the same time for a step."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ranks import run_ranks
+from tilewright.models.block import Block
+from tilewright.parallel.own_time import Slowest
+from tilewright.runtime import dispatch
+from tilewright.train.loop import Shown, train
+from tilewright.train.metrics import read
+from train.tiny import tiny
+
+STEPS, SLOW = 22, 1
+MESHES = {"ddp": {}, "zero 3": {"zero": 3}, "pp": {"dp": 1, "pp": 3}}
+
+
+def run_of(folder, mesh):
+    return tiny(
+        folder / mesh, steps=STEPS, micro_batch=1, accumulation=3 if mesh == "pp" else 1, parallel=MESHES[mesh],
+        model={"width": 16, "layers": 3, "sequence": 16},
+    )  # fmt: skip
+
+
+def _rank(rank, folder):
+    dispatch.INTERPRETED, forward = False, Block.forward
+
+    def slowed(*inputs):
+        time.sleep(0.04)
+        return forward(*inputs)
+
+    Block.forward = slowed if rank == SLOW else forward
+    said = {mesh: [] for mesh in MESHES}
+    for mesh, lines in said.items():
+        train(run_of(Path(folder), mesh), Shown(say=lines.append))
+    (Path(folder) / f"said-{rank}.json").write_text(json.dumps(said))
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_slow_rank_is_named_whatever_the_mesh_is(tmp_path):
+    run_ranks(_rank, 3, str(tmp_path))
+    said = [json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in range(3)]
+    for mesh in MESHES:
+        (line,) = said[0][mesh]
+        assert line.startswith(f"Rank {SLOW} takes ") and not said[1][mesh] and not said[2][mesh]
+        records = {record["step"]: record for record in read(tmp_path / mesh / "metrics.jsonl")}
+        assert records[20]["slowest_rank"] == SLOW and records[20]["slowest_times"] > 1.5
+        assert records[19]["slowest_rank"] is None
+
+
+def test_it_is_said_when_it_begins():
+    slowest = Slowest()
+    works = [[1.0, 1.0, 1.4], [1.0, 1.0, 1.6], [1.0, 1.0, 3.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0], [2.0, 1.0, 1.0]]
+    assert [slowest.take(each)[1][:6] for each in works] == ["", "Rank 2", "", "Rank 0", "", "Rank 0"]
+    assert slowest.take([3.0, 1.0])[0] == {"slowest_rank": 0, "slowest_times": 3.0}
+    assert slowest.take([0.0, 0.0])[0]["slowest_times"] == 1.0
