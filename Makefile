@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Where it is set, every process that a test starts would compile what it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: tune test test-fast check docs install lock audit clean
+.PHONY: tune test test-fast check docs install lock audit gpu clean
 
 tune: $(VENV)/.installed
 	$(BIN)/tilewright tune $(ARGS)
@@ -63,6 +63,10 @@ else
 endif
 	@$(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests/|/pip/' $(VENV)/lib src || true
 	touch $(VENV)/.installed $@
+
+# What only a GPU can show, the most valuable first: ARGS="--budget 1500 --resume runs/gpu_round".
+gpu: $(VENV)/.installed-test
+	$(BIN)/python tools/gpu_round.py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -158,6 +158,13 @@ def test_a_kernel_may_begin_before_the_one_in_front_of_it_has_ended(emulator, so
     assert emulator.launched == [((7, 1, 1, 256, 1, 1, 64), STREAM, [3], "early")]
 
 
+def test_a_kernel_keeps_its_shared_memory_where_another_of_the_same_function_needs_less(emulator, source):
+    module = nvrtc.Module(source, 0, {})
+    for wanted, most in ((1000, 1000), (200, 1000), (3000, 3000)):
+        module.kernel("known", threads=32, shared_bytes=wanted)(1, ())
+        assert emulator.shared == most and emulator.launched[-1][0][-1] == wanted
+
+
 def test_a_thread_without_a_context_gets_the_modules(emulator, source):
     kernel = nvrtc.Module(source, 0, {}).kernel("known", 32, 0)
     emulator.context = None

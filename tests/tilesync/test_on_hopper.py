@@ -66,6 +66,20 @@ def test_large_chains_replayed_1000_times_on_two_streams(name, rows):
 
 
 @on_hopper
+def test_each_of_100_000_replays_has_the_same_bits():
+    inputs = tensors(graph := chains.mlp(1, 1024, 1024), 1, HALF, DEVICE)
+    op, captured = compile(graph, "persistent"), torch.cuda.CUDAGraph()
+    y, wrong = op.run(list(inputs.values()))[0], torch.zeros((), dtype=torch.int64, device=DEVICE)
+    with torch.cuda.graph(captured):
+        wrong += (op.run(list(inputs.values()))[0] != y).any()
+    for _ in range(100_000):
+        captured.replay()
+    torch.cuda.synchronize()
+    raise_if_failed()
+    assert not wrong
+
+
+@on_hopper
 def test_a_lost_post_is_an_error_and_the_next_call_is_right():
     """One semaphore is behind by one, as after a post that was lost: its waits end after the bound."""
     graph = swiglu(4, 512, 512)

@@ -71,11 +71,12 @@ def prepare(case: Case) -> Prepared:
 
     makers: dict[str, Callable[[], dict[str, Pass]]] = {
         "tilewright": partial(in_turn, ours, weights),
-        "tilewright-cuda": partial(in_turn, partial(_in_cuda, ours), weights),
         "bf16": dense,
         "compile": partial(compiled, None),
         "compile-max": partial(compiled, "max-autotune-no-cudagraphs"),
     }
+    if case["rows"] <= few_rows.MOST_ROWS:
+        makers["tilewright-cuda"] = partial(in_turn, partial(_in_cuda, ours), weights)
     if kind == "int8":
         scales = [(weight, scale.bfloat16()) for weight, scale in weights]
         makers["int8pack"] = partial(in_turn, torch.ops.aten._weight_int8pack_mm, scales)

@@ -23,7 +23,12 @@ PAIR_ROWS = 256  # of the tiles of two neighbours
 STEP = 64  # of the inner dimension
 MOST_SUMS = 8192  # columns whose sums a block has room for
 _THREADS, _SHARED_BYTES = 384, 231_520
-MACROS = {"SHARED_BYTES": _SHARED_BYTES, "PAIR_ROWS": PAIR_ROWS, "COLUMNS": COLUMNS}
+MACROS = {
+    "SHARED_BYTES": _SHARED_BYTES,
+    "PAIR_ROWS": PAIR_ROWS,
+    "COLUMNS": COLUMNS,
+    "BOUNDED_WAITS": nvrtc.BOUNDED_WAITS,
+}
 _ONLY = re.compile(r"defined\(ONLY_(\w+)\)")  # around each kernel of a source: its name in capitals
 
 Kernels = dict[str, nvrtc.Kernel]

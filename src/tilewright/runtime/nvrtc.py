@@ -31,6 +31,8 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_*
 _INVALID_CONTEXT = 201  # CUDA_ERROR_*
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 128
 _HEADERS = Path(__file__).with_name("cuda")  # that kernels share
+# 1: a kernel for Hopper that waits for more than two seconds traps, where it would hang and take the GPU with it.
+BOUNDED_WAITS = int(os.environ.get("TILEWRIGHT_BOUNDED_WAITS") == "1")
 
 _NVRTC = {
     "nvrtcVersion": (c_void_p, c_void_p),
@@ -215,6 +217,7 @@ class Module:
 
     def __init__(self, source: Path, device: int, macros: dict[str, int], headers: Headers = ()) -> None:
         self.name, self.device, self.handle, context = _label(source), device, c_void_p(), c_void_p()
+        self._shared_bytes: dict[str, int] = {}  # that each kernel may take at most
         code = _job(source, _options(device, macros), headers).result()
         with torch.cuda.device(device):
             torch.empty(1, device="cuda")  # what the runtime does first makes the context that the driver wants
@@ -225,10 +228,12 @@ class Module:
     def kernel(self, name: str, threads: int, shared_bytes: int) -> Kernel:
         """The one of that name, for blocks of so many threads and bytes of shared memory."""
         driver, function = _driver(), c_void_p()
+        # What one is given is the function's, and so that of all that were made of it before.
+        most = self._shared_bytes[name] = max(shared_bytes, self._shared_bytes.get(name, 0))
         with torch.cuda.device(self.device):
             status = driver.cuModuleGetFunction(byref(function), self.handle, name.encode())
             _must(status, f"find {name} in {self.name}")
-            status = driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            status = driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, most)
             _must(status, f"give {name} its shared memory")
         return Kernel(self, function, threads, shared_bytes)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("hopper_backward.cu")
 NAME = "tilewright_attention_backward"
-BOUNDED_WAITS = 0  # 1: a kernel that waits for more than two seconds traps, where it would hang; for tests
+BOUNDED_WAITS = nvrtc.BOUNDED_WAITS
 _KEYS = 128  # of a block
 _THREADS = 384
 _EVERYTHING = 2**29  # a window that leaves out nothing
