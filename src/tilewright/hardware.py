@@ -44,7 +44,7 @@ class Accelerator:
 
     @property
     def usable_bytes(self) -> float:
-        """Of the largest variant, what a driver leaves: an H200 of "141 GB", which are GiB, reports 150.1e9 bytes."""
+        """The bytes that the driver leaves of the largest variant: an H200 of "141 GB" (GiB) reports 150.1e9."""
         return 0.98 * max(self.memory_bytes) * (15 / 16 if self.ecc_in_memory else 1.0)
 
     def first_on_record(self, dtypes: tuple[str, ...]) -> str:

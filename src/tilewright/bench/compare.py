@@ -81,7 +81,7 @@ class _Shape:
         self.functions = {name: function for name, function in functions.items() if name in (OURS, *peers)}
 
     def implementations(self, case: Case) -> dict[str, tuple[Case, Callable[..., Any]]]:
-        """By name: the case it gets, and the function."""
+        """Return the case and the function of each implementation, by name."""
         calls = {name: (case, function) for name, function in self.functions.items()}
         beside = self.op.neighbour(case)
         if beside is not None:

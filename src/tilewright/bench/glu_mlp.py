@@ -50,7 +50,7 @@ def prepare(case: Case) -> Prepared:
 
 
 def _fused(*inputs: torch.Tensor, activation: str) -> torch.Tensor:
-    """By the kernels, whether or not they are on."""
+    """Run the kernels, whether or not they are on."""
     was, op.IS_ON = op.IS_ON, True
     try:
         y = fused_glu_mlp(*inputs, activation=activation)
@@ -62,7 +62,7 @@ def _fused(*inputs: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _parts(*inputs: torch.Tensor, activation: str) -> torch.Tensor:
-    """By the ops that it is made of without its kernels."""
+    """Run the separate ops that the fused MLP replaces."""
     was, op.IS_ON = op.IS_ON, False
     try:
         return glu_mlp(*inputs, activation=activation)

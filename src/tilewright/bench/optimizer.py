@@ -30,7 +30,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def _shapes(width: int, layers: int) -> list[tuple[int, ...]]:
-    """Of all tensors of a GPT."""
+    """Return the shapes of all tensors of a GPT."""
     matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     biases = [(rows,) for rows, _ in matrices]
     return [(VOCABULARY, width), (POSITIONS, width), *(matrices + biases + [(width,)] * 4) * layers, (width,), (width,)]

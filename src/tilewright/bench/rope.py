@@ -48,7 +48,7 @@ def _implementations(case: Case) -> dict[str, Implementation]:
         return q * by_cos + _swapped(q, interleaved) * by_sin, k * by_cos + _swapped(k, interleaved) * by_sin
 
     def liger(q: torch.Tensor, k: torch.Tensor) -> Tensors:
-        """In place too, forward and backward."""
+        """Rotate in place, as Liger does in forward and backward."""
         from liger_kernel.ops.rope import LigerRopeFunction
 
         return LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), wide_cos[None], wide_sin[None])

@@ -79,7 +79,7 @@ def ratio(measured: Measured, clock: str) -> float | None:
 
 
 def noise(cases: list[Measured], clock: str) -> float:
-    """By how much the same code differs from itself in 95 % of the long measurements, in which a case may be behind."""
+    """Return the spread that 95 % of the long measurements of the same code stay within."""
     spreads = sorted(
         each["spread"] for case in cases if case.get(CLOCKS[clock]) for each in case.get(clock, {}).values()
     )

@@ -123,7 +123,7 @@ def _optional() -> list[Finding]:
 
 
 def works(findings: list[Finding]) -> dict[str, str]:
-    """For each capability, "yes" or why not."""
+    """Return "yes" for each capability that this machine has, and otherwise the reason why not."""
     state = {f.what: f for f in findings}
     gpu = state.get("accelerator")
     has_gpu = gpu is not None and gpu.ok

@@ -84,7 +84,7 @@ def _launch(configuration: Configuration, arguments: list[str], ranks: int, rest
     from tilewright.parallel import launch
 
     def smaller(most: int) -> launch.Start | None:
-        """With the same global batch: the run learns the same."""
+        """Find the largest smaller mesh that keeps the global batch, so that the run learns the same."""
         for number in range(most, 0, -1):
             if number < ranks and needs_all:
                 continue

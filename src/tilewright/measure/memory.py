@@ -39,7 +39,7 @@ class MemoryWatch:
         self._gradients = max(self._gradients, self._gradients_now())
 
     def after_optimizer(self) -> None:
-        """With nothing of the step left but gradients, the rest is workspaces, buffers and data."""
+        """Count the rest: now that only gradients of the step are left, it is workspaces, buffers and data."""
         self._rest = self._allocated() - self._weights() - self._states() - self._gradients_now()
 
     def table(self) -> dict[str, int]:

@@ -244,7 +244,7 @@ def read_trace(events: Sequence[dict[str, Any]], steps: int) -> StepProfile:
 
 
 def interval(event: dict[str, Any]) -> tuple[int, int]:
-    """In whole nanoseconds, of which the trace's microseconds are decimals: so that sums come out even."""
+    """Return (start, end) in whole nanoseconds, so that sums come out even; the trace has decimal microseconds."""
     start = round(event["ts"] * 1000)
     return start, start + round(event["dur"] * 1000)
 

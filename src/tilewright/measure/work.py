@@ -123,7 +123,7 @@ class Watch(TorchDispatchMode):
     def launch(
         self, kernel: str, tensors: Sequence[torch.Tensor | None], flops: float = 0.0, changed: Sequence[int] = ()
     ) -> Iterator[None]:
-        """Around the launch of a kernel that no dispatcher knows.
+        """Observe the launch of a kernel that no dispatcher knows; a context manager around it.
 
         Args:
             tensors: all that it reads or writes.
@@ -281,7 +281,7 @@ def _asked(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> As
 
 
 def _flops(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-    """Of matmuls and attention; 0 of anything else."""
+    """Return the FLOPs of a matmul or of attention, and 0 for anything else."""
     if "scaled_dot_product" in op.name():
         shapes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
         given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | kwargs

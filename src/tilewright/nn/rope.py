@@ -53,7 +53,7 @@ class RoPE(torch.nn.Module):
         return rope_tables(self.positions, self.rotary_dim, base=self.base, device=device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """As every module, but tables keep their bits where the dtype changes, and are made where there were none."""
+        """Move the module as PyTorch does, but keep the tables' float32 bits, and make tables that were on meta."""
         before = self.cos, self.sin
         super()._apply(fn, recurse)
         device = self.cos.device

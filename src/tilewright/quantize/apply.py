@@ -177,7 +177,7 @@ def _layer(
 
 
 def _twins(sites: list[Site]) -> dict[str, str]:
-    """For each layer that shares its weight with another one, the name of the first of them."""
+    """Map each layer that shares its weight with others to the name of the first of them."""
     groups: dict[int, list[str]] = {}
     for site in sites:
         groups.setdefault(id(site.weight), []).append(site.name)

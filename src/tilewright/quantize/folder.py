@@ -112,7 +112,7 @@ def _way(folder: Path, settings: Mapping[str, Any]) -> tuple[str, tuple[str, ...
 
 
 def _shape(mine: Mapping[str, Saved], inputs: int, outputs: int) -> tuple[int, int]:
-    """Of a qweight that has so many inputs, or outputs, in a word."""
+    """Return the shape of a weight from its qweight, which packs `inputs` inputs or `outputs` outputs into a word."""
     shape = mine["qweight"].shape
     return (shape[1] * outputs, shape[0] * inputs) if len(shape) == 2 else (0, 0)
 

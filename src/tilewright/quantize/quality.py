@@ -115,7 +115,7 @@ class Comparison:
         self._same += (truth.argmax(-1) == found.argmax(-1)).sum().item()
 
     def quality(self) -> Quality:
-        """Of all that was added."""
+        """Return the quality over all that was added."""
         count = self._tokens
         perplexities = _exp(self._entropy / count), _exp(self._quantized_entropy / count)
         return Quality(count, *perplexities, self._divergence / count, self._worst, self._same / count)
@@ -132,7 +132,7 @@ def _check_tokens(tokens: Any) -> None:
 
 
 def _logits(model: torch.nn.Module, window: Tensor, name: str) -> Tensor:
-    """Of ``(length, vocabulary)``."""
+    """Return the logits of a window, (length, vocabulary)."""
     tensor = next((t for t in (*model.parameters(), *model.buffers())), window)
     result = model(window[None].to(tensor.device))
     logits = getattr(result, "logits", result[0] if isinstance(result, tuple) else result)
@@ -147,7 +147,7 @@ def _logits(model: torch.nn.Module, window: Tensor, name: str) -> Tensor:
 
 
 def _divergence(truth: Tensor, found: Tensor) -> Tensor:
-    """Of each row of log-probabilities. What is impossible in truth counts nothing."""
+    """Return the KL divergence of each row of log-probabilities; what is impossible in truth adds nothing."""
     possible = truth > -math.inf
     terms = torch.where(possible, truth.exp() * (truth - found), 0.0)
     return terms.sum(-1, dtype=torch.float64).clamp(min=0)  # below it by rounding alone

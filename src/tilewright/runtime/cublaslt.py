@@ -103,7 +103,7 @@ def _may_time() -> bool:
 
 
 def _milliseconds(launch: Callable[[Heuristic], bool], candidate: Heuristic, times: int = 2) -> float:
-    """Of one launch, the mean of several."""
+    """Return the time of a launch, as the mean of several."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if not launch(candidate):  # keeps the device busy until the host has queued what is timed
         return float("inf")

@@ -111,7 +111,7 @@ _contexts: dict[int, c_void_p] = {}  # of devices, once something was loaded the
 
 
 def _must_in_context(call: Callable[[], int], what: str) -> None:
-    """For what needs a context, also in a thread, such as autograd's, in which the runtime has done nothing yet."""
+    """Call what needs a CUDA context, which a thread of autograd's may not have yet."""
     status = call()
     context = _contexts.get(torch._C._cuda_getDevice()) if status == _INVALID_CONTEXT else None
     if context is not None:
@@ -181,7 +181,7 @@ def _folders(source: Path) -> tuple[Path, ...]:
 
 
 def _cache_key(source: Path, options: tuple[str, ...], more: Headers) -> str:
-    """Of all that the code depends on: the source, every header it may include, the options and the compiler."""
+    """Hash all that the code depends on: the source, every header it may include, the options and the compiler."""
     headers = [(path.name, path.read_text()) for folder in _folders(source) for path in sorted(folder.glob("*.cuh"))]
     headers += more
     # nvrtcVersion leaves out the patch level, which the release of torch fixes.
@@ -246,7 +246,7 @@ class Kernel:
         self.start = _driver().cuLaunchKernel
 
     def __call__(self, programs: int, arguments: Sequence[Any], *, begins_early: bool = False) -> None:
-        """On the device's current stream. `arguments` are ctypes values and tensor maps, in the kernel's order.
+        """Launch on the current stream; `arguments` are ctypes values and tensor maps, in the kernel's order.
 
         A kernel that begins early does so when the one before it on the stream lets it (programmatic dependent launch),
         and must wait for its end (`griddepcontrol.wait`) before it touches what that one reads or writes.
@@ -292,7 +292,7 @@ def head_map(heads: torch.Tensor, rows: int) -> Any:
 
 
 def packed_head_map(heads: torch.Tensor, rows: int) -> Any:
-    """As `head_map`, of packed sequences: (1, tokens, heads, head_dim). Row r of batch b is token r + b - tokens.
+    """Make a tensor map of packed sequences (1, tokens, heads, head_dim): row r of batch b is token r + b - tokens.
 
     So a sequence of n tokens that ends before token b is the last n rows of batch b, and what a box has beyond it is
     read as 0 and not written. The address given is not one of the tensor; those that TMA computes from it are.

@@ -117,7 +117,7 @@ class Checkpoints:
         self._pending = self._background.submit(self._write, step, _in_order(staged, orders), text)
 
     def wait(self) -> None:
-        """Until the last save is on the disk."""
+        """Block until the last save is on the disk."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -137,7 +137,7 @@ class Checkpoints:
         return newest(self.folder)
 
     def load(self, path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """As the function of that name, on all ranks."""
+        """Load a checkpoint on all ranks, as the function `load` does."""
         return load(path, tensors, self._group)
 
     def load_newest(self, tensors: Mapping[str, Any]) -> dict[str, Any] | None:

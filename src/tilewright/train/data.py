@@ -141,7 +141,7 @@ class Packed(Dataset[torch.Tensor]):
         return self._read([window_of(sample, self.windows, self.data.seed, self.data.shuffle) for sample in samples])
 
     def held_out(self, first: int, rows: int) -> torch.Tensor:
-        """So many of the held-out sequences."""
+        """Return `rows` held-out sequences."""
         return self._read(range(self.windows + first, self.windows + first + rows))
 
     def fingerprint(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Synthetic(Dataset[torch.Tensor]):
         return self._draw(self.keys, first, self.micro_batch)
 
     def held_out(self, first: int, rows: int) -> torch.Tensor:
-        """So many sequences that no step draws."""
+        """Return `rows` sequences that no step draws."""
         return self._draw(self.held_keys, first, rows)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def _start(loader: DataLoader[torch.Tensor]) -> Any:
 
 
 def _follow(parent: int, worker: int) -> None:
-    """In a worker: end when the run does, however it does.
+    """End this worker when the run ends, however it ends.
 
     The loader looks too, but only for a change of parent since the worker was ready: one whose run was killed before
     that would stay for ever.

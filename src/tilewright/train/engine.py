@@ -233,7 +233,7 @@ class Engine:
             return self.forward(tokens[:, :-1], tokens[:, 1:])
 
     def _replay(self, tokens: Any, first: bool) -> Tensor:
-        """Of two recordings: one sets the gradients, as backward does where there are none, one adds to them.
+        """Replay one of two CUDA graphs: the first sets the gradients, the second adds to them.
 
         A recording reads and writes the addresses it has seen. Where a parameter, a buffer or a gradient lies elsewhere
         by now (`parameter.data = other`), it is made anew.

@@ -22,7 +22,7 @@ from tilewright.plan.flops import DEFAULT, attention_flops, conventions
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of one step. `loss` and `gradient_norm` are None where they are not finite; memory is in bytes."""
+    """The metrics of one step. `loss` and `gradient_norm` are None where they are not finite; memory is in bytes."""
 
     step: int
     loss: float | None
@@ -138,7 +138,7 @@ class Journal:
                     self._board.add_scalar(name, value, metrics.step)
 
     def sync(self) -> None:
-        """Until everything written is on the disk."""
+        """Block until everything written is on the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ def profile_run(
 
 
 def memory_of_a_step(engine: Engine, advance: Callable[[], None]) -> dict[str, int]:
-    """By hooks, so that a step knows nothing of it; a replayed CUDA graph has no forward that could call one."""
+    """Watch a step's memory by hooks; a replayed CUDA graph has no forward that calls one."""
     watch = MemoryWatch(engine.model, engine.optimizer)
     table: dict[str, int] = {}
 

@@ -155,7 +155,7 @@ class Eval:
 
     @property
     def share(self) -> float:
-        """Of the sequences: what this run holds out."""
+        """The share of the sequences that this run holds out."""
         return self.held_out if self.every else 0.0
 
 

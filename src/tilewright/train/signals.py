@@ -50,7 +50,7 @@ class Signals:
 
     @contextlib.contextmanager
     def immediate(self) -> Iterator[None]:
-        """In here the first interrupts at once."""
+        """Let the first signal interrupt at once, inside of this context."""
         before, self._at_once = self._at_once, True
         try:
             yield

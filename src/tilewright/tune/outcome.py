@@ -48,6 +48,6 @@ def explain(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what an error says; with the next one where that only announces it."""
+    """Return the first line of an error, and the second where the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:300]

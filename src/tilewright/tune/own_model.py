@@ -105,7 +105,7 @@ class Batch:
         return [Batch(list(piece), self.names) for piece in pieces]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
-        """On a device, its floating-point tensors in a dtype."""
+        """Move the batch to a device, and its floating-point tensors to a dtype."""
         return self._each(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None))
 
     # What an engine asks of a batch that it replays.

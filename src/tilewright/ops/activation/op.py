@@ -60,7 +60,7 @@ def _compute(gate: Any, up: Any, bias: Any, activation: str, gated: bool) -> tor
 
 
 def _width(gate: torch.Tensor, up: torch.Tensor | None, gated: bool) -> int:
-    """Of the output."""
+    """Return the width of the output."""
     return gate.shape[-1] // 2 if gated and up is None else gate.shape[-1]
 
 

@@ -93,7 +93,7 @@ def _fake_backward(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward_packed(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
-    """As compilers are told they lie."""
+    """Run backward and return gradients in the layout that the fake function promises."""
     dq, dk, dv = (x.contiguous() for x in _backward(gradient))
     return dq, dk, dv
 

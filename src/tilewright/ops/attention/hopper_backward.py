@@ -42,7 +42,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Config:
-    """Of a kernel: columns of a head, queries of a tile, stages of the rings of queries and of gradients."""
+    """The launch config: columns of a head, queries of a tile, stages of the rings of queries and of gradients."""
 
     head_dim: int
     queries: int

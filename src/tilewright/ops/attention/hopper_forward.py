@@ -29,7 +29,7 @@ Starts = tuple[torch.Tensor, torch.Tensor]  # where packed sequences of queries 
 
 @dataclass(frozen=True)
 class Config:
-    """Of a kernel: columns of a head, consumer warpgroups, keys of a tile, stages of the rings of keys and values."""
+    """The launch config: columns of a head, consumer warpgroups, keys of a tile, stages of the key and value rings."""
 
     head_dim: int
     groups: int

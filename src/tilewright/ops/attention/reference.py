@@ -104,7 +104,7 @@ def _compute_together(inputs: Inputs, keep: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _place_tokens(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token: its sequence, its place there, and how many tokens that has, which is 0 for one of no sequence."""
+    """Return each token's sequence, its place in it, and that sequence's length: 0 for a token of no sequence."""
     token = torch.arange(tokens, device=starts.device)
     sequence = torch.bucketize(token, starts, right=True) - 1
     is_there = (sequence >= 0) & (sequence < len(starts) - 1)

@@ -52,7 +52,7 @@ def _walkable(x: Tensor) -> Tensor:
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """From one batch, token and head to the next, in vectors of 16 bytes."""
+    """Return the strides of batch, token and head, in vectors of 16 bytes."""
     unit = 16 // x.element_size()
     return tuple(stride // unit for stride in x.stride()[:3])
 
@@ -106,7 +106,7 @@ def _prepare(inputs: Inputs | Gradient) -> _Common:
 
 
 def _flops(inputs: Inputs | Gradient, sequences: int, matmuls: int) -> float:
-    """Of so many of the matmuls over all pairs of a query and a key that it sees."""
+    """Return the FLOPs of this many matmuls over all pairs of a query and a key that it sees."""
     heads, width = inputs.q.shape[2], inputs.q.shape[3]
     context = cost.mean_context(inputs.longest_q, inputs.longest_k, inputs.left, inputs.right)
     return 2.0 * matmuls * sequences * heads * inputs.longest_q * context * width
@@ -189,7 +189,7 @@ def _sum_up(gradient: Gradient, dout: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _differentiate_bias(gradient: Gradient, common: _Common, dout: Tensor, log: Tensor, delta: Tensor) -> Tensor:
-    """By a kernel over batches and heads that share the bias, and a sum over queries or keys that do."""
+    """Sum the bias's gradient over the batches and heads that share it by a kernel, then over queries or keys."""
     bias = gradient.bias
     assert bias is not None
     queries, keys = gradient.longest_q, gradient.longest_k

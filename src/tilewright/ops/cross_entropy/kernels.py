@@ -41,7 +41,7 @@ def numbers(smooth: bool) -> int:
 
 @triton.jit
 def _tanh(u):
-    """Through the exponential, but by its series near 0, where the difference from 1 would cancel."""
+    """Compute tanh by the exponential, and near 0, where the difference from 1 would cancel, by its series."""
     square = u * u
     series = 0.003592128036572481 - square * 0.0014558343870513183
     series = 0.021869488536155203 + square * (-0.008863235529902197 + square * series)

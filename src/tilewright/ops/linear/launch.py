@@ -174,7 +174,7 @@ def gradient_of_parts(parts: Sequence[Tensor], matrix: Tensor, sums: bool) -> tu
 
 @functools.cache
 def split_point(rows: int, columns: int, processors: int) -> int:
-    """After how many rows a sum over many tokens is better done in two matmuls; 0 where one is as good.
+    """Return the rows after which a sum over many tokens is better split into two matmuls; 0 where one is as good.
 
     The library cuts so few tiles along the tokens, by a power of two. Three squares of 768 are 48 tiles of 192, and 96
     processors of 132 then have one; two squares and one square are 32 and 16, and 128 have one each time.

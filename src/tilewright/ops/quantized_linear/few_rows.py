@@ -31,7 +31,7 @@ _MOST_NUMBERS = 8 * 96 * 1024  # of x, in eight parts
 
 
 class Sizes(ctypes.Structure):
-    """As the kernel has it."""
+    """The struct of sizes that the kernel takes."""
 
     _fields_ = (
         ("rows", c_int), ("columns", c_int), ("inner", c_int), ("scale", c_int), ("bias", c_int),
@@ -61,7 +61,7 @@ class Config(NamedTuple):
         return {name.upper(): int(value) for name, value in self._asdict().items()}
 
     def shared_bytes(self, rows: int, inner: int) -> int:
-        """For the block's part of x, and its sums."""
+        """Return the shared memory of a block: its part of x, and its accumulators."""
         step = self.step
         steps = math.ceil(math.ceil(inner / step) / self.cluster)
         pad = 16 if step // (16 if self.format == 2 else 8) == 8 else 64

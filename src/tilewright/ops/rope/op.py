@@ -106,7 +106,7 @@ def _empty_like(x: torch.Tensor, heads_first: bool) -> torch.Tensor:
 
 
 def _strides(x: torch.Tensor | None, heads_first: bool) -> tuple[int, ...]:
-    """From one batch, token and head to the next."""
+    """Return the strides of batch, token and head."""
     if x is None:
         return 0, 0, 0
     batch, outer, inner, _ = x.stride()

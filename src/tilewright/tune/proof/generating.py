@@ -98,7 +98,7 @@ def build(run: Generating, **options: Any) -> Generator:
 
 
 def text_tokens(generator: Generator, count: int, seed: int) -> list[int]:
-    """So many tokens of real text, sources of the standard library; random ones without a tokenizer."""
+    """Return tokens of real text, the standard library's sources; without a tokenizer random ones."""
     import torch
 
     if generator.tokenizer is None:

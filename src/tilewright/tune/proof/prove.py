@@ -88,7 +88,7 @@ def prove(job: Mapping[str, Any], say: Say) -> Proof:
 
 
 def in_small_parts(run: Train, whole: int) -> Train:
-    """With a batch of so many sequences, few tokens at a time: what has room for a run has room for float32 then.
+    """Return the run with a batch of `whole` sequences in small micro batches, for which float32 has room, too.
 
     >>> from tilewright.train.schema import Model
     >>> found = in_small_parts(Train(model=Model(sequence=2048)), 6)
@@ -101,7 +101,7 @@ def in_small_parts(run: Train, whole: int) -> Train:
 
 
 def _shares(run: Train, tokens: int) -> tuple[int, int, int]:
-    """Of sequences of `tokens`: a micro batch, how many of them, and what the standard model takes at once.
+    """Return the micro batch, the number of micro batches, and how many sequences the standard model takes at once.
 
     As in the run itself, but small; two micro batches stand for any number of them.
     """

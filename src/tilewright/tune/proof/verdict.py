@@ -31,7 +31,7 @@ class Key(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """From a tensor to float32's, whose size it comes with: root mean squares. And the tensor's own bits, digested."""
+    """The root mean square distance of a tensor from float32's, the size of that, and a digest of the tensor's bits."""
 
     difference: float
     size: float
@@ -59,7 +59,7 @@ class Seen:
         return self.distances.get(key, _MISSING)
 
     def error(self, keys: Iterable[Key]) -> float:
-        """Of all these tensors as if they were one."""
+        """Return the error of all these tensors as if they were one."""
         found = [self.at(key) for key in keys]
         difference = sum(each.difference**2 * each.elements for each in found) ** 0.5
         return _ratio(difference, sum(each.size**2 * each.elements for each in found) ** 0.5)
@@ -70,7 +70,7 @@ def _ratio(difference: float, size: float) -> float:
 
 
 def distance(tensor: Tensor, reference: Tensor | None) -> Distance:
-    """From a tensor to that of float32; computed in float64, where the tensor is.
+    """Return a tensor's distance from float32's, computed in float64 on the tensor's device.
 
     >>> distance(torch.tensor([1.0, 1.0, 1.0, 5.0]), torch.ones(4))[:3]
     (2.0, 1.0, 4)

@@ -138,7 +138,7 @@ def memory(answer: Answer) -> Bars | str:
 
 
 def step_profile(answer: Answer) -> dict[str, Any] | None:
-    """Of the best run, as `measure.profile.StepProfile` has it."""
+    """Return the profile of the best run's step, as `measure.profile.StepProfile` has it."""
     found = answer.best.measurement if answer.best else None
     return found.profile if found and found.profile and found.profile.get("categories") else None
 
@@ -232,7 +232,7 @@ class Point:
 
     @property
     def share(self) -> float:
-        """Of the limit, what it reaches."""
+        """The share of its limit that an op reaches."""
         return self.flops_per_second / self.limit
 
 
@@ -265,7 +265,7 @@ class Roof:
 
 
 def step_seconds(answer: Answer) -> float:
-    """Of the step whose work was observed: what a compiler has on a CPU is not seen, and the sum may be less."""
+    """Return the time of the observed step; on a CPU compiled code is not seen, so the ops may sum to less."""
     found = answer.best.measurement if answer.best else None
     whole = found.seconds if found is not None and found.step_seconds else 0.0
     return max(whole, sum(each["seconds"] for each in answer.work)) or 1.0

@@ -62,7 +62,7 @@ def content(answer: Answer, figures: dict[str, Any]) -> tuple[Element, list[Sect
 
 
 def _rehearsal(answer: Answer) -> list[Section]:
-    """Of a study without a GPU: that it is none of a GPU, and what the plan predicts for one."""
+    """Say that a study ran without a GPU, and show what the plan predicts for one."""
     if not answer.is_rehearsal:
         return []
     note = (

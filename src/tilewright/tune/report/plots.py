@@ -101,7 +101,7 @@ def has_speed(record: Record | None) -> bool:
 
 
 def measured(answer: Answer) -> list[Record]:
-    """Of each point the trial that counts, if it has a speed, with the best and the reference where kept apart."""
+    """Return the trial that counts of each point that has a speed, the best and the baseline among them."""
     records = list(filter(is_known, latest(answer.records).values()))
     known = [*records, *(each for each in (answer.reference, answer.best) if each not in records)]
     return [record for record in known if record is not None and has_speed(record)]
@@ -176,7 +176,7 @@ def waterfall_bars(answer: Answer) -> list[tuple[str, float, float]]:
 
 
 def waterfall(answer: Answer) -> Drawn:
-    """From the baseline to the best."""
+    """Draw what each lever adds, from the baseline to the best."""
     bars = waterfall_bars(answer)
     if not bars or answer.best is None:
         return "There is no best run to compare with the baseline, or the baseline could not be measured."

@@ -21,7 +21,7 @@ _AGAIN = 3  # times that a run is repeated, at most
 
 
 def latest(records: Iterable[Record]) -> dict[str, Record]:
-    """By its point's key the run that counts: the first, until it was run once more."""
+    """Map each point's key to the run that counts."""
     runs: dict[str, list[Record]] = {}
     for record in records:
         runs.setdefault(key(record.point), []).append(record)
@@ -29,7 +29,7 @@ def latest(records: Iterable[Record]) -> dict[str, Record]:
 
 
 def _counting(runs: Sequence[Record]) -> Record:
-    """Of the runs of one point the one that counts.
+    """Choose the run of a point that counts.
 
     One that failed the second time has failed; what nobody finished, or had time for, says nothing. Of two it is the
     second, the first having been lucky perhaps, and of more the middle one; or where the machine was steady in none

@@ -66,7 +66,7 @@ class Search:
         return self._predictions[key(point)]
 
     def expected_seconds(self, point: Point) -> float:
-        """Of a step, as the plan has it; where the plan knows nothing, what is usual, over any step without levers."""
+        """Return the step time that the plan predicts; without a prediction, a usual ratio to a step without levers."""
         prediction = self.prediction(point)
         if prediction is not None:
             return prediction.seconds
@@ -122,7 +122,7 @@ class Search:
         return [point for estimate, _, point in sorted(found.values()) if estimate < 1 - NOISE]
 
     def descend(self, point: Point) -> Point:
-        """From a point, one lever at a time, to where the plan expects nothing quicker around it."""
+        """Move one lever at a time to the quickest neighbour, until the plan expects no quicker one."""
         while True:
             here = self.prediction(point)
             better = [
@@ -171,7 +171,7 @@ class Search:
         return ratio
 
     def _moves(self, records: Sequence[Record]) -> dict[tuple[str, str, str], float]:
-        """By lever, from and to: the logarithm of what a move did to the time, less what was predicted of it."""
+        """Map each move (lever, from, to) to the log ratio of measured to predicted change of the step time."""
         seen: dict[tuple[str, str, str], list[float]] = {}
         steady = [record for record in latest(records).values() if record.measurement and record.doubt <= SHAKEN]
         for one, other in itertools.permutations(steady, 2):

@@ -38,7 +38,7 @@ def holds(lease: Mapping[str, Any], now: float) -> bool:
 
 
 def _gone(lease: Mapping[str, Any]) -> bool:
-    """Of another place nothing is seen."""
+    """Whether the process that holds a lease has ended; of another machine's processes this one knows nothing."""
     place, pid = lease.get("place"), lease.get("pid")
     if place is None or place != _place() or not isinstance(pid, int) or not 0 < pid < 2**31:
         return False

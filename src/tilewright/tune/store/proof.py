@@ -47,7 +47,7 @@ class Proof:
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any] | None, error: str | None = None) -> Proof:
-        """As a child gave it, who may have found what is no number; without it, why there is none."""
+        """Read a worker's proof, whose numbers may not be finite; None makes a proof that failed by `error`."""
         if tree is None:
             return cls("not proven", f"the proof did not run to its end: {error}")
         if not isinstance(tree, Mapping):

@@ -75,7 +75,7 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        """Of a step, the median."""
+        """The median step time."""
         return statistics.median(self.step_seconds)
 
     @property

@@ -205,7 +205,7 @@ class Jobs:
         return run_child(job, Limits(seconds, silence), hear or self.shown.event, self.settings.command)
 
     def _with_mfu(self, measured: Measurement) -> Measurement:
-        """With the MFU of a model of the user's, whose FLOPs a probe has counted."""
+        """Add the MFU of a user's model, whose FLOPs a probe has counted."""
         counted = self.settings.machine.get("own_model", {}).get("counted")
         if not counted:
             return measured
