@@ -28,7 +28,7 @@ def test_what_is_left_out_follows(ranks, given, expected):
 @pytest.mark.parametrize("ranks, given, words", [
     (6, {"tp": 4}, "6 processes do not divide by tp 4"),
     (8, {"dp": 2, "tp": 2}, "are 4 ranks, and there are 8 processes"),
-    (2, {"ep": 2}, "no experts"),
+    (2, {"ep": 2}, "cannot share experts yet"),
     (2, {"sp": True}, "tp is 1"),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit_the_processes(ranks, given, words):

@@ -129,6 +129,25 @@ def test_a_narrow_stream_is_kept_wide_by_each_norm_unless_compiled(compiled, wid
     within(plan + 2 * memory.matmul_weights(from_gpt(config)), counted, 0.005)
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+def test_a_mixture_keeps_what_the_plan_says(activation):
+    config = GPTConfig(width=128, layers=3, heads=2, vocabulary=64, sequence=64, experts=4, activation=activation)
+    model, tokens, kept = GPT(config), torch.randint(64, (4, 64)), {}
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor):
+        memory_of = tensor.untyped_storage()
+        if memory_of.data_ptr() not in own:
+            kept[memory_of.data_ptr()] = memory_of
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(tokens)
+    counted = sum(each.nbytes() for each in kept.values())
+    assert logits.requires_grad
+    within(memory.kept_activations(from_gpt(config), Training(micro_batch=4, precision="fp32")), counted, 0.03)
+
+
 def test_a_traced_loss_has_a_gradient_beside_the_logits():
     decoder = from_gpt(GPTConfig(width=64, layers=1, heads=2, vocabulary=4096, sequence=512))
     with FakeTensorMode(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -179,8 +198,8 @@ def test_gated_experts_keep_what_their_tokens_pass_through():
     dense = Decoder(64, 2, 4, 4, 16, 128, 256, 32, gated=True, norm="rms", positions="rope")
     moe = dataclasses.replace(dense, experts=8, active_experts=2, shared_ffn=96)
     more = memory.layer_activation_bytes(moe, Training()) - memory.layer_activation_bytes(dense, Training())
-    # One more expert of 128 and a shared one of 96, four tensors of 2 bytes each; two copies of the tokens.
-    assert more == 4 * 2 * (128 + 96) + 2 * 2 * 64
+    # One more expert of 128 and a shared one of 96, four tensors of 2 bytes each; two copies of tokens, two results.
+    assert more == 4 * 2 * (128 + 96) + 2 * 2 * 2 * 64
     normed = dataclasses.replace(dense, qk_norm=True)
     more = memory.layer_activation_bytes(normed, Training()) - memory.layer_activation_bytes(dense, Training())
     assert more == 2 * (64 + 64) + 4 * (4 + 4)

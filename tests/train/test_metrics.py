@@ -28,6 +28,11 @@ def test_a_line_fits_80_columns_under_its_header_and_has_every_figure():
         assert title in header
 
 
+def test_a_mixture_shows_its_largest_share_in_80_columns():
+    found = dataclasses.replace(FIGURES, largest_share=0.354)
+    assert len(found.header()) <= 80 and "35.4%" in found.line() and "share" in found.header()
+
+
 def test_what_is_not_known_is_not_shown_as_a_number():
     on_a_cpu = {"memory_allocated": None, "memory_reserved": None, "memory_device": None, "mfu": None, "hfu": None}
     found = dataclasses.replace(FIGURES, loss=None, gradient_norm=None, skipped=True, **on_a_cpu)
@@ -55,10 +60,11 @@ def test_rates_are_those_of_the_convention():
     assert found["convention"] == convention.formula
 
 
+@pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize("how", ["selective", "full"])
-def test_what_is_done_again_is_what_a_counter_counts(how):
+def test_what_is_done_again_is_what_a_counter_counts(how, experts):
     """Of the matmuls, that is: the counter knows no attention, and the convention takes vectors for matrices."""
-    config = GPTConfig(width=64, layers=2, heads=2, vocabulary=64, sequence=16)
+    config = GPTConfig(width=64, layers=2, heads=2, vocabulary=64, sequence=16, experts=experts)
     counts = []
     for recompute in ("none", how):
         model = GPT(dataclasses.replace(config, recompute=recompute))

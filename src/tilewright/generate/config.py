@@ -53,6 +53,8 @@ class DecoderConfig:
 
 def of_gpt(config: GPTConfig) -> DecoderConfig:
     """The decoder that computes what a GPT of ours does."""
+    if config.experts:
+        raise UserError("generate does not run a model with experts yet; take one without, or evaluate it in training.")
     return DecoderConfig(
         from_gpt(config), _GPT_ACTIVATIONS.get(config.activation, config.activation), config.norm_epsilon,
         config.rope_base,

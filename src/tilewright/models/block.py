@@ -22,10 +22,11 @@ from tilewright.models.standard import (
     StandardDropoutAddNorm,
     StandardGatedMLP,
     StandardGeluMLP,
+    StandardMixtureOfExperts,
     StandardRoPE,
     approximation,
 )
-from tilewright.nn import DropoutAddNorm, FusedMLP, GatedMLP, GeluMLP, Linear, RoPE
+from tilewright.nn import DropoutAddNorm, FusedMLP, GatedMLP, GeluMLP, Linear, MixtureOfExperts, RoPE
 from tilewright.nn.hooks import is_own
 from tilewright.ops import linear_parts
 from tilewright.ops.attention.backends import by_pytorch
@@ -37,6 +38,7 @@ LINEARS = (nn.Linear, Linear)
 NORMS = (StandardDropoutAddNorm, DropoutAddNorm)
 GELU_MLPS = (StandardGeluMLP, GeluMLP)
 GATED_MLPS = (StandardGatedMLP, GatedMLP)
+MIXTURES = (StandardMixtureOfExperts, MixtureOfExperts)
 ROPES = (StandardRoPE, RoPE)
 
 
@@ -47,10 +49,15 @@ def new_norm(config: GPTConfig) -> StandardDropoutAddNorm | DropoutAddNorm:
 
 
 def _mlp(config: GPTConfig) -> nn.Module:
-    if config.mlp == "tilesync":
-        return FusedMLP(config.width, config.ffn_width, activation=config.activation, bias=config.bias)
     fused = config.gpt_block == "optimized" if config.mlp == "auto" else config.mlp != "standard"
     width, inner, again = config.width, config.ffn_width, config.mlp == "recompute"
+    if config.experts:
+        return MIXTURES[fused](
+            width, inner, experts=config.experts, per_token=config.experts_per_token, activation=config.activation,
+            recompute=again,
+        )  # fmt: skip
+    if config.mlp == "tilesync":
+        return FusedMLP(config.width, config.ffn_width, activation=config.activation, bias=config.bias)
     if config.gated:
         return GATED_MLPS[fused](width, inner, activation=config.activation, bias=config.bias, recompute=again)
     return GELU_MLPS[fused](width, inner, config.bias, approximation(config.activation), recompute=again)

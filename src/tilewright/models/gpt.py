@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tilewright.models.block import NORMS, ROPES, Block, add_norm, new_norm
 from tilewright.models.recompute import run_block
+from tilewright.nn.experts import Experts
 from tilewright.nn.hooks import is_own
 from tilewright.ops import cross_entropy, linear, linear_cross_entropy
 from tilewright.ops.attention.hopper_backward import compile_ahead as compile_attention_ahead
@@ -70,7 +71,7 @@ class GPT(nn.Module):
         self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         self.apply(self._initialise)
         for name, parameter in self.named_parameters():  # the residual stream sums 2 * layers branches
-            if name.endswith(("out.weight", "down.weight", "down_proj.weight")):
+            if name.endswith(("out.weight", "down.weight", "down_proj.weight", "experts.down")):
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5)
 
     def set_recompute(self, policies: list[str]) -> None:
@@ -87,6 +88,8 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+        if isinstance(module, Experts):
+            nn.init.normal_(module.up, std=0.02)
 
     def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The stream, and the weight of the output layer."""

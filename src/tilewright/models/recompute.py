@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tilewright.models.block import Attention, Block, add_norm
 from tilewright.models.standard import StandardDropoutAddNorm
-from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear
+from tilewright.nn import DropoutAddNorm, GatedMLP, GeluMLP, Linear, MixtureOfExperts
 from tilewright.nn.hooks import is_own
 from tilewright.nn.recompute import Shared, forgetting, is_memory_of
 from tilewright.runtime import philox
@@ -86,7 +86,7 @@ def _run_selectively(block: Block, x: Tensor, residual: Tensor | None, rope: nn.
 
 def _feed(block: Block, x: Tensor) -> Tensor:
     """Run the MLP, which keeps less for backward where it is one of ours."""
-    y: Tensor = block.mlp(x, recompute=True) if is_own(block.mlp, GeluMLP, GatedMLP) else block.mlp(x)
+    y: Tensor = block.mlp(x, recompute=True) if is_own(block.mlp, GeluMLP, GatedMLP, MixtureOfExperts) else block.mlp(x)
     return y
 
 
@@ -105,6 +105,8 @@ def _keeps(context: Any, op: Any, *arguments: Any, **options: Any) -> Checkpoint
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         left, right = arguments[-2:]
         keep = right.shape[1] > left.shape[1]
+    elif op == torch.ops.aten._grouped_mm.default:
+        keep = arguments[1].shape[2] > arguments[1].shape[1]
     elif op == torch.ops.tilewright.linear.default:
         keep = arguments[1].shape[0] > arguments[1].shape[1]
     else:

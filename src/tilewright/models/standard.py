@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewright.nn import GatedMLP, GeluMLP, RoPE
+from tilewright.nn import GatedMLP, GeluMLP, MixtureOfExperts, RoPE
+from tilewright.nn.activation import GATED
+from tilewright.nn.experts import Experts
 from tilewright.ops.rope.op import reference as rotate
 from tilewright.runtime import philox
 
@@ -53,16 +55,40 @@ class StandardGeluMLP(GeluMLP):
         return y
 
 
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return what a gated activation makes of two halves."""
+    return up * (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate=approximation(activation)))
+
+
 class StandardGatedMLP(GatedMLP):
     """Three matmuls and a gate, as PyTorch does it."""
 
     linear = nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        gate, approximate = self.gate_proj(x), approximation(self.activation)
-        gate = F.silu(gate) if self.activation == "swiglu" else F.gelu(gate, approximate=approximate)
-        y: Tensor = self.down_proj(gate * self.up_proj(x))
+        y: Tensor = self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
         return y
+
+
+class StandardExperts(Experts):
+    """One expert after the other, as PyTorch does it; the host waits for how many rows each has."""
+
+    def forward(self, rows: Tensor, ends: Tensor, recompute: bool = False) -> Tensor:
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        each = zip(rows.split(counts), self.up.unbind(), self.down.unbind(), strict=True)
+        return torch.cat([F.linear(self.activate(F.linear(x, up)), down) for x, up, down in each])
+
+    def activate(self, hidden: Tensor) -> Tensor:
+        if self.activation in GATED:
+            gate, up = hidden.chunk(2, -1)
+            return gated(gate, up, self.activation)
+        return F.gelu(hidden, approximate=approximation(self.activation))
+
+
+class StandardMixtureOfExperts(MixtureOfExperts):
+    """A mixture of experts as PyTorch does it."""
+
+    linear, kind = nn.Linear, StandardExperts
 
 
 class StandardRoPE(RoPE):

@@ -2,6 +2,7 @@
 
 from tilewright.nn.activation import GEGLU, GatedMLP, GeluMLP, SwiGLU
 from tilewright.nn.dropout_add_norm import DropoutAddNorm
+from tilewright.nn.experts import MixtureOfExperts
 from tilewright.nn.fused_mlp import FusedMLP
 from tilewright.nn.linear import Linear
 from tilewright.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
@@ -12,5 +13,5 @@ from tilewright.nn.self_attention import SelfAttention
 
 __all__ = [
     "GEGLU", "CrossEntropyLoss", "DropoutAddNorm", "FusedMLP", "GatedMLP", "GeluMLP", "LayerNorm", "Linear",
-    "LinearCrossEntropyLoss", "QuantizedLinear", "RMSNorm", "RoPE", "SelfAttention", "SwiGLU",
+    "LinearCrossEntropyLoss", "MixtureOfExperts", "QuantizedLinear", "RMSNorm", "RoPE", "SelfAttention", "SwiGLU",
 ]  # fmt: skip

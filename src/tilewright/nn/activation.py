@@ -17,7 +17,7 @@ from tilewright.ops.gelu_mlp.op import fused_gelu_mlp, gelu_mlp
 from tilewright.ops.glu_mlp.op import fused_glu_mlp
 from tilewright.ops.linear.op import linear
 
-_GATED: dict[str, Callable[..., torch.Tensor]] = {
+GATED: dict[str, Callable[..., torch.Tensor]] = {
     "swiglu": swiglu,
     "geglu_tanh": functools.partial(geglu, approximate="tanh"),
     "geglu": functools.partial(geglu, approximate="none"),
@@ -26,7 +26,7 @@ _GATED: dict[str, Callable[..., torch.Tensor]] = {
 _ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "geglu": "gelu"}  # as `glu_mlp` names them
 
 
-def _project(
+def project(
     down: Callable[..., torch.Tensor],
     activate: Callable[..., torch.Tensor],
     inner: tuple[torch.Tensor, ...],
@@ -36,7 +36,7 @@ def _project(
     if not again or not torch.is_grad_enabled():
         return down(activate(*inner))
     if torch.compiler.is_compiling():  # which knows what a matmul need not run again for
-        rest = functools.partial(_project, down, activate, again=False)
+        rest = functools.partial(project, down, activate, again=False)
         return checkpoint(rest, inner, use_reentrant=False)
     activated = activate(*inner)
     with forgetting(is_memory_of(activated), if_unchanged(lambda: activate(*inner), *inner)):
@@ -110,8 +110,8 @@ class GatedMLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in _GATED:
-            raise ValueError(f"GatedMLP: activation is {activation!r}; choose {', '.join(_GATED)}.")
+        if activation not in GATED:
+            raise ValueError(f"GatedMLP: activation is {activation!r}; choose {', '.join(GATED)}.")
         self.activation, self.recompute = activation, recompute
         self.gate_proj = self.linear(width, inner, bias, device=device, dtype=dtype)
         self.up_proj = self.linear(width, inner, bias, device=device, dtype=dtype)
@@ -128,7 +128,7 @@ class GatedMLP(torch.nn.Module):
         gate, up = self.gate_proj(x), self.up_proj(x)
         dtype = torch.promote_types(gate.dtype, up.dtype)  # of somebody else's module it may be another one
         inputs = gate.to(dtype), up.to(dtype)
-        return _project(self.down_proj, _GATED[self.activation], inputs, self.recompute or recompute)
+        return project(self.down_proj, GATED[self.activation], inputs, self.recompute or recompute)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
@@ -179,7 +179,7 @@ class GeluMLP(torch.nn.Module):
         # The activation adds the bias, and sums up its gradient, where nobody else has a say in it.
         inner, bias = (linear(x, up.weight), up.bias) if is_own(up, Linear) else (up(x), None)
         activate = functools.partial(bias_gelu, bias=bias, approximate=self.approximate)
-        return _project(down, activate, (inner,), again)
+        return project(down, activate, (inner,), again)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"

@@ -67,7 +67,7 @@ def derive(
     Layout(dp=4, tp=2, pp=1, cp=1, zero=3, sp=False, pieces=1)
     """
     if ep > 1:
-        raise UserError(f"parallel.ep is {ep}, and this model has no experts; leave it out.")
+        raise UserError(f"parallel.ep is {ep}, and ranks cannot share experts yet; leave it out.")
     if ranks % (tp * pp * cp):
         raise UserError(
             f"parallel: {_count(ranks)} do not divide by tp {tp} x pp {pp} x cp {cp}; start a multiple of "

@@ -320,8 +320,9 @@ def from_gpt(config: GPTConfig) -> Decoder:
         width=config.width, layers=config.layers, heads=config.heads, kv_heads=config.key_heads,
         head_dim=config.head_dim, ffn=config.ffn_width, vocabulary=config.vocabulary, sequence=config.sequence,
         gated=config.gated, norm=config.norm, norm_bias=config.bias and config.norm == "layer", qkv_bias=config.bias,
-        out_bias=config.bias, mlp_bias=config.bias, positions=config.position, dropout=config.dropout,
-        gpt_block=config.gpt_block, tied=config.tied,
+        out_bias=config.bias, mlp_bias=config.bias and not config.experts, experts=config.experts or 1,
+        active_experts=config.experts_per_token if config.experts else 1, positions=config.position,
+        dropout=config.dropout, gpt_block=config.gpt_block, tied=config.tied,
     )  # fmt: skip
 
 

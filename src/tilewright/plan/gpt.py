@@ -39,7 +39,7 @@ LEVERS = {
 # What a Llama has where a GPT-2 has something else; `preset("1b", **LLAMA)` is one.
 LLAMA = {"norm": "rms", "activation": "swiglu", "position": "rope", "bias": False}
 # What a checkpoint means that was written before a model had these fields.
-ADDED = {"tied": True, "norm_epsilon": 1e-5, "rope_base": 10000.0}
+ADDED = {"tied": True, "norm_epsilon": 1e-5, "rope_base": 10000.0, "experts": 0}
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ class GPTConfig:
     tied: bool = True  # whether the output layer is the embedding's weight
     norm_epsilon: float = 1e-5  # added to the variance, or to the mean of squares
     rope_base: float = 10000.0  # of the wavelengths of rotary positions, also called theta
+    experts: int = 0  # MLPs of a block, of which a token takes some; 0: one, that all take. They have no biases
+    experts_per_token: int = 2
+    balance_rate: float = 0.001  # by which a step moves the router's choice to experts with few tokens; 0: it does not
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "vocabulary", "sequence"):
@@ -96,7 +99,16 @@ class GPTConfig:
         for name, largest in (("norm_epsilon", 1.0), ("rope_base", 1e15)):
             if not 0.0 < getattr(self, name) < largest:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be above 0 and below {largest:g}.")
-        for name in ("kv_heads", "ffn"):
+        if self.experts == 1:
+            raise UserError("experts is 1, which is an MLP like any other; give 2 or more, or leave it out.")
+        if self.experts > 1 and not 1 <= self.experts_per_token <= self.experts:
+            raise UserError(
+                f"experts_per_token is {self.experts_per_token}; a token can take 1 to {self.experts} of "
+                f"{self.experts} experts."
+            )
+        if not 0.0 <= self.balance_rate < 1.0:
+            raise UserError(f"balance_rate is {self.balance_rate}; it must lie in [0, 1).")
+        for name in ("kv_heads", "ffn", "experts"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 0.")
         if self.heads % self.key_heads:
@@ -128,7 +140,9 @@ class GPTConfig:
         """vh + sh + L(12h^2 + 13h) + 2h for a GPT-2, a tied head counted once."""
         h, f, keys = self.width, self.ffn_width, self.key_heads * self.head_dim
         attention, mlp = h * (2 * h + 2 * keys), (3 if self.gated else 2) * h * f
-        biases = (2 * h + 2 * keys + (2 if self.gated else 1) * f + h) if self.bias else 0
+        biases = 2 * h + 2 * keys + (0 if self.experts else (2 if self.gated else 1) * f + h)
+        biases = biases if self.bias else 0
+        mlp = self.experts * (mlp + h) if self.experts else mlp  # and the router
         norm = 2 * h if self.norm == "layer" and self.bias else h
         positions = self.sequence if self.position == "learned" else 0
         tables = (1 if self.tied else 2) * self.vocabulary + positions

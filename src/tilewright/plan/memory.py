@@ -256,7 +256,7 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
         # The mean over layers with and without experts.
         sparse = 1 - decoder.dense_layers / decoder.layers
         inner = sparse * (decoder.active_experts * f + decoder.shared_ffn) + (1 - sparse) * (decoder.dense_ffn or f)
-        norms += sparse * c * h * decoder.active_experts  # every expert has its own copy of the tokens it takes
+        norms += sparse * 2 * c * h * decoder.active_experts  # copies of a token for its experts, and what they return
     # Gated: gate, up, the activated gate and their product; else the activation's input and output.
     again = cheap or training.mlp_recompute
     mlp = (c * inner * (3 if again else 4)) if decoder.gated else (c * inner * (1 if again else 2))

@@ -40,6 +40,9 @@ def _check_together(config: Train, layout: Layout) -> None:
     how = "cuda_graphs" if config.cuda_graphs else how
     if how and not layout.is_replicated:  # what is recorded does not move, and weights that are gathered do
         raise UserError(f"{how} does not go together with parallel ({layout}); leave it out, or use dp alone.")
+    for name in ("tp", "pp"):
+        if config.model.experts and getattr(layout, name) > 1:
+            raise UserError(f"parallel.{name} does not know model.experts yet; leave it out.")
     if layout.cp > 1 and config.model.attention not in ("auto", *OWN_ATTENTION):
         raise UserError("parallel.cp takes its own attention to all ranks' keys; choose model.attention=auto.")
 

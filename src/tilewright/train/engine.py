@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from tilewright.errors import UserError
 from tilewright.measure.compile_cache import redirect_defaults
 from tilewright.models import GPT
+from tilewright.nn import MixtureOfExperts
+from tilewright.nn.experts import why_no_grouped_matmul
 from tilewright.ops.attention import hopper_forward
 from tilewright.ops.attention.backends import why_not_model
+from tilewright.parallel.experts import balance
 from tilewright.parallel.own_time import OwnTime
 from tilewright.parallel.replicas import Policy
 from tilewright.parallel.spread import Spread
@@ -73,6 +76,7 @@ def check_levers(config: Train, device: torch.device, accumulation: int) -> None
         raise UserError("model.residual=bf16 needs matmuls in bfloat16; choose precision=bf16, or leave it out.")
     _check_attention(config, device)
     _check_mlp(config, device)
+    _check_experts(config, device)
     if accumulation > 1 and records:
         raise UserError(
             f"compile={config.compile} would overwrite the gradients that {accumulation} micro batches add up; choose "
@@ -98,7 +102,9 @@ def _check_mlp(config: Train, device: torch.device) -> None:
     if model.mlp != "tilesync":
         return
     why = ""
-    if model.gated and model.bias:
+    if model.experts:
+        why = "its tiles are of one MLP, and model.experts is set;"
+    elif model.gated and model.bias:
         why = "a gated MLP of tiles has no bias; choose model.bias=false, or"
     elif config.parallel.tp > 1:
         why = "its tiles read whole weights, and parallel.tp cuts them; leave tp at 1, or"
@@ -108,6 +114,25 @@ def _check_mlp(config: Train, device: torch.device) -> None:
         why = f"its kernels take widths in steps of 8, not {model.width} and {model.ffn_width};"
     if why:
         raise UserError(f"model.mlp=tilesync: {why} choose model.mlp=auto.")
+
+
+def _check_experts(config: Train, device: torch.device) -> None:
+    """Refuse what a mixture of experts does not go together with."""
+    model = config.model
+    if not model.experts:
+        return
+    for name in ("compile", "rules"):
+        if getattr(config, name) != "none":
+            raise UserError(f"{name}={getattr(config, name)} does not know model.experts yet; leave {name} out.")
+    if config.cuda_graphs:
+        dtype = torch.float32 if precision_of(config, device) in ("fp32", "tf32") else torch.bfloat16
+        fused = model.gpt_block == "optimized" if model.mlp == "auto" else model.mlp != "standard"
+        why = "" if fused else "the standard loop waits"
+        why = why or why_no_grouped_matmul(device, dtype, model.width, model.ffn_width)
+        if why:
+            raise UserError(
+                f"cuda_graphs needs model.experts that do not wait for the host ({why}); leave cuda_graphs out."
+            )
 
 
 class Engine:
@@ -167,6 +192,7 @@ class Engine:
         if world.ranks > 1 and not self.spread.watch(self.own):
             whole = "_replay" if config.cuda_graphs else "_loss"
             setattr(self, whole, self.own.timed(getattr(self, whole)))
+        self.mixtures = [module for module in self.model.modules() if isinstance(module, MixtureOfExperts)]
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor, list[int]]] = {}
         self._step = 0
         self._static: Any = None  # the batch that the graphs read
@@ -278,10 +304,14 @@ class Engine:
             for _ in range(3):
                 self._loss(self._static).backward()
                 self.optimizer.zero_grad(set_to_none=True)  # at once: the next has room of its own for them
+            for mixture in self.mixtures:
+                mixture.counts.zero_()
         torch.cuda.current_stream().wait_stream(stream)
 
     def update(self, loss: Tensor, limit: Tensor, learning_rate: float, accumulation: int) -> Tensor:
         """One optimizer step of the gradients there are: (norm of the mean gradient, whether the step was skipped).
+
+        And of a mixture of experts the largest share of a layer's tokens that one of them got.
 
         Skipped, on the device, is a step whose loss or norm is not finite, or whose loss is above `limit`.
         """
@@ -299,7 +329,11 @@ class Engine:
             self.optimizer.step()
             if not self._graphs:  # a recording writes to the gradients it has found
                 self.spread.shards.drop_gradients()
-        return torch.stack((norm, skipped))
+            found = [norm, skipped]
+            if self.mixtures:
+                rate = self.config.model.balance_rate * (1.0 - skipped)
+                found.append(balance(self.mixtures, self.world.mesh, rate))
+        return torch.stack(found)
 
 
 def _number(*key: Any) -> int:

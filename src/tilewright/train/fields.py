@@ -50,6 +50,9 @@ _MODEL: dict[str, tuple[str, int | None]] = {
     "ffn": ("Inner width of an MLP; 0: 4 times the width or, gated, 8 / 3 of it.", 0),
     "tied": ("Whether the output layer is the embedding's weight.", None),
     "norm_epsilon": ("Added to what a norm takes the root of.", 0),
+    "experts": ("MLPs of a block, of which a token takes experts_per_token; 0: one, that all take.", 0),
+    "experts_per_token": ("Experts that each token takes.", 1),
+    "balance_rate": ("What a step moves the router's choice towards experts with few tokens by; 0: nothing.", 0),
     "rope_base": ("Of the wavelengths of rotary positions, also called theta.", 0),
 }
 

@@ -103,6 +103,8 @@ def to_json(config: GPTConfig) -> dict[str, Any]:
     >>> to_json(GPTConfig(width=8, layers=1, heads=2))["architectures"]
     ['GPT2LMHeadModel']
     """
+    if config.experts:
+        raise UserError("A model with experts is not written for transformers yet; export as safetensors instead.")
     if config.position == "rope":
         family, needed, write = "Llama", {"norm": "rms", "gated": True}, _llama_json
     else:

@@ -419,6 +419,7 @@ class _Run:
         if step.ready is not None:
             step.ready.synchronize()
         loss, asked, norm, skipped, *works = step.found.tolist()
+        share = works.pop(0) if self.engine.mixtures else None
         if step.step > self.resumed + 1:  # the first one compiles, and each rank for itself
             self.own += step.waited + seconds(step.own)
         self.heard |= asked > 0
@@ -431,7 +432,7 @@ class _Run:
             step=step.step, loss=self.last_loss, gradient_norm=norm if math.isfinite(norm) else None,
             skipped=bool(skipped), learning_rate=step.rate, samples=step.samples, seconds=took,
             data_wait=step.waited, **self.rates.at_speed(speed), **step.memory, validation_loss=step.validation_loss,
-            **compared,
+            largest_share=share, **compared,
         )  # fmt: skip
         if self.journal is not None:
             self.journal.write(metrics)

@@ -43,6 +43,7 @@ class Metrics:
     validation_loss: float | None = None  # where one was due
     slowest_rank: int | None = None  # by its own work, now and then
     slowest_times: float | None = None  # the median of the others
+    largest_share: float | None = None  # of the tokens of a layer, that one of its experts got
 
     def columns(self) -> list[tuple[str, int, str]]:
         """(title, width, value) as a person reads them; 80 characters with memory, which a CPU does not count."""
@@ -60,6 +61,8 @@ class Metrics:
             ("MFU", 5, shown(self.mfu, ".1%")),
             ("HFU", 5, shown(self.hfu, ".1%")),
         ]
+        if self.largest_share is not None:  # in the place of HFU, for 80 characters
+            columns[-1] = ("share", 5, shown(self.largest_share, ".1%"))
         if self.memory_allocated is not None and self.memory_reserved is not None and self.memory_device is not None:
             sizes = [size / 1e9 for size in (self.memory_allocated, self.memory_reserved, self.memory_device)]
             columns.append(("memory GB", 14, "/".join(f"{size:.{1 if size < 100 else 0}f}" for size in sizes)))
@@ -80,12 +83,15 @@ class Rates:
         convention = conventions(decoder)[DEFAULT]
         self.formula, self.model, self.peak, self.ranks = convention.formula, convention.model, peak_flops, ranks
         # A block's forward pass; of PyTorch's own the last matmul does not run again, whose result nobody needs.
+        # A mixture's does: its output is what the gradient of the router's weights needs.
+        last = 2 * decoder.width * decoder.active_experts * decoder.ffn if decoder.gpt_block == "standard" else 0
+        mixed = decoder.experts > 1
         block = 2 * (decoder.active_parameters - decoder.embedding_parameters) + attention_flops(decoder)
-        block = block / decoder.layers - (2 * decoder.width * decoder.ffn if decoder.gpt_block == "standard" else 0)
+        block = block / decoder.layers - (0 if mixed else last)
         # The matmul that "selective" runs again, unless a fused block's dropout stands behind it.
         fused_dropout = decoder.dropout > 0 and decoder.gpt_block == "optimized"
         output = 0 if fused_dropout else 2 * decoder.width * decoder.heads * decoder.head_dim
-        again = {"none": 0.0, "selective": output, "full": block}
+        again = {"none": 0.0, "selective": output + (last if mixed else 0), "full": block}
         self.hardware = self.model + sum(again[policy] for policy in policies)
 
     def at_speed(self, tokens_per_second: float) -> dict[str, Any]:

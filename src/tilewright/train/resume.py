@@ -39,7 +39,7 @@ def compare_model(model: Model, saved: dict[str, Any], begins: bool = False) -> 
         shorter = name == "sequence" and type(before) is int and value <= before
         if begins and shorter and model.position == "rope":
             continue
-        if before != value and name not in (*LEVERS, "preset", "dropout"):
+        if before != value and name not in (*LEVERS, "preset", "dropout", "balance_rate"):
             raise UserError(
                 f"model.{name} is {value!r} and the checkpoint's model has {before!r:.100}; give that, or another out."
             )
