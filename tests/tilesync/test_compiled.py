@@ -257,16 +257,18 @@ def test_each_stream_and_each_captured_call_has_semaphores_of_its_own_which_were
     runner.device, runner.lowered = torch.device("cpu"), SimpleNamespace(control_words=64)
     runner.controls, runner.captured, runner.spare = {}, [], runner._zeroed_controls()
     ready = {each.data_ptr() for each in runner.spare}
-    eager = runner._control()
-    assert runner._control() is eager and not made
+    eager = runner._control("persistent")
+    assert runner._control("persistent") is eager and not made
     captures = True
-    captured = [runner._control() for _ in range(launch.SPARE)]
+    captured = [runner._control("persistent") for _ in range(launch.SPARE)]
     places = {each.data_ptr() for each in (eager, *captured)}
     assert places == ready and len(ready) == launch.SPARE + 1 and all(len(each) == 64 for each in captured)
-    assert runner._control().data_ptr() not in ready  # its graph clears it
+    assert runner._control("persistent").data_ptr() not in ready  # its graph clears it
     captures, stream = False, 8
-    assert runner._control() is not eager and len(made) == 1 and len(runner.spare) == launch.SPARE
+    assert runner._control("persistent") is not eager and len(made) == 1 and len(runner.spare) == launch.SPARE
     assert len(runner.captured) == launch.SPARE + 1
+    # Modes count blocks and tickets each in its own way.
+    assert len({runner._control(mode).data_ptr() for mode in ("persistent", "streams")}) == 2
 
 
 def test_streams_fork_one_behind_the_others_first_kernel_and_join_the_callers(monkeypatch):

@@ -1,7 +1,8 @@
 """Starts a program on a GPU: one launch for all stages, or one a stage, on one stream or on a stream each.
 
-Semaphores belong to one launch at a time. Eager calls have a set for each stream, on which launches follow each other;
-a captured call has one of its own, for its graph may be replayed on any stream. Sets are zeroed once, when made.
+Semaphores belong to one launch at a time. Eager calls have a set for each stream, on which launches follow each other,
+and each mode, by whose blocks they grow; a captured call has one of its own, for its graph may be replayed on any
+stream. Sets are zeroed once, when made.
 
 Nothing of a runner is ever freed, since a captured graph may read it whenever it is replayed.
 """
@@ -71,7 +72,7 @@ class Runner:
         self.failure = torch.zeros(device.FAILURE.itemsize, dtype=torch.uint8, device=on)
         self.report = torch.zeros(device.FAILURE.itemsize, dtype=torch.uint8, pin_memory=True)
         self.reported = self.report.numpy().view(device.FAILURE)
-        self.controls: dict[int, Tensor] = {}  # by stream
+        self.controls: dict[tuple[int, str], Tensor] = {}  # by stream and mode
         self.spare = self._zeroed_controls()
         self.captured: list[Tensor] = []  # for as long as their graphs may be replayed
         self.places = dispatch.multiprocessors(on)  # a block takes all of one's shared memory or registers
@@ -81,21 +82,21 @@ class Runner:
         sizes = SPARE + 1, self.lowered.control_words
         return list(torch.zeros(sizes, dtype=torch.int32, device=self.device))
 
-    def _control(self) -> Tensor:
-        """Return the semaphores of a call: the current stream's, or new ones while it is capturing."""
+    def _control(self, mode: str) -> Tensor:
+        """Return the semaphores of a call: the current stream's for a mode, or new ones while it is capturing."""
         if torch.cuda.is_current_stream_capturing():
             # Without a spare one the graph clears a new one itself, each time it is replayed.
             words = self.lowered.control_words
             control = self.spare.pop() if self.spare else torch.zeros(words, dtype=torch.int32, device=self.device)
             self.captured.append(control)
             return control
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        is_new = stream not in self.controls
+        key = torch._C._cuda_getCurrentRawStream(self.device.index), mode
+        is_new = key not in self.controls
         if len(self.spare) < SPARE + is_new:
             self.spare += aside(self.device, self._zeroed_controls)
         if is_new:
-            self.controls[stream] = self.spare.pop()
-        return self.controls[stream]
+            self.controls[key] = self.spare.pop()
+        return self.controls[key]
 
     def raise_if_failed(self) -> None:
         """Raise what a launch that has ended reported."""
@@ -119,7 +120,7 @@ class Runner:
         blocks = [min(self.blocks, count) for _, count in parts]
         if mode == "streams":
             blocks = blocks_of_streams(lowered.program, self.places)
-        control = self._control().data_ptr() if flags & WAITS else 0
+        control = self._control(mode).data_ptr() if flags & WAITS else 0
         addresses = [table.data_ptr() for table in self.tables]
         addresses += [
             control,
