@@ -95,7 +95,7 @@ class Pending:
     )  # seconds between the step before and this one that are not its own
 
     def seconds(self, before: Pending | None) -> float:
-        """Return the time between the end of the step before and this one's, by the device's clock where there is one."""
+        """Return the time from the end of the step before to this one's, by the device's clock where there is one."""
         if self.ready is None:
             return self.ended - (self.began if before is None else before.ended + self.paused)
         if before is None or before.ready is None:

@@ -31,10 +31,10 @@ def latest(records: Iterable[Record]) -> dict[str, Record]:
 def _counting(runs: Sequence[Record]) -> Record:
     """Choose the run of a point that counts.
 
-    One that failed the second time has failed; what nobody finished, or had time for, says nothing. Of two it is the
-    second, the first having been lucky perhaps, and of more the middle one; or where the machine was steady in none
-    that was run again, that in which it was most so, and of several the last: it may have run behind the change and not
-    across it. Of references it is the first that was measured.
+    - A baseline: the first run that was measured.
+    - A run that failed when it was run again: that failure. A run that was lost or out of time does not count.
+    - Runs on a steady machine: the second of two, because the first may have been lucky, and the median of more.
+    - No run again on a steady machine: the run with the least doubt, and of equals the last.
     """
     if runs[0].purpose == "reference":
         return next((run for run in runs if run.outcome == "done"), runs[0])
