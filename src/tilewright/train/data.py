@@ -186,7 +186,7 @@ class Synthetic(Dataset[torch.Tensor]):
         return self._draw(self.held_keys, first, rows)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Nothing: the seed says it all."""
+        """Return nothing: the seed determines the data."""
         return {"tokens": None, "hash": None}
 
     def _draw(self, key: Numbers, first: int, rows: int) -> torch.Tensor:
@@ -252,7 +252,7 @@ class Batches:
 
 
 def _start(loader: DataLoader[torch.Tensor]) -> Any:
-    """Start the workers, deaf to what is meant for the run as a whole.
+    """Start the workers, which ignore signals that are meant for the run.
 
     Ctrl-C and SIGTERM reach every process of a terminal or a job: the run decides what they mean and ends its workers
     itself. A mask is inherited from the first instruction on, where a handler would leave a gap. And torch's handler of
@@ -296,7 +296,7 @@ def _end(iterator: Any) -> None:
 
 
 def _explain(error: Exception, slow: bool, workers: list[Any]) -> str:
-    """Why there is no data, and what to do, in one sentence."""
+    """Say in one sentence why there is no data, and what to do."""
     if workers and isinstance(error, (ConnectionError, EOFError)):  # its pipe ends before it does
         multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=2.0)
     ended = [worker.exitcode for worker in workers if worker.exitcode is not None]

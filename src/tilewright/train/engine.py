@@ -202,7 +202,7 @@ class Engine:
         return self.spread.tensors(self.optimizer)
 
     def seed(self, step: int) -> None:
-        """Let a step draw what (seed, step, replica) says and nothing else, so that no random state has to be saved.
+        """Seed a step by (seed, step, replica), so that no random state has to be saved.
 
         Not torch.manual_seed, which takes a stack trace where CUDA was never used.
         """
@@ -290,7 +290,7 @@ class Engine:
         return recorded.clone()
 
     def _addresses(self) -> list[int]:
-        """Where everything lies that a step of the model reads or writes."""
+        """Return the addresses of everything that a step of the model reads or writes."""
         parameters = list(self.model.parameters())
         tensors = [*parameters, *self.model.buffers(), *[p.grad for p in parameters if p.grad is not None]]
         return [tensor.data_ptr() for tensor in tensors]
@@ -337,7 +337,7 @@ class Engine:
 
 
 def _number(*key: Any) -> int:
-    """63 bits that a key stands for."""
+    """Hash a key to 63 bits."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -359,7 +359,7 @@ def _set_global_modes(config: Train, precision: str) -> None:
 
 
 def _inductor(mode: str) -> dict[str, Any]:
-    """What a mode of torch.compile means, with candidates of max-autotune tried in a process of their own.
+    """Return torch.compile's options for a mode; max-autotune tries its candidates in a process of its own.
 
     In the run's own, one that reads where it may not would end the run. On an H200 and with torch 2.11 there is such a
     one for 50368 x 65536 by 768: all that its process tries afterwards fails.
@@ -372,7 +372,7 @@ def _inductor(mode: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def restored_modes() -> Iterator[None]:
-    """Put torch's global modes back as they were: a run is a guest in its process."""
+    """Restore torch's global modes when a run ends, because the process may have other uses."""
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     threads = torch.get_num_threads()

@@ -24,7 +24,7 @@ _FEWEST = 20  # of them before anything can be unusual
 
 
 class Watch:
-    """The recent losses of a run, and what they allow the next one to be.
+    """The recent losses of a run, and the limit that they set for the next one.
 
     >>> watch = Watch(Rules(spike=4.0), Path("."))
     >>> for step in range(30):

@@ -53,7 +53,7 @@ def parts(config: GPTConfig) -> dict[str, Part]:
 
 
 def prefix_of(config: GPTConfig) -> str:
-    """What stands before every name but the head's; a model saved without its head lacks it."""
+    """Return the prefix of every name but the head's; a model saved without its head has none."""
     return "model." if config.position == "rope" else "transformer."
 
 

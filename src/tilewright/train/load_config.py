@@ -115,7 +115,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def from_dict(tree: Mapping[str, Any]) -> Train:
-    """The run that `dataclasses.asdict` has taken apart; checked like a file.
+    """Rebuild a run from `dataclasses.asdict`, checked like a file.
 
     >>> run = read(None, ["model.preset=125m", "data.paths=[a, b]"]).train
     >>> from_dict(dataclasses.asdict(run)) == run
@@ -142,7 +142,7 @@ class _Given:
 
 
 def _layers(path: Path, chain: tuple[str, ...], asked: str = "") -> dict[str, _Given]:
-    """What a file sets, over what its base sets."""
+    """Return what a file sets over its base."""
     text = read_text(path, asked)
     node = document(text, lambda line: f"{path}:{line}")
     if node is None or node.value is None:
@@ -184,7 +184,7 @@ def _override(text: str) -> dict[str, _Given]:
 
 
 def _flat(node: Node, name: str) -> dict[str, _Given]:
-    """The fields that a piece of YAML under `name` sets."""
+    """Return the fields that the YAML under `name` sets."""
     value, field = node.value, fields().get(name)
     if field is not None:
         texts = [item.value for item in value if isinstance(item.value, str)] if isinstance(value, list) else None
@@ -207,7 +207,7 @@ def _flat(node: Node, name: str) -> dict[str, _Given]:
 
 
 def _preset(given: dict[str, _Given]) -> dict[str, _Given]:
-    """What the preset sets."""
+    """Return the fields that the preset sets."""
     if "model.preset" not in given:
         return {}
     name = str(given["model.preset"].value)

@@ -69,7 +69,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Shown:
-    """How a run reports: what it begins with, every step's metrics, what is worth a line, its end."""
+    """The callbacks by which a run reports: its start, every step's metrics, notes, its end."""
 
     begin: Callable[[dict[str, Any]], None] = lambda facts: None
     step: Callable[[Metrics, int], None] = lambda metrics, steps: None
@@ -81,7 +81,7 @@ class Shown:
 
 @dataclass
 class Pending:
-    """A step that the device may still be at work on."""
+    """A step that the device may still be running."""
 
     step: int
     began: float
@@ -132,7 +132,7 @@ def train(config: Train, shown: Shown | None = None) -> Outcome:
 
 @contextlib.contextmanager
 def _sentences() -> Iterator[None]:
-    """Say in a sentence what the machine refuses, and a user can put right."""
+    """Turn errors of the machine that a user can mend into one sentence."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -415,7 +415,7 @@ class _Run:
             raise
 
     def _read(self, step: _Pending) -> None:
-        """What a step has found, told to everybody who wants to know."""
+        """Read a step's metrics and pass them to every listener."""
         if step.ready is not None:
             step.ready.synchronize()
         loss, asked, norm, skipped, *works = step.found.tolist()

@@ -21,7 +21,7 @@ _FIELDS = {"recompute": "model.recompute", "loss": "model.loss", "gpt_block": "m
 def planned(
     config: Train, precision: str, micro_batch: int, accumulation: int, layout: Layout | None = None
 ) -> Training:  # fmt: skip
-    """The run as `tilewright plan` knows it."""
+    """Return the run in the terms of `tilewright plan`."""
     recompute = "none" if config.model.recompute == "budget" else config.model.recompute
     training = Training(
         micro_batch=micro_batch, precision=precision, optimizer=config.optimizer.name, recompute=recompute,
@@ -96,5 +96,5 @@ def refuse_misfit(decoder: Decoder, training: Training, chosen: list[str], devic
 
 
 def _most(layers: int, more: float, less: float, budget: float) -> int:
-    """How many of the layers can have `more` bytes each, the others `less`."""
+    """Return how many layers can take `more` bytes each, if the others take `less`."""
     return layers if more <= less else max(0, min(layers, int((budget - layers * less) // (more - less))))

@@ -77,7 +77,7 @@ class Metrics:
 
 
 class Rates:
-    """FLOPs a token of a model, as it needs them and as a device does them under a recompute policy a block."""
+    """The FLOPs a token of a model: those it needs, and those a device does with each block's recompute policy."""
 
     def __init__(self, decoder: Decoder, policies: list[str], peak_flops: float | None, ranks: int) -> None:
         convention = conventions(decoder)[DEFAULT]

@@ -8,7 +8,7 @@ from tilewright.train.schema import Schedule
 
 
 def learning_rate(step: int, steps: int, highest: float, schedule: Schedule) -> float:
-    """That of step 1 ... steps: up in a line over the warm-up, then as the schedule says, down to `final`.
+    """Return the learning rate of a step: linear warm-up, then the schedule's decay to `final`.
 
     >>> [round(learning_rate(s, 6, 1.0, Schedule(name="linear", warmup=2, final=0.0)), 2) for s in range(1, 7)]
     [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]

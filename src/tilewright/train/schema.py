@@ -28,12 +28,12 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 def one_of(default: str | int, choices: tuple[str | int, ...], help: str, *, lever: Lever | None = None) -> Any:
-    """A field that takes one of a few words or numbers."""
+    """Declare a field that takes one of a few words or numbers."""
     return field(default=default, metadata={"choices": choices, "help": help, "lever": lever})
 
 
 def told(default: Any, help: str, *, minimum: float | None = None, lever: Lever | None = None) -> Any:
-    """Any other field; numbers may have a least value."""
+    """Declare a field of any value; numbers may have a least value."""
     return field(default=default, metadata={"help": help, "minimum": minimum, "lever": lever})
 
 

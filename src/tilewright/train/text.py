@@ -76,7 +76,7 @@ def pack(files: Sequence[Path], out: Path, tokenizer: str, progress: Progress) -
 
 
 def cached(files: Sequence[Path], tokenizer: str, progress: Progress) -> Part:
-    """The tokens of `files`, from the cache, or made now and kept there."""
+    """Return the tokens of `files` from the cache, or make and cache them."""
     content = _content(Path(tokenizer))
     folder = _cache_folder()
     name = _key(files, content)
@@ -119,7 +119,7 @@ def _key(files: Sequence[Path], tokenizer: bytes) -> str:
 
 
 def _cache_folder() -> Path:
-    """Our own, closed to others: what lies there is trained on."""
+    """Return the cache folder, closed to other users, because its files are trained on."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewright" / "tokens"
     try:
         for each in (folder.parent, folder):  # the first has other caches, which only the user may write to
@@ -134,7 +134,7 @@ def _cache_folder() -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
-    """The file, open, while no other process has it; the kernel lets go of it when a process dies."""
+    """Hold the file open and locked; the kernel releases the lock when the process dies."""
     try:
         with open(path, "a+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -204,7 +204,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _advance(files: Sequence[Path], progress: Progress) -> Callable[[int], None]:
-    """A function to be told how many more bytes are done."""
+    """A progress callback that takes the number of further bytes done."""
     total = sum(part.tokens for part in byte_parts(files))
     done = 0
 

@@ -135,7 +135,7 @@ def _hasher(data: bytes = b"") -> hashlib.blake2b:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What the operating system refuses, as a sentence."""
+    """Turn errors of the operating system into a sentence."""
     try:
         yield
     except OSError as error:
@@ -167,7 +167,7 @@ def _whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def find_files(paths: Sequence[str | Path], wanted: Callable[[Path], bool]) -> list[Path]:
-    """Files as they are named, and of folders, in sorted order, all `wanted` ones below.
+    """Return the files that are named, and all `wanted` files below named folders, sorted.
 
     Hidden files and links of a folder are left out: a link leads to a file that is found anyway, or out of the folder.
     """

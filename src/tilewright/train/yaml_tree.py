@@ -37,7 +37,7 @@ Place = Callable[[int], str]  # what a line is called
 
 
 def read_text(path: Path, asked: str) -> str:
-    """The text of a file that may be a configuration; `asked` stands before a refusal."""
+    """Read the text of a configuration file; `asked` begins the sentence of a refusal."""
     try:
         mode = path.stat().st_mode
         data = b""
@@ -80,7 +80,7 @@ def _events(text: str, place: Place) -> Iterator[Any]:
 
 
 def document(text: str, place: Place) -> Node | None:
-    """The one document of a text, if there is any."""
+    """Parse the one document of a text, if there is any."""
     events = _events(text, place)
     next(events)
     if isinstance(next(events), yaml.StreamEndEvent):

@@ -271,7 +271,7 @@ def _describe(run: Train) -> str:
 
 
 def _with_batch(configuration: Configuration, facts: Mapping[str, Any]) -> Configuration:
-    """A run whose batch is the one that a model of somebody's own came with."""
+    """Return the run with the batch that a user's model came with."""
     rows, given, origins = facts["global_batch"], configuration.train, dict(configuration.origins)
     if not facts["splits"]:
         origins["micro_batch"] = "the batch, which has no rows to split"
@@ -280,5 +280,5 @@ def _with_batch(configuration: Configuration, facts: Mapping[str, Any]) -> Confi
 
 
 def _as_if_by_default(configuration: Configuration) -> Configuration:
-    """What nobody has chosen fixes nothing."""
+    """Mark every field as left at its default, so that none of them fixes a lever."""
     return Configuration(configuration.train, dict.fromkeys(configuration.origins, "default"))

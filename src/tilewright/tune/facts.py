@@ -14,7 +14,7 @@ from tilewright.tune.settings import Settings
 
 
 def digest_of(space: Space, own_model: str) -> str:
-    """What is searched, as a digest: two studies with the same one can be gone on with as one."""
+    """Return a digest of what is searched: studies with the same digest can continue each other."""
     what = {"start": dataclasses.asdict(space.start), "levers": space.levers, "own_model": own_model}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 

@@ -123,7 +123,7 @@ def say_no_factory(text: str, known: Sequence[str]) -> UserError:
 
 
 def check_source(text: str, path: Sequence[str] = ()) -> None:
-    """Refuse a model that cannot be there, by the source of its module; nothing of it is run.
+    """Refuse a model whose module's source does not define it, without running the module.
 
     Args:
         text: package.module:factory.
@@ -174,7 +174,7 @@ def _spec(text: str, where: str, path: Sequence[str]) -> ModuleSpec | None:
 
 
 def _names(tree: ast.Module) -> set[str] | None:
-    """What a module defines at its top; None where that shows when it runs."""
+    """Return the names that a module defines; None where only running it can tell."""
     found, todo = set[str](), list[ast.AST](tree.body)
     while todo:
         node = todo.pop()

@@ -88,11 +88,11 @@ class Batch:
         return first if is_ids else None
 
     def through(self, module: Callable[..., Any]) -> Any:
-        """What the module makes of it."""
+        """Return the module's output for this batch."""
         return module(**dict(zip(self.names, self.tensors, strict=True))) if self.names else module(*self.tensors)
 
     def split(self, rows: int) -> list[Batch]:
-        """Slices of so many rows."""
+        """Split the batch into slices of `rows` rows."""
         if rows == self.rows:
             return [self]
         if not self.splits:
@@ -129,7 +129,7 @@ class Own:
     batch: Batch
 
     def facts(self) -> dict[str, Any]:
-        """What a search has to know: the global batch, whether micro batches can be cut from it, how large it is."""
+        """Return what a search has to know: the global batch, its size, and whether it splits into micro batches."""
         return {
             "global_batch": self.batch.rows, "splits": self.batch.splits, "unit": self.batch.unit,
             "count": self.batch.count,
@@ -285,7 +285,7 @@ def train(own: Own, config: Train, shown: Shown) -> None:
 
 
 def check_step(own: Own, config: Train) -> dict[str, float]:
-    """Take one training step, so that what every trial would refuse is refused before the first of them.
+    """Take one training step, so that a model that no trial can run is refused before the first trial.
 
     Nothing is compiled or recorded. A step that runs out of memory is no refusal: a smaller micro batch may fit.
 
@@ -394,7 +394,7 @@ class _Run:
         self.pending = Pending(self.step, began, rate, found, ready, ended, held)
 
     def settle(self) -> None:
-        """Tell what the step that is pending has found."""
+        """Report the metrics of the pending step."""
         if self.pending is None:
             return
         step, self.pending = self.pending, None

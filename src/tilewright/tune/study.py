@@ -107,7 +107,7 @@ class _Study:
         return trials + self.pace.proof()
 
     def run(self) -> Answer:
-        """All of it, and the answer."""
+        """Run the whole study and return its answer."""
         interrupted = False
         self.ledger.note("facts", self.facts)
         self.known.read_wrong()
@@ -153,7 +153,7 @@ class _Study:
                 return self._observe()
 
     def _search(self) -> None:
-        """What is most promising, as long as there is time; the baseline even where there is none."""
+        """Run the most promising points as long as there is time, and the baseline in any case."""
         while not self.known.records or self.reserve.has_time_to_search(self.runner.baseline_is_due):
             self.runner.heed()
             self.ledger.recover()
@@ -172,7 +172,7 @@ class _Study:
                 return
 
     def _confirm(self, wait: bool = True) -> None:
-        """Run the best once more, and what may be faster than that: to be the quickest of many takes luck as well.
+        """Run the best again, and whatever may be faster: the quickest of many was also lucky.
 
         Args:
             wait: for another worker who is at it; or there is something else to do meanwhile.
@@ -191,7 +191,7 @@ class _Study:
             pass  # what the baseline at the end says may raise other doubts
 
     def _refine(self) -> None:
-        """Put each lever of the best run back; without one that gave nothing, see what the others give."""
+        """Run the best without each of its levers, and drop levers that give nothing."""
         self.runner.run_wanted(self.without_main_lever, "ablation", self.reserve.proof_takes)
         self._measure_rules()
         self.runner.run_wanted(partial(with_gaining_rules, self.known), "ablation", self.reserve.proof_takes)
@@ -212,7 +212,7 @@ class _Study:
             self.known.rules[key(whole.point)] = found
 
     def _use_the_rest(self) -> bool:
-        """Run what was asked for and has waited, then what may still beat the best; whether anything ran."""
+        """Run what was asked for, then what may still beat the best; return whether anything ran."""
 
         def until() -> float:
             return max((self.reserve.winner_takes(point) for point in wanted()), default=0.0)

@@ -31,7 +31,7 @@ _ROUNDING = {"torch.float32": 1e-3, "torch.float16": 2.0**-6, "torch.bfloat16": 
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that predictions must be worth beside the model's as it was saved."""
+    """The least quality that a run must have beside the model as it was saved."""
 
     perplexity: float = 0.01  # that it may rise, as a share
     divergence: float = math.inf  # nats a token
@@ -73,7 +73,7 @@ class Floor:
 
 
 def build(run: Generating, **options: Any) -> Generator:
-    """The generator of a run; `options` are others than the run's."""
+    """Build the generator of a run; `options` replace the run's own."""
     import torch
 
     from tilewright.train.export import generator_of
@@ -111,7 +111,7 @@ def text_tokens(generator: Generator, count: int, seed: int) -> list[int]:
 
 
 def compare(plain: Generator, other: Generator, device: str, seed: int) -> dict[str, Any]:
-    """What `quantize.check_quality` says of two generators, over their own caches."""
+    """Compare two generators by `quantize.check_quality`, each over its own cache."""
     import torch
 
     from tilewright.quantize.quality import check_quality
@@ -148,7 +148,7 @@ class _Reader:
 
 
 def prove(job: dict[str, Any]) -> Proof:
-    """The proof of a run: whether its quality is above the floor, and its greedy text that of plain steps."""
+    """Prove a run: its quality is above the floor, and its greedy text is that of plain steps."""
     best, start = Generating(**job["configuration"]), Generating(**job["start"])
     given = {"graph": False, "compile": False, "decode": "graph"}
     other = build(best)
@@ -179,7 +179,7 @@ def _sentence(quality: Mapping[str, float]) -> str:
 
 
 def _differ(plain: Generator, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int]) -> str:
-    """Why two greedy texts differ by more than rounding; nothing where they do not."""
+    """Say why two greedy texts differ by more than rounding; empty where they do not."""
     import torch
 
     place = next((i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b), None)

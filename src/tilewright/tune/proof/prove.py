@@ -54,7 +54,7 @@ Say = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is trained, the same for all three runs."""
+    """The model and batches of a proof, the same for all three runs."""
 
     make: Callable[[Train], Engine]
     steps: list[Any]  # a batch each
@@ -64,7 +64,7 @@ class _Subject:
 
 
 def prove(job: Mapping[str, Any], say: Say) -> Proof:
-    """Whether a run is the standard model still.
+    """Judge whether a run still trains the standard model.
 
     Args:
         job: `best`, the run as a dict; `own_model` and `path`, where it is of a user's; `steps` and `seed`.
@@ -172,7 +172,7 @@ def _without_dropout(module: nn.Module) -> None:
 def _watch(
     name: str, subject: _Subject, run: Train, weights: dict[str, Tensor], reference: Seen | None, say: Say
 ) -> Seen:
-    """Make a run, look at its layers and gradients, train it a little; leave nothing of it on the device."""
+    """Build a run, record its layers' outputs and gradients and a few losses, and free its memory."""
     say({"event": "phase", "name": f"proof: {name}"})
     try:
         return _look(name, subject, run, weights, reference, say)
@@ -226,7 +226,7 @@ def _look(
 
 @torch.no_grad()
 def _perturb_constants(model: nn.Module) -> None:
-    """Adds noise to every parameter whose elements are all equal, the same in every process.
+    """Add noise, the same in every process, to every parameter whose elements are all equal.
 
     A bias of 0 that is left out, or a norm's weight of 1 that is applied twice, changes nothing at all.
     """

@@ -47,7 +47,7 @@ _MISSING = Distance(math.inf, 0.0, 1)
 
 @dataclass
 class Seen:
-    """What a run has shown. Of float32 the tensors are kept, of the others how far theirs are from those."""
+    """What was recorded of a run: float32's tensors, and the distances of the other runs' tensors from them."""
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     distances: dict[Key, Distance] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def distance(tensor: Tensor, reference: Tensor | None) -> Distance:
 
 
 def _digest(tensor: Tensor) -> int:
-    """A number that tensors have in common whose bits are all the same, and hardly any others; where the tensor is.
+    """Hash the bits of a tensor, on its device.
 
     Each element times an odd number of its place, added up modulo 2^64: one that differs always shows, and of several
     the chance is 2^-64 that they make up for each other. To bring a large model's gradients to the host and to take
@@ -124,7 +124,7 @@ def at_its_own_size(proof: Proof, given: Sequence[float], found: Sequence[float]
 
 
 def judge(reference: Seen, plain: Seen, found: Seen, *, reduced: int, precision: str, design: str) -> Proof:
-    """The verdict.
+    """Judge the best run by what the three runs have shown.
 
     Args:
         reference, plain, found: the float32 run, the standard one, and the one that is judged.
@@ -161,7 +161,7 @@ def judge(reference: Seen, plain: Seen, found: Seen, *, reduced: int, precision:
 
 
 def _wrong_tensor(groups: dict[str, dict[str, list[Key]]], plain: Seen, found: Seen, reduced: int) -> str | None:
-    """Where a tensor is further off than it may be: the first that was computed, in the last layer going backward."""
+    """Name the first tensor, in the order of computation, that is further off than it may be."""
     order = [group["output"] for group in groups.values()]
     order += [group["gradient"] for group in reversed(groups.values())]
     coarsest = max(each.rounding for each in plain.distances.values())
@@ -190,7 +190,7 @@ def _apart(losses: Mapping[str, list[float]], which: str) -> list[float]:
 
 
 def _wrong_loss(losses: Mapping[str, list[float]], rounding: float, design: bool) -> str | None:
-    """The first step whose loss is further off than it may be.
+    """Name the first step whose loss is further off than it may be.
 
     Where another way of learning is meant, it still has to stay nearer to float32's loss than that moves by itself.
     """

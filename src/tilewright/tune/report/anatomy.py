@@ -93,7 +93,7 @@ def _stack(bars: Mapping[str, Mapping[str, float]], scale: float, unit: str, fix
 
 
 def memory_parts(record: Record) -> dict[str, float]:
-    """The memory that was measured, by the plan's names; what nobody owns up to is activations, or the process's."""
+    """Return the measured memory by the plan's names; the remainder is activations, or on a CPU the process."""
     found = record.measurement
     assert found is not None
     parts: dict[str, float] = {name: found.memory[name] for name in _PARTS if name in found.memory}
@@ -112,7 +112,7 @@ def memory_parts(record: Record) -> dict[str, float]:
 
 
 def _rest(record: Record) -> str:
-    """A GPU's allocator knows all that is not activations; a process on a CPU has all in one."""
+    """Name the remainder: activations on a GPU, whose allocator counts all else, and the process on a CPU."""
     return "activations" if record.measurement and "allocated" in record.measurement.memory else "process"
 
 
@@ -200,7 +200,7 @@ def timeline(answer: Answer) -> Drawn:
 
 
 def _placed(pieces: list[dict[str, Any]], colours: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A bar whose parts stand where they were; plotly stacks none that says where it begins."""
+    """Place the parts of a bar by hand, because plotly does not stack bars that have a base."""
     begins = [0.0, *itertools.accumulate(piece["seconds"] * 1e3 for piece in pieces)]
     traces = []
     for kind in dict.fromkeys(piece["category"] for piece in pieces):
@@ -256,7 +256,7 @@ class Roof:
         return min(top, self.copy_rate * work["flops"] / work["bytes"])
 
     def point(self, work: Mapping[str, Any]) -> Point | None:
-        """Where some work lies; None where nobody knows what it had to do, or what the machine can."""
+        """Return the point of some work; None where its FLOPs, its bytes or the machine's ceilings are unknown."""
         limit = self.limit(work)
         if limit is None:
             return None
@@ -315,7 +315,7 @@ def _flops(rate: float) -> str:
 
 
 def roofline_points(answer: Answer) -> list[Point] | str:
-    """All work of a step of the best run, what took longest first."""
+    """Return the work of a step of the best run, longest first."""
     if answer.best is None or not answer.work:
         return "No step of a best run was observed, so nobody can say what its kernels had to do."
     ceilings = roof(answer)
@@ -326,7 +326,7 @@ def roofline_points(answer: Answer) -> list[Point] | str:
 
 
 def roofline(answer: Answer) -> Drawn:
-    """Each op of a step of the best run under the ceilings that were measured; the longer it takes, the larger."""
+    """Draw each op of the best run's step under the measured ceilings; the longer it takes, the larger the dot."""
     points, ceilings = roofline_points(answer), roof(answer)
     if isinstance(points, str):
         return points

@@ -42,7 +42,7 @@ UNSTEADY = 0.1  # a baseline that drifts further than this is no measure of othe
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the probe measured, as far as it is computed with; an answer keeps it as a dictionary."""
+    """The probe's measurements that a report computes with; an answer keeps them as a dictionary."""
 
     device: str = ""
     memory_bytes: Amount | None = None
@@ -54,7 +54,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is known of the machine, as far as a report looks into it."""
+    """The facts of a machine that a report reads."""
 
     gpu: dict[str, Any] | None = None
 
@@ -133,7 +133,7 @@ class Answer:
 
     @property
     def recommended(self) -> bool:
-        """Whether there is a best run and nothing was found against it."""
+        """Whether there is a best run that the proof has not refuted."""
         return self.best is not None and (self.proof is None or self.proof.verdict in VERDICTS[:3])
 
     @property
@@ -244,7 +244,7 @@ def read_prediction(tree: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def answered(space: Space, records: Sequence[Record], best: Record | None, **facts: Any) -> Answer:
-    """The answer that follows from what was measured."""
+    """Derive the answer from what was measured."""
     reference = next((record for record in records if record.purpose == "reference" and record.measurement), None)
     answer = Answer(
         records=list(records), reference=reference, best=best, ablations=_ablations(space, records, best), **facts
@@ -342,7 +342,7 @@ def _what(answer: Answer) -> str:
 
 
 def alone(answer: Answer) -> str:
-    """Why nothing but the best run was measured; nothing where something was."""
+    """Say why only the best run was measured; empty where others were."""
     others = [record for record in answer.records if answer.best is not None and record.point != answer.best.point]
     if any(record.measurement for record in others):
         return ""
@@ -399,7 +399,7 @@ def _costs(answer: Answer) -> str:
 
 
 def listed(words: Any) -> str:
-    """Words as a sentence has them.
+    """Join words by commas and "and".
 
     >>> listed(["a", "b", "c"])
     'a, b and c'

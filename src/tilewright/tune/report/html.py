@@ -103,7 +103,7 @@ def plain(value: Any) -> Any:
 
 
 def sentence(words: Node) -> Element:
-    """What stands where there is nothing to show."""
+    """Write the sentence that replaces what cannot be shown."""
     return tag("p", words, class_="none")
 
 
@@ -198,7 +198,7 @@ def _labelled(header: Sequence[str], row: Sequence[Element]) -> list[Element]:
 
 
 def signed(form: Form) -> Form:
-    """The form of a difference, with a plus where it is one."""
+    """Format a difference with its sign."""
     return lambda value: form(value) if form(value).startswith(("-", "0 ")) else f"+{form(value)}"
 
 

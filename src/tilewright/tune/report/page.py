@@ -145,7 +145,7 @@ def _kernels(answer: Answer, figures: dict[str, Any]) -> Section:
 
 
 def _observed(answer: Answer, roof: anatomy.Roof) -> Element:
-    """Every kind of work of the step that was observed; what is below half a percent shares a row."""
+    """Tabulate the work of the observed step; kinds below half a percent share a row."""
     total = anatomy.step_seconds(answer)
     longest = max(each["seconds"] for each in answer.work) or 1.0
     rows: list[list[Element]] = []
@@ -166,7 +166,7 @@ def _observed(answer: Answer, roof: anatomy.Roof) -> Element:
 
 
 def _profiled(answer: Answer) -> Node:
-    """Where no step was observed: every kernel of the profile, of which nobody knows what it had to do."""
+    """Tabulate the profile's kernels where no step was observed; their FLOPs and bytes are unknown."""
     kernels = (anatomy.step_profile(answer) or {}).get("kernels", [])
     if not kernels:
         return None
@@ -190,7 +190,7 @@ def _profiled(answer: Answer) -> Node:
 def _folded(
     small: Sequence[Mapping[str, Any]], total: float, before: Sequence[Element], after: Sequence[Element]
 ) -> list[Element]:
-    """One row for all that takes too little to have its own; none where that is a single one."""
+    """Fold rows that take too little time into one; a single one stays as it is."""
     if len(small) < 2:
         return []
     seconds, calls = (sum(each[name] for each in small) for name in ("seconds", "calls"))

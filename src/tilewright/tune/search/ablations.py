@@ -9,7 +9,7 @@ from tilewright.tune.store.record import key
 
 
 def untried(known: Known, search: Search) -> list[Point]:
-    """The best run less each of its levers, where nobody has run that; first what is expected to lose least."""
+    """Return the best run without each of its levers, where that has not run; the smallest expected loss first."""
     return _not_yet_run(known, _ablations(known, search))
 
 

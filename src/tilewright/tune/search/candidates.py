@@ -13,7 +13,7 @@ from tilewright.tune.store.record import CONFIRMATION
 
 
 def predicted_best(search: Search) -> list[Point]:
-    """What the plan expects most of, and nothing where it has nothing to say: the first run to try."""
+    """Return the run that the plan predicts to be fastest, the first to try; empty without predictions."""
     origin = search.space.origin
     if search.prediction(origin) is None:
         return []
@@ -24,7 +24,7 @@ def predicted_best(search: Search) -> list[Point]:
 def most_promising(
     known: Known, search: Search, reserve: Reserve, running: Sequence[Point]
 ) -> tuple[Point | None, str]:
-    """What is most promising of what there is still time for; before that, what a change of speed has spoilt.
+    """Return the most promising run that there is time for; runs spoilt by a change of the machine's speed come first.
 
     Returns:
         The point, or None where there is none, and the purpose of running it.
@@ -43,12 +43,12 @@ def most_promising(
 
 
 def unconfirmed(known: Known, running: Collection[Point] = ()) -> list[Point]:
-    """What has to run once more before the best can be called so, unless it runs already."""
+    """Return the run that must run again to confirm the best, unless it is running."""
     best = known.best()
     record = doubted(known.records, best, known.cap, known.wrong) if best is not None else None
     return [record.point] if record is not None and record.point not in running else []
 
 
 def worth_the_rest(known: Known, search: Search, reserve: Reserve) -> list[Point]:
-    """What may still beat a best of which all is shown, where there is time for it and for all that follows."""
+    """Return a run that may still beat a confirmed best, where there is time for it and for what follows."""
     return [point for point in search.worth_the_rest(known.records) if reserve.can_win_at_the_end(point)][:1]

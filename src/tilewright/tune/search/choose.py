@@ -51,7 +51,7 @@ def _counting(runs: Sequence[Record]) -> Record:
 
 
 def confirmed(records: Iterable[Record], record: Record) -> bool:
-    """Whether the run that counts was measured on a steady machine, and another time as well, and was as fast then."""
+    """Whether the run was measured twice on a steady machine, equally fast."""
     others = [run for run in _steady(records, record) if run.began != record.began]
     again = any(run.purpose == CONFIRMATION for run in (record, *others))
     speed = record.tokens_per_second or 0.0
@@ -68,7 +68,7 @@ def _steady(records: Iterable[Record], record: Record) -> list[Record]:
 
 
 def is_known(record: Record) -> bool:
-    """Whether the speed of a run is: the machine stayed as it was."""
+    """Whether a run's speed is known: the machine stayed as it was."""
     return record.doubt <= SHAKEN
 
 
@@ -87,7 +87,7 @@ def fastest(records: Iterable[Record], cap: float = math.inf, wrong: Iterable[st
 
 
 def best_of(space: Space, records: Sequence[Record], cap: float = math.inf, wrong: Iterable[str] = ()) -> Record | None:
-    """The fastest with every lever put back that can be, one after the other, without its getting slower.
+    """Return the fastest run, with every lever put back that does not make it slower.
 
     Of runs that are as fast it is one that has been confirmed.
     """
@@ -111,7 +111,7 @@ def best_of(space: Space, records: Sequence[Record], cap: float = math.inf, wron
 def doubted(
     records: Sequence[Record], best: Record, cap: float = math.inf, wrong: Iterable[str] = (), *, shaken: bool = False
 ) -> Record | None:
-    """What should be run again before the best can be called so: itself, or one that may really be as fast.
+    """Return the run to repeat before the best is confirmed: the best itself, or one that may be as fast.
 
     Args:
         shaken: only what ran while the machine changed so much that nothing is known of it.

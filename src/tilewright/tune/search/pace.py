@@ -64,7 +64,7 @@ class Pace:
         return max(0.0, self.left + max(_OVERRUN[0], _OVERRUN[1] * self.budget))
 
     def note(self, kind: str, seconds: float) -> None:
-        """What a trial took."""
+        """Note how long a trial took."""
         self._trials.setdefault(kind, []).append(seconds)
 
     def note_proof(self, seconds: float) -> None:
@@ -97,5 +97,5 @@ class Pace:
 
     @property
     def another(self) -> float:
-        """Seconds that one more of both takes, at least: a trial, and what has been seen of a proof."""
+        """Return the least seconds that another trial and its proof take."""
         return self.expected("none") + _MARGIN * self._proof

@@ -38,7 +38,7 @@ _FAILURES = 2  # points at which a lever's value has failed, none at which it ra
 
 
 class Search:
-    """Chooses points; knows nothing of processes and storage.
+    """Choose points to try; processes and storage are elsewhere.
 
     Args:
         space: where to look.
@@ -163,7 +163,7 @@ class Search:
         return chosen[2]
 
     def _estimate(self, point: Point, best: Record, moves: dict[tuple[str, str, str], float]) -> float:
-        """Time over that of the best."""
+        """Estimate a point's step time relative to the best's."""
         ratio = self.expected_seconds(point) / self.expected_seconds(best.point)
         for name, value in point.items():
             if value != best.point[name]:

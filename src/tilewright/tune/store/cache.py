@@ -97,7 +97,7 @@ def _important(tree: Any) -> Any:
 
 
 def _folder() -> Path | None:
-    """The folder of results, made where it is not there; None where it could be somebody else's doing."""
+    """Return the folder of results, made if need be; None where another user could write to it."""
     try:
         root = cache_root()
         return None if root is None else private_folder(root, "trials")

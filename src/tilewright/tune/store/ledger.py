@@ -78,7 +78,7 @@ class _Entry:
 
 
 class Ledger:
-    """A study, as one worker sees it. Made by `Ledger.open`."""
+    """A study's trials, as one worker sees them. `Ledger.open` makes it."""
 
     def __init__(
         self, storage: Storage, head: Mapping[str, Any], folder: Path, worker: str, lease: float,
@@ -378,7 +378,7 @@ class Ledger:
 
 
 def _touch(path: Path) -> None:
-    """Make sure that a file can be written: better before the work than after it."""
+    """Check that a file can be written, before the work rather than after it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab"):
@@ -411,7 +411,7 @@ def _entry(trial: FrozenTrial) -> _Entry | None:
 
 
 def _before(other: _Entry, entry: _Entry) -> bool:
-    """Whether another trial makes one superfluous."""
+    """Whether another trial makes this one superfluous."""
     if other.slot != entry.slot or other.number == entry.number:
         return False
     return other.record is not None or (other.open and other.number < entry.number)

@@ -159,7 +159,7 @@ class Storage:
         return self._patiently(attempt, self.patience if patient else 0.0)
 
     def _patiently(self, call: Callable[[], Result], patience: float | None = None) -> Result:
-        """What a call gives, tried again for a while; an interrupt in the middle of one would leave a lock behind."""
+        """Call a function, again for a while if the storage fails, and hold interrupts back so that no lock is left."""
         if self._lost:
             raise StorageLost(self._lost)
         patience = self.patience if patience is None else patience
@@ -315,7 +315,7 @@ def _open(url: URL, patience: float) -> optuna.storages.RDBStorage:
 
 
 class _Busy(UserError):
-    """Workers that begin at once may be in each other's way."""
+    """The database is locked by another worker that begins at the same time."""
 
 
 @contextlib.contextmanager
@@ -375,7 +375,7 @@ def _read_anything(connection: sqlite3.Connection, _: Any) -> None:
 
 
 def _text(url: URL) -> str:
-    """A URL as Optuna wants it, which takes braces for a template."""
+    """Escape the braces of a URL, which Optuna takes for a template."""
     return url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
 
 

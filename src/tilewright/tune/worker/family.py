@@ -36,7 +36,7 @@ class Process(NamedTuple):
 
 
 def end_family(process: Forked | subprocess.Popen[bytes], since: int, token: bytes) -> list[int]:
-    """Kill a process and all that it has started since then; what does not go even so."""
+    """Kill a process and everything it has started; return what survives."""
     until, quiet, sessions, alive = time.monotonic() + PATIENCE, 0, {process.pid}, list[int]()
     server = process.server.process.pid if isinstance(process, Forked) else 0
     # Twice nothing: in the middle of an exec a process has no environment to know it by.

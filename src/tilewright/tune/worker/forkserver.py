@@ -46,11 +46,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Unavailable(Exception):
-    """There is no server to fork from, and why."""
+    """Raised where there is no server to fork from; says why."""
 
 
 class ForkServer:
-    """The tuner's side. Starts the process at once, and waits for it when a child is first wanted."""
+    """The tuner's side: starts the process at once, and waits for it when a child is first wanted."""
 
     def __init__(self, command: Sequence[str] = (sys.executable, "-m", "tilewright.tune.worker.forkserver")) -> None:
         self.environment, self._ready = dict(os.environ), False
@@ -161,7 +161,7 @@ _server: ForkServer | None = None
 
 
 def start() -> None:
-    """Let a server begin to import, while there is something else to do."""
+    """Start a server that imports in the background."""
     global _server
     with _starting:
         if sys.platform == "linux" and _server is None:

@@ -36,7 +36,7 @@ def probe(
     run: Train | None = None,
     command: Sequence[str] = TRIAL,
 ) -> dict[str, Any]:
-    """What this machine can do, measured in a process of its own.
+    """Measure what this machine can do, in a process of its own.
 
     Args:
         device: to measure.

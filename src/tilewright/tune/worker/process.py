@@ -172,7 +172,7 @@ def _start(
 
 
 class _Child:
-    """A conversation: what is still to be said to a process, and what it has said."""
+    """The pipes of a child process: what is still to be written to it, and what it has written."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class _Child:
             self.selector.register(pipe, direction, act)
 
     def follow(self, limits: Limits) -> str | None:
-        """Listen until the process is gone (None), has said nothing for too long ("hung") or is "timed out"."""
+        """Read events until the process ends (None), has been silent for too long ("hung") or is "timed out"."""
         deadline = self.began + limits.seconds
         while self.process.poll() is None:
             self._listen()
@@ -212,7 +212,7 @@ class _Child:
         return None
 
     def begin_phase(self, name: str) -> None:
-        """Count the seconds from here on under another name."""
+        """Count the seconds from here on as another phase."""
         now = time.monotonic()
         self.phases[self._phase] = self.phases.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = name, now
@@ -309,7 +309,7 @@ def _number(value: Any) -> bool:
 
 
 def _told(child: _Child, ended_as: str | None, limits: Limits, kind: Any) -> Ended:
-    """What the end of a child was, in a word and a sentence."""
+    """Describe how a child ended, in a word and a sentence."""
     code, notes = child.process.returncode or 0, child.notes
     strays, errors = _text(child.strays), _text(child.errors)
     value, last = None, _last_line(errors) or _last_line(strays)
@@ -345,7 +345,7 @@ def _exit(code: int) -> str:
 
 
 def _judged(result: dict[str, Any], kind: Any) -> tuple[str, str | None, dict[str, Any] | None]:
-    """Outcome, error and value of a result event; those of one that makes no sense say so."""
+    """Return outcome, error and value of a result event; a malformed event is an outcome of its own."""
     outcome, error, value = (result.get(name) for name in ("outcome", "error", "value"))
     measured = outcome in ("done", "stopped early")
     if not isinstance(outcome, str) or outcome not in OUTCOMES:
@@ -364,7 +364,7 @@ def _judged(result: dict[str, Any], kind: Any) -> tuple[str, str | None, dict[st
 
 
 def _fault(value: dict[str, Any]) -> str | None:
-    """What is wrong with a measurement, or None."""
+    """Return what is wrong with a measurement, or None."""
     try:
         found = Measurement(**value)
         json.dumps(value, allow_nan=False)

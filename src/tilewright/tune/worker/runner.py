@@ -46,7 +46,7 @@ class Runner:
         return self._since >= REFERENCE_EVERY
 
     def heed(self) -> None:
-        """Stop where somebody has asked for it, though the interrupt itself was lost."""
+        """Stop if an interrupt was asked for, even where the signal itself was lost."""
         if self._signals.came:
             raise KeyboardInterrupt
 

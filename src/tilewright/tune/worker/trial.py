@@ -51,7 +51,7 @@ _LONG = 10_000  # steps, before which whatever is to be known is known
 
 
 class Enough(Exception):
-    """Ends a run from within: everything is known that it was for."""
+    """Raised inside of a run to end it: its speed is known."""
 
 
 def main() -> None:
@@ -114,12 +114,12 @@ def _end() -> NoReturn:
 
 
 def begin_phase(say: Say, name: str) -> None:
-    """Tell the parent, which counts the seconds of a trial, that they are for something else now."""
+    """Tell the parent that the trial's seconds belong to another phase from now on."""
     say({"event": "phase", "name": name})
 
 
 def attempt(line: str, say: Say) -> dict[str, Any]:
-    """Do a job, whatever comes of it: the event of its result. What went wrong in full goes to standard error."""
+    """Do a job and return the event of its result; a traceback goes to standard error."""
     kinds = {
         "measure": measure, "probe": _probe, "prove": _prove, "observe": observe, "rules": _rules,
         "probe generating": _generating, "measure generating": _generating, "prove generating": _generating,
@@ -199,7 +199,7 @@ def observe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
 
 
 def _is_compiled() -> bool:
-    """Whether anything has been compiled by now: by our lever, or by somebody's own model."""
+    """Whether anything has been compiled, by the lever or by the user's model."""
     import torch._dynamo.utils
 
     return bool(torch._dynamo.utils.counters["frames"]["ok"])
@@ -237,7 +237,7 @@ def _train(job: Job, say: Say, **told: Callable[..., None]) -> None:
 
 
 def _short_run(config: Train, folder: str, profile: bool) -> Train:
-    """The run as it is, but for what it leaves behind, and how it ends.
+    """Return the run without what it would leave behind, ended by the meter.
 
     The learning rate rises as in the run itself, and then stays: its fall is measured by the length of a run, and the
     losses of two trials, or of a trial and the run itself, would not be comparable. A step whose loss is no number is
@@ -255,7 +255,7 @@ def _short_run(config: Train, folder: str, profile: bool) -> Train:
 
 
 def open_device(config: Train | Generating, most: int = 0) -> None:
-    """Initialise CUDA where the run is on a GPU, and let this process have no more than so many bytes of it."""
+    """Initialise CUDA where the run is on a GPU, and cap this process's memory."""
     import torch
 
     from tilewright.train.engine import device_of
@@ -270,7 +270,7 @@ def open_device(config: Train | Generating, most: int = 0) -> None:
 
 
 class Meter:
-    """Listens to the steps of a run, and ends it by `Enough` as soon as its speed is known.
+    """Meter the steps of a run, and end it by `Enough` as soon as its speed is known.
 
     Those that a profile takes, and the `warm` ones after them, do not count. What is known then is in `measurement`.
     """
@@ -332,7 +332,7 @@ class Meter:
         begin_phase(self._say, "warm up")
 
     def measurement(self) -> Measurement:
-        """What the steps that counted say."""
+        """Return the measurement that the counted steps make."""
         last = self._counted[-1]
         allocated = [one.memory_allocated for one in self._counted if one.memory_allocated is not None]
         used = [(one.mfu, one.hfu) for one in self._counted if one.mfu is not None and one.hfu is not None]
