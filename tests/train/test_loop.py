@@ -17,6 +17,7 @@ from tilewright.optim import AdamW
 from tilewright.parallel.layout import Layout
 from tilewright.parallel.mesh import Mesh
 from tilewright.runtime import cublaslt
+from tilewright.tilesync import TilesyncError
 from tilewright.train import loop
 from tilewright.train.checkpoint import read
 from tilewright.train.engine import Engine
@@ -474,3 +475,17 @@ def test_candidates_of_max_autotune_are_tried_in_a_process_of_their_own(tmp_path
     apart = {"max_autotune": True, "coordinate_descent_tuning": True, "autotune_in_subproc": True}
     graphs = {"triton.cudagraphs": True}
     assert given == [{}, graphs, {**apart, **graphs}, apart]
+
+
+def test_a_step_whose_tiles_waited_too_long_is_not_saved(tmp_path, monkeypatch):
+    """A recording that is replayed does not say so by itself, as a call does."""
+    steps = iter(range(1, 9))
+
+    def fails():
+        if next(steps) == 5:
+            raise TilesyncError("Tile (0, 0) of stage y waited too long: semaphore 0 stands at 1 of 2. Nothing else.")
+
+    monkeypatch.setattr(loop, "raise_if_failed", fails)
+    with pytest.raises(UserError, match=r"waited too long: semaphore 0 stands at 1 of 2. The step is not saved"):
+        train(tiny(tmp_path, checkpoint={"every": 1}))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-00000004"

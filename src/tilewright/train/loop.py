@@ -34,6 +34,7 @@ from tilewright.parallel.mesh import limit_waiting
 from tilewright.parallel.own_time import Slowest, Span, seconds
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.memory import train as plan_memory
+from tilewright.tilesync import TilesyncError, raise_if_failed
 from tilewright.train.check_ranks import check_ranks
 from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
 from tilewright.train.checkpoint_format import short
@@ -146,6 +147,11 @@ def _sentences() -> Iterator[None]:
         where = f" at {error.filename}" if error.filename else ""
         raise UserError(
             f"{short(error)}{where}; put that right and run again: the run goes on from its newest checkpoint, if any."
+        ) from error
+    except TilesyncError as error:
+        raise UserError(
+            f"{str(error).split('. ')[0]}. The step is not saved; run again: the run goes on from its newest checkpoint. "
+            "If it comes back, choose model.mlp=auto."
         ) from error
     except RuntimeError as error:
         if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
@@ -418,6 +424,7 @@ class _Run:
         """Read a step's metrics and pass them to every listener."""
         if step.ready is not None:
             step.ready.synchronize()
+        raise_if_failed()  # a recording that is replayed does not
         loss, asked, norm, skipped, *works = step.found.tolist()
         share = works.pop(0) if self.engine.mixtures else None
         if step.step > self.resumed + 1:  # the first one compiles, and each rank for itself
