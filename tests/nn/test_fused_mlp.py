@@ -29,6 +29,9 @@ def compare(theirs, ours):
             ]
             torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
     assert ours(x[:0]).shape == (0, 3, 16)
+    ours.zero_grad()
+    ours(x[:0]).sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in ours.parameters())
 
 
 @pytest.mark.parametrize("gated", [True, False])

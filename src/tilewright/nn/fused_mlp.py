@@ -69,9 +69,9 @@ class FusedMLP(torch.nn.Module):
         if x.shape[-1] != self.width:
             raise ValueError(f"FusedMLP: x has {x.shape[-1]} features, but {self.width} are needed.")
         rows = x.numel() // self.width
-        if rows == 0:
-            return x.new_empty(x.shape)
         activation, gated = _ACTIVATIONS[self.activation]
+        if rows == 0:
+            return self._by_layers(x)
         if not all(is_own(child, Linear) for child in self.children()):
             paths.note("tilesync", paths.PARTS, "a layer of the MLP is hooked or replaced")
             return self._by_layers(x)
