@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tilesync.graphs import chain, graphs, tensors
 from tilewright.measure.clock import Timing
+from tilewright.runtime import nvrtc
 from tilewright.tilesync import (
     Gemm,
     Graph,
@@ -216,6 +218,27 @@ def test_a_measurement_that_failed_is_said_and_is_not_kept_on_disk(host, monkeyp
     assert list(op.fastest.values()) == ["persistent"] and len(host.timed) == 2
 
 
+def test_numbers_that_are_not_finite_say_nothing_of_a_mode(host, monkeypatch, caplog):
+    """As where a run has diverged, or a model is called once on memory that nobody has written."""
+    op, inputs = fresh(monkeypatch)
+    op(**{**inputs, "x": torch.full_like(inputs["x"], torch.nan)})
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "not finite" in said and not host.timed and list(op.fastest.values()) == ["plain"]
+    op, inputs = fresh(monkeypatch)
+    op(**inputs)
+    assert list(op.fastest.values()) == ["pdl"]
+
+
+def test_what_another_kernel_was_measured_at_is_not_taken_for_this_ones(host, monkeypatch):
+    fresh(monkeypatch)[0](**tensors(swiglu()))
+    host.fastest = "persistent"
+    monkeypatch.setattr(nvrtc, "cache_key", lambda *_: "another source")
+    for _ in range(2):
+        op, inputs = fresh(monkeypatch)
+        op(**inputs)
+        assert list(op.fastest.values()) == ["persistent"] and len(host.timed) == 2
+
+
 def test_what_is_captured_first_runs_plainly_or_says_what_to_do(host, monkeypatch, caplog):
     """Also where the disk knows a mode: its kernel cannot be loaded during a capture."""
     op, inputs = fresh(monkeypatch)
@@ -299,7 +322,7 @@ def test_streams_fork_one_behind_the_others_first_kernel_and_join_the_callers(mo
     monkeypatch.setattr(torch.cuda, "stream", stream)
     runner = launch.Runner.__new__(launch.Runner)
     first, second = Stream("first"), Stream("second")
-    runner.device, runner.streams = torch.device("cpu"), [first, second]
+    runner.device, runner.streams, runner.lock = torch.device("cpu"), [first, second], threading.Lock()
     runner.kernel = lambda blocks, arguments: current[-1].work.append(("run", arguments[0].cell, blocks))
     runner.begin = lambda blocks, given: current[-1].work.append(("begin", given[0].cell, given[0].blocks, blocks))
     program = launch.device.ProgramArgument
@@ -309,6 +332,29 @@ def test_streams_fork_one_behind_the_others_first_kernel_and_join_the_callers(mo
     assert first.work == [("behind", "caller", 0), ("begin", 0, 4, 1), ("run", 1, 3)]
     assert second.work == [("behind", "first", 2), ("begin", 1, 3, 1), ("run", 2, 2)]
     assert [each.cell for each in launches] == [0, 1, 2] and {each.blocks for each in launches} == {9}
+
+
+def test_threads_on_one_stream_launch_all_stages_one_after_the_other(monkeypatch):
+    """They have the same semaphores, and the stages of one would take the tickets of the other's."""
+    runner, done = launch.Runner.__new__(launch.Runner), []
+
+    def note(*_):
+        done.append(threading.get_ident())
+        time.sleep(0.005)
+
+    stream = SimpleNamespace(record_event=lambda: None, wait_event=note, wait_stream=note)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda on: stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    runner.device, runner.streams, runner.lock = torch.device("cpu"), [stream], threading.Lock()
+    runner.kernel = runner.begin = note
+    launches = [launch.device.ProgramArgument(cell=stage) for stage in range(2)]
+    threads = [threading.Thread(target=runner._run_on_streams, args=(launches, [1, 1], None)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    each = len(done) // 4
+    assert all(len(set(done[start : start + each])) == 1 for start in range(0, len(done), each)), done
 
 
 def test_what_runs_aside_has_a_thread_and_a_stream_of_its_own_between_two_waits(monkeypatch):

@@ -160,7 +160,7 @@ def compile_ahead(source: Path, device: int, macros: dict[str, int]) -> None:
 
 
 def _load_or_compile(source: Path, options: tuple[str, ...], headers: Headers) -> bytes:
-    start, key = time.perf_counter(), _cache_key(source, options, headers)
+    start, key = time.perf_counter(), cache_key(source, options, headers)
     code = disk_cache.get(key)
     found = code is not None
     if code is None:
@@ -180,8 +180,8 @@ def _folders(source: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((_HEADERS, source.parent)))
 
 
-def _cache_key(source: Path, options: tuple[str, ...], more: Headers) -> str:
-    """Hash all that the code depends on: the source, every header it may include, the options and the compiler."""
+def cache_key(source: Path, options: tuple[str, ...], more: Headers) -> str:
+    """Hash all that a kernel depends on: its source, every header it may include, the options and the compiler."""
     headers = [(path.name, path.read_text()) for folder in _folders(source) for path in sorted(folder.glob("*.cuh"))]
     headers += more
     # nvrtcVersion leaves out the patch level, which the release of torch fixes.

@@ -8,7 +8,7 @@
     pdl         the same, each begins while the one before it ends, and fetches its first weights meanwhile
     streams     a kernel a stage, each on a stream of its own: tiles wait for tiles
     persistent  one kernel: tiles wait for tiles
-    auto        the fastest of these, measured once for a graph, a dtype and a GPU, and kept on disk
+    auto        the fastest of these, measured once for a graph, a dtype, a GPU and these kernels, and kept on disk
 
 Backward computes the stages again in plain PyTorch and differentiates these.
 """
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from tilewright.measure.clock import interleaved_graph_time
-from tilewright.runtime import disk_cache, dispatch, paths
+from tilewright.runtime import disk_cache, dispatch, nvrtc, paths
 from tilewright.runtime.log import log
-from tilewright.tilesync import launch
+from tilewright.tilesync import device, launch
 from tilewright.tilesync.check import Program, check
 from tilewright.tilesync.graph import WIDE, Graph, GraphError, Stage
 
@@ -131,8 +131,9 @@ class Compiled:
                 log.warning("tilesync: %s is captured as plain; call it once before it is captured", self.graph.name)
                 return "plain"
             entry = disk_cache.make_key(
-                "tilesync-3", self.name, str(inputs[0].dtype), torch.cuda.get_device_name(key[0]), torch.__version__
-            )
+                "tilesync-4", self.name, str(inputs[0].dtype), torch.cuda.get_device_name(key[0]),
+                nvrtc.cache_key(device.SOURCE, (), ()),
+            )  # fmt: skip
             found = (disk_cache.get(entry) or b"").decode()
             if found not in MODES[:-1]:
                 found, is_whole = launch.aside(key[0], lambda: self._measure(inputs))
@@ -144,6 +145,12 @@ class Compiled:
     def _measure(self, inputs: Sequence[Tensor]) -> tuple[str, bool]:
         """Return the fastest mode, and whether no mode failed; on a stream that can be captured."""
         truth = compute_plainly(self.program, inputs)
+        if not all(y.isfinite().all() for y in truth):
+            log.warning(
+                "tilesync: %s is called with numbers that are not finite, by which no mode can be checked, so this "
+                "process runs it plainly, and keeps nothing", self.graph.name,
+            )  # fmt: skip
+            return "plain", False
         right: dict[str, Callable[[], object]] = {"plain": functools.partial(self._run_as, "plain", inputs)}
         failed: dict[str, Exception] = {}
         for mode in MODES[1:-1]:

@@ -66,6 +66,7 @@ class Runner:
         module = nvrtc.Module(device.SOURCE, on.index, lowered.macros, lowered.headers)
         self.kernel = module.kernel(device.KERNEL, device.THREADS, lowered.shared_bytes)
         self.begin = module.kernel(device.BEGIN, 32, 0)
+        self.lock = threading.Lock()  # while launches follow each other that count on the same semaphores
         self.streams = [torch.cuda.Stream(on) for _ in range(min(len(lowered.stages), MOST_STREAMS) - 1)]
         tables = lowered.stages, lowered.tasks, lowered.waits, lowered.posts
         self.tables = [torch.from_numpy(table.view(np.uint8).copy()).to(on) for table in tables]
@@ -149,18 +150,19 @@ class Runner:
         captures the caller's has them all.
         """
         caller = torch.cuda.current_stream(self.device)
-        forked = caller.record_event()
-        self.kernel(blocks[0], (launches[0], tensors))
-        for number, stream in enumerate(self.streams, 1):
-            before = device.ProgramArgument.from_buffer_copy(launches[number])
-            before.cell, before.blocks = number - 1, blocks[number - 1]
-            stream.wait_event(forked)
-            with torch.cuda.stream(stream):
-                self.begin(1, (before,))
-                forked = stream.record_event()
-                self.kernel(blocks[number], (launches[number], tensors))
-        for stream in self.streams:
-            caller.wait_stream(stream)
+        with self.lock:  # stages of another thread's call would take the tickets of this one's
+            forked = caller.record_event()
+            self.kernel(blocks[0], (launches[0], tensors))
+            for number, stream in enumerate(self.streams, 1):
+                before = device.ProgramArgument.from_buffer_copy(launches[number])
+                before.cell, before.blocks = number - 1, blocks[number - 1]
+                stream.wait_event(forked)
+                with torch.cuda.stream(stream):
+                    self.begin(1, (before,))
+                    forked = stream.record_event()
+                    self.kernel(blocks[number], (launches[number], tensors))
+            for stream in self.streams:
+                caller.wait_stream(stream)
 
     def times(self, mode: str, inputs: dict[str, Tensor]) -> np.ndarray:
         """Run once and return when each task started, had waited and ended, and on which SM."""

@@ -150,8 +150,8 @@ def _sentences() -> Iterator[None]:
         ) from error
     except TilesyncError as error:
         raise UserError(
-            f"{str(error).split('. ')[0]}. The step is not saved; run again: the run goes on from its newest checkpoint. "
-            "If it comes back, choose model.mlp=auto."
+            f"{str(error).partition('. ')[0]}. The step is not saved; run again: the run goes on from its newest "
+            "checkpoint. If it comes back, choose model.mlp=auto."
         ) from error
     except RuntimeError as error:
         if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
