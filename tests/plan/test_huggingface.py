@@ -15,6 +15,7 @@ from tilewright.plan.memory import Training, infer, kv_bytes_per_token, train
 from tilewright.plan.roofline import step_ops
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert")
+BOTH = ("t5", "mt5", "umt5")  # an encoder and a decoder
 
 # Published models: the fields of their config.json that matter, and the parameters that transformers 5.23 builds of
 # them on the meta device (test_a_random_model_has_as_many_parameters_as_transformers_builds compares many more).
@@ -34,6 +35,18 @@ PUBLISHED = {
         {"model_type": "distilbert", "dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072,
          "vocab_size": 30522, "max_position_embeddings": 512},
         66_362_880,
+    ),
+    "t5-base": (
+        {"model_type": "t5", "d_model": 768, "num_layers": 12, "num_heads": 12, "d_kv": 64, "d_ff": 3072,
+         "vocab_size": 32128, "n_positions": 512},
+        # vh + 2 · 32a; 12 layers of an encoder 4h² + 2hf + 2h and of a decoder 8h² + 2hf + 3h; 2h
+        222_903_552,
+    ),
+    "flan-t5-xl": (
+        {"model_type": "t5", "d_model": 2048, "num_layers": 24, "num_heads": 32, "d_kv": 64, "d_ff": 5120,
+         "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        # 2vh + 2 · 32a; 24 layers of 4h² + 3hf + 2h and of 8h² + 3hf + 3h; 2h
+        2_849_757_184,
     ),
     "phi-2": (
         {"model_type": "phi", "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -126,7 +139,7 @@ def test_published_models_are_counted_exactly(name):
     assert from_config(config).parameters == parameters
 
 
-UNKNOWN = ("t5", "vit", "deepseek_v4", "mamba", "qwen3_next", "llama5_text", "clip", "newllama",
+UNKNOWN = ("bart", "vit", "deepseek_v4", "mamba", "qwen3_next", "llama5_text", "clip", "newllama",
            "x" * 999)  # fmt: skip
 
 
@@ -171,6 +184,35 @@ def test_an_encoder_sees_every_token_and_has_no_logits_and_no_cache():
     with pytest.raises(UserError, match="encoder"):
         infer(bert, 1, 128)
     assert "head for a task" in bert.note
+
+
+def test_an_encoder_with_a_decoder_counts_both_and_what_goes_between_them():
+    t5 = dataclasses.replace(from_config(PUBLISHED["t5-base"][0]), sequence=512)
+    assert (t5.layers, t5.cross_layers) == (24, 12) and "source" in t5.note
+    h, f, s, layers = 768, 3072, 512, 12
+    matmuls = 12 * h * h + 4 * h * f  # of an encoder's layer and a decoder's: three attentions, two MLPs
+    scores = 4 * h * (s + s / 2 + s)  # the encoder's, the decoder's, and those over the source
+    assert forward_flops(t5, causal=True) == layers * (2 * matmuls + scores) + 2 * 32128 * h
+    anatomy = train(t5, Training(micro_batch=8))
+    assert anatomy["weights"] == 4 * 222_903_552
+    ops = {op.name: op for op in step_ops(t5, Training(attention="softmax"))}
+    cross, own = ops["cross attention, forward"], ops["attention, forward"]
+    assert cross.cost.flops == 4 * h * s * s and own.cost.flops == pytest.approx(0.75 * cross.cost.flops)
+    assert "softmax of cross attention, backward" in ops
+    longer = dataclasses.replace(
+        t5, layers=36, cross_layers=12
+    )  # twelve more layers of an encoder cost no second branch
+    deeper = dataclasses.replace(t5, layers=36, cross_layers=24)
+    assert train(longer, Training())["activations"] < train(deeper, Training())["activations"]
+    for split in ({"pipeline": 2}, {"context": 2}):
+        with pytest.raises(UserError, match="encoder with a decoder"):
+            train(t5, Training(**split))
+    with pytest.raises(UserError, match="two caches"):
+        infer(t5, 1, 128)
+    with pytest.raises(UserError, match="more special layers"):
+        dataclasses.replace(t5, cross_layers=25)
+    with pytest.raises(UserError, match="feed_forward_proj"):
+        from_config({**PUBLISHED["t5-base"][0], "feed_forward_proj": 3})
 
 
 def test_latent_attention_takes_the_flops_and_the_cache_that_its_makers_say():
@@ -221,6 +263,11 @@ def draw(kind, rng):
     if kind == "mpt":
         return {"d_model": width, "n_layers": layers, "n_heads": heads, "vocab_size": vocabulary,
                 "expansion_ratio": 4, "max_seq_len": length, **tied}  # fmt: skip
+    if kind in BOTH:  # whose head transformers ties where nothing is loaded, whatever the file says
+        more = {"num_decoder_layers": rng.randint(1, 7)} if flag() else {}
+        more |= {"feed_forward_proj": rng.choice(("relu", "gated-gelu", "gated-silu"))} if flag() else {}
+        return {"d_model": width, "num_layers": layers, "num_heads": heads, "d_kv": rng.randint(2, 20), "d_ff": ffn,
+                "vocab_size": vocabulary, "relative_attention_num_buckets": rng.randint(8, 32), **more}  # fmt: skip
     if kind == "distilbert":
         return {"dim": width, "n_layers": layers, "n_heads": heads, "hidden_dim": ffn, "vocab_size": vocabulary,
                 "max_position_embeddings": length}  # fmt: skip
@@ -271,6 +318,14 @@ def draw(kind, rng):
     return base
 
 
+def model_class(kind):
+    import transformers
+
+    if kind in ENCODERS:
+        return transformers.AutoModel
+    return transformers.AutoModelForSeq2SeqLM if kind in BOTH else transformers.AutoModelForCausalLM
+
+
 @pytest.mark.parametrize("kind", KNOWN)
 def test_a_random_model_has_as_many_parameters_as_transformers_builds(kind):
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
@@ -285,7 +340,7 @@ def test_a_random_model_has_as_many_parameters_as_transformers_builds(kind):
         except Exception as error:  # its own checks of a configuration, such as windows, are not what is tested
             print(type(error).__name__, error)
             continue
-        make = transformers.AutoModel if kind in ENCODERS else transformers.AutoModelForCausalLM
+        make = model_class(kind)
         with torch.device("meta"):
             model = make.from_config(config)
         expected = sum(parameter.numel() for parameter in model.parameters())
@@ -312,14 +367,15 @@ def test_a_random_model_has_the_flops_that_torch_counts(kind):
         if number >= 6 and compared:  # transformers cannot run some of what is drawn
             break
         raw = {"model_type": kind, **draw(kind, rng)}
-        make = transformers.AutoModel if kind in ENCODERS else transformers.AutoModelForCausalLM
+        make = model_class(kind)
         try:
             config = transformers.AutoConfig.for_model(**raw)
             # Kernels that the counter knows.
             config._attn_implementation = config._experts_implementation = "eager"
             model = make.from_config(config).eval()
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                model(torch.randint(3, 200, (1, tokens)))
+                inputs = torch.randint(3, 200, (1, tokens))
+                model(inputs, **({"decoder_input_ids": inputs} if kind in BOTH else {}))
         except (ValueError, RuntimeError, AttributeError) as error:  # shapes that transformers itself cannot run
             print(type(error).__name__, error)
             continue

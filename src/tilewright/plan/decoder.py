@@ -21,7 +21,9 @@ _SIZES = ("width", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocabulary
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder-only transformer or, with `causal=False`, an encoder.
+    """A decoder-only transformer, with `causal=False` an encoder or, with `cross_layers`, an encoder and a decoder.
+
+    Of the latter, `layers` are those of both, and a token is one of the source and one of the target, of one length.
 
     One letter in the formulas of `--explain` for each of the first fields: h, L, a, k, d, f, v, s.
 
@@ -53,7 +55,9 @@ class Decoder:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    positions: str = "learned"  # "rope", or "none" (ALiBi)
+    cross_layers: int = 0  # of `layers`, the decoder's: they attend to the output of the others, the encoder's, too
+    positions: str = "learned"  # "rope", or "none" (ALiBi, or learned numbers that are added to scores)
+    score_biases: int = 0  # those numbers
     longest: int = 0  # sequence that its config.json allows; 0: nobody has said
     position_rows: int = 0  # of a learned table; 0: one for each token of the sequence
     token_types: int = 0  # rows of a table that is added to the embeddings
@@ -101,8 +105,10 @@ class Decoder:
             raise UserError(f"{self.heads} heads do not divide into {self.kv_heads} key-value heads.")
         if not 1 <= self.active_experts <= self.experts:
             raise UserError(f"{self.active_experts} of {self.experts} experts cannot be active.")
-        if self.windowed_layers > self.layers or self.dense_layers > self.layers:
+        if max(self.windowed_layers, self.dense_layers, self.cross_layers) > self.layers:
             raise UserError("There are more special layers than layers.")
+        if self.cross_layers and (self.experts > 1 or self.kv_rank or not self.causal):
+            raise UserError("cross_layers are a decoder's, with keys and values of its own and without experts.")
         if self.experts == 1 and (self.shared_ffn or self.dense_layers or self.dense_ffn):
             raise UserError("shared_ffn, dense_layers and dense_ffn are a mixture's; give experts of at least 2.")
         if not 0.0 <= self.dropout < 1.0:
@@ -179,7 +185,18 @@ class Decoder:
         heads = self.heads + self.kv_heads if self.wide_qk_norm else 2
         layer = self.norms * self._norm_weights + (heads * self.head_dim if self.qk_norm else 0)
         layer += self.q_rank + self.kv_rank  # latents have norms of their own
-        return self.layers * layer + (self.final_norm + self.embedding_norm) * self._norm_weights
+        ends = self.final_norm * self.stacks + self.embedding_norm
+        return self.layers * layer + (self.cross_layers + ends) * self._norm_weights
+
+    @property
+    def stacks(self) -> int:
+        """An encoder and a decoder are two."""
+        return 2 if self.cross_layers else 1
+
+    @property
+    def attentions(self) -> int:
+        """Attention's, each with projections of its own, in all layers."""
+        return self.layers + self.cross_layers
 
     @property
     def _layer_biases(self) -> int:
@@ -214,7 +231,7 @@ class Decoder:
         dense = self.layers if self.experts == 1 else self.dense_layers
         sparse = self.experts * mlp(self.ffn) + (mlp(self.shared_ffn) if self.shared_ffn else 0)
         inner = dense * mlp(self.ffn if self.experts == 1 else self.dense_ffn or self.ffn)
-        return rank * (self.layers * attention + inner + (self.layers - dense) * sparse)
+        return rank * (self.attentions * attention + inner + (self.layers - dense) * sparse)
 
     def _mlp(self, experts: float) -> tuple[float, float]:
         """Parameters of a layer's MLP, with this many experts of a mixture counted, and of a layer without experts."""
@@ -250,8 +267,8 @@ class Decoder:
 
     def _count(self, experts: float) -> float:
         ends = (self.vocabulary if self.head_bias else 0) + (self.width * (self.width + 1) if self.pooler else 0)
-        body = self.layers * (self.attention_weights + self._layer_biases) + self._mlps(experts)
-        return self.embedding_parameters + ends + body + self.norm_parameters
+        body = self.attentions * (self.attention_weights + self._layer_biases) + self._mlps(experts)
+        return self.embedding_parameters + ends + self.score_biases + body + self.norm_parameters
 
     @property
     def parameters(self) -> int:
@@ -275,7 +292,7 @@ class Decoder:
         return self._count(self.experts_read(tokens)) - (self.embedding_parameters - self.head_weights)
 
     def context(self, causal: bool = False) -> float:
-        """Tokens that a token looks at, the mean over tokens and layers: s, or s/2 under the causal mask.
+        """Tokens that a token looks at in its own sequence, the mean over tokens and layers: s, or s/2 if causal.
 
         In a layer with a window w they are w, or w - w²/2s: only the first w tokens have fewer before them.
         """
@@ -284,6 +301,8 @@ class Decoder:
         full, windowed = (s / 2, w - w * w / (2 * s)) if causal else (float(s), float(w))
         if self.chunked:
             windowed = (s // w * w * w + (s % w) ** 2) / s / (2 if causal else 1)
+        if self.cross_layers:  # the encoder's layers have no mask
+            full = (self.cross_layers * full + (self.layers - self.cross_layers) * s) / self.layers
         return (self.windowed_layers * windowed + (self.layers - self.windowed_layers) * full) / self.layers
 
     def tensor_problem(self, ranks: int) -> str:

@@ -44,7 +44,7 @@ def matmuls(decoder: Decoder, tokens: int, tensor: int = 1, expert: int = 1) -> 
     """
     h, layers = decoder.width, decoder.layers
     for name, columns, rows in decoder.projections(tensor):
-        yield Matmul(name, tokens, columns, rows, layers)
+        yield Matmul(name, tokens, columns, rows, decoder.attentions)
     ups = 2 if decoder.gated else 1
     sparse = layers - decoder.dense_layers
     if decoder.experts > 1:
@@ -68,8 +68,12 @@ def matmuls(decoder: Decoder, tokens: int, tensor: int = 1, expert: int = 1) -> 
 
 
 def attention_flops(decoder: Decoder, causal: bool = False) -> float:
-    """Forward FLOPs a token of the two matmuls inside attention, all layers: 4·L·a·d·s, half of it under the mask."""
-    return 4 * decoder.layers * decoder.heads * decoder.attention_dim * decoder.context(causal)
+    """Forward FLOPs a token of the two matmuls inside attention, all layers: 4·L·a·d·s, half of it under the mask.
+
+    A decoder that attends to an encoder has 4·a·d·s more a layer: the mask is not about the source.
+    """
+    seen = decoder.layers * decoder.context(causal) + decoder.cross_layers * decoder.sequence
+    return 4 * decoder.heads * decoder.attention_dim * seen
 
 
 def forward_flops(decoder: Decoder, causal: bool = False) -> float:

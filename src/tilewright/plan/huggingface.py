@@ -7,6 +7,7 @@ default of that architecture's class in `transformers`.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -479,10 +480,32 @@ def _roberta(config: _Config) -> dict[str, Any]:
     return _bert(config, offset=config.number("pad_token_id", 1) + 1)  # positions begin behind that of padding
 
 
+def _t5(config: _Config, activation: str = "gated-gelu", every_layer: bool = False) -> dict[str, Any]:
+    """An encoder and a decoder. In both, scores get a number by distance and head, from one table or one a layer."""
+    activation = config.raw.get("feed_forward_proj", activation)
+    if not isinstance(activation, str):
+        raise UserError(f"config.json: feed_forward_proj is {shorten(activation)}; it must be a name such as relu.")
+    heads, layers = config.number("num_heads"), config.number("num_layers")
+    decoder = config.number("num_decoder_layers", layers)
+    tables = layers + decoder if every_layer else 2
+    if not decoder or not layers:
+        raise UserError("config.json: num_layers and num_decoder_layers must be at least 1.")
+    return {
+        "width": config.number("d_model"), "layers": layers + decoder, "cross_layers": decoder, "heads": heads,
+        "kv_heads": heads, "head_dim": config.number("d_kv", 64), "ffn": config.number("d_ff"),
+        "vocabulary": config.number("vocab_size"), "sequence": config.number("n_positions", 512), "norm": "rms",
+        "positions": "none", "gated": activation.startswith("gated-"), "tied": config.flag("tie_word_embeddings", True),
+        "score_biases": tables * config.number("relative_attention_num_buckets", 32) * heads,
+        "dropout": config.share("dropout_rate", 0.1),
+        "note": "an encoder and a decoder; a token is one of the source and one of the target, both of one length.",
+    }  # fmt: skip
+
+
 _OTHERS: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "gpt2": _gpt2, "gpt_bigcode": _gpt_bigcode, "gptj": _gptj, "codegen": _gptj, "opt": _opt, "falcon": _falcon,
     "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "llama4_text": _llama4,
     "bloom": _bloom, "mpt": _mpt, "bert": _bert, "roberta": _roberta, "xlm-roberta": _roberta,
-    "distilbert": _distilbert,
+    "distilbert": _distilbert, "t5": functools.partial(_t5, activation="relu"), "mt5": _t5,
+    "umt5": functools.partial(_t5, every_layer=True),
 }  # fmt: skip
 KNOWN = (*_LLAMAS, *_OTHERS)

@@ -179,6 +179,10 @@ def split_problem(decoder: Decoder, training: Training) -> str:
             return f"{decoder.experts} experts do not divide by expert parallel {training.expert}."
         if training.replicas % training.expert:
             return f"{training.replicas} data and context ranks do not divide by expert parallel {training.expert}."
+    if decoder.cross_layers and (p > 1 or training.context > 1):
+        return (
+            "An encoder with a decoder is not counted on pipeline stages and context-parallel ranks; leave those out."
+        )
     if p == 1 and pieces > 1:
         return f"{pieces} pieces of a stage need a pipeline of at least 2 stages."
     if p * pieces > decoder.layers:
@@ -262,8 +266,10 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     mlp = (c * inner * (3 if again else 4)) if decoder.gated else (c * inner * (1 if again else 2))
     if training.mlp_tiles:  # which keep their input, the norm's output
         mlp = 0.0
+    crossed = decoder.cross_layers / decoder.layers  # what attends to an encoder is a second branch, as the first is
+    norms += crossed * ((kept_sums - 1) * r * h + masks if cheap else n * h + c * h + statistics + masks)
     shared_rows = t if training.sequence_parallel else 1
-    return norms / shared_rows + (attention + mlp) / t
+    return norms / shared_rows + ((1 + crossed) * attention + mlp) / t
 
 
 def kept_activations(
@@ -283,7 +289,8 @@ def kept_activations(
         total = (decoder.layers if layers is None else layers) * layer_activation_bytes(decoder, training)
     if last:  # the final norm and the head's input
         mask = h if decoder.dropout > 0 and decoder.gpt_block == "standard" else 0
-        total += (c + norm_bytes(decoder, training)) * h + (4 if decoder.norm == "rms" else 8) + mask
+        one = (c + norm_bytes(decoder, training)) * h + (4 if decoder.norm == "rms" else 8) + mask
+        total += one * decoder.stacks  # an encoder's output goes to all layers that attend to it
     return rank_tokens(decoder, training) * total
 
 
@@ -520,6 +527,8 @@ def infer(
         raise UserError("batch, tokens and tensor must be at least 1, and a cached number 0 to 8 bytes.")
     if not decoder.causal:
         raise UserError("An encoder does not decode and has no cache; take `plan train` or `plan roofline`.")
+    if decoder.cross_layers:
+        raise UserError("An encoder with a decoder keeps two caches, which are not counted; take `plan train`.")
     decoder.check_length(tokens, "tokens")
     decoder.check_tensor(tensor)
     window = f", {decoder.windowed_layers} layers no further than {decoder.window:,}" if decoder.windowed_layers else ""

@@ -98,7 +98,8 @@ def exposed(decoder: Decoder, training: Training, links: Links, phases: Phases) 
     one = tokens * decoder.width * c
     ways = 3 if training.recompute == "full" else 2  # forward, again, and backward
     if t > 1:
-        found["tensor"] = micro_batches * layers * ways * reductions(decoder, tokens, c, t, links)
+        halves = layers + decoder.cross_layers / 2  # attention, MLP: two reductions a layer, and three where two attend
+        found["tensor"] = micro_batches * halves * ways * reductions(decoder, tokens, c, t, links)
     if training.context > 1:  # backward gathers, too, and scatters the gradients
         keys = decoder.kv_heads_on(t) * (decoder.head_dim + decoder.values)
         of_sequence = training.context * tokens * keys * c

@@ -11,6 +11,7 @@ how other chips differ.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -219,11 +220,12 @@ def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
     narrow = how.matmuls not in ("fp32", "tf32")
     backend = how.attention if narrow or how.attention == "math" else "efficient"  # others take 16 bits
     again = ("recompute",) if training.recompute == "full" else ()
-    for side in ("forward", *again, "backward"):
+    kinds = ("attention", decoder.layers, decoder.context(causal=True)), ("cross attention", decoder.cross_layers, s)
+    for (kind, layers, context), side in itertools.product(kinds, ("forward", *again, "backward")):
         backward, phase = side == "backward", "forward" if side == "forward" else "backward"
         one = cost.attention(
-            b, s // training.context, heads, kv_heads, round(decoder.attention_dim), keys=s,
-            context=decoder.context(causal=True), element_bytes=c, backward=backward,
+            b, s // training.context, heads, kv_heads, round(decoder.attention_dim), keys=s, context=context,
+            element_bytes=c, backward=backward,
         )  # fmt: skip
         width = 128 if decoder.head_dim > 64 else 64
         share = SHARES[f"attention {width}{' backward' if backward else ''}"]
@@ -233,18 +235,20 @@ def _attention(decoder: Decoder, training: Training, how: How) -> Iterator[Work]
         elif how.device == "cuda":
             share *= SHARES.get(backend, 1.0) * _rising(s)
         yield Work(
-            f"attention, {side}", "attention", phase, one, decoder.layers, share, not wide,
+            f"{kind}, {side}", "attention", phase, one, layers, share, not wide,
             style=f"attention {width}", may_use="tf32" if wide else "", dtype="bf16" if how.matmuls == "fp8" else "",
         )  # fmt: skip
         if training.attention == "softmax":  # all scores through memory: masked, softmax, rounded
             scores = cost.elementwise(b * heads * s * s // training.context, 6 * c, 6)
-            yield Work(f"softmax, {side}", "pointwise", phase, scores, decoder.layers, SHARES["eager"], style="eager")
+            name = f"softmax of {kind}, {side}"
+            yield Work(name, "pointwise", phase, scores, layers, SHARES["eager"], style="eager")
     # Gradients of queries, keys and values are put together for the matmul before them; fused, and summed on the way.
     one = cost.elementwise(rank_tokens(decoder, training) * _qkv(decoder, t), 2 * c, 1)
     summed = decoder.qkv_bias and _packs(decoder, training, how)
     style = "fused" if summed else "compiled" if training.compiled else "eager"
     category = "fused" if summed else "pointwise"
-    yield Work("gradients of q, k, v packed", category, "backward", one, decoder.layers, SHARES[style], style=style)
+    calls = decoder.attentions
+    yield Work("gradients of q, k, v packed", category, "backward", one, calls, SHARES[style], style=style)
     if decoder.positions == "rope":
         style, category = _style(decoder, training, how)
         turned = (heads + 1, decoder.rope_dim) if decoder.kv_rank else (heads + kv_heads, decoder.head_dim)
@@ -286,7 +290,8 @@ def _norms(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     for side in ("forward", *(("recompute",) if training.recompute != "none" else ()), "backward"):
         backward, phase = side == "backward", "forward" if side == "forward" else "backward"
         one = of(rows, h, x_bytes=c, residual_bytes=r, backward=backward, dropout=dropout)
-        in_layers, last = decoder.norms * decoder.layers, 0 if side == "recompute" else 1
+        in_layers = decoder.norms * decoder.layers + decoder.cross_layers
+        last = 0 if side == "recompute" else decoder.stacks
         yield from _both(Work(f"{kind}, {side}", category, phase, one, in_layers, share, style=style), last)
         if style == "eager":
             # Autocast has norms in float32, rounded or widened by a kernel of its own; in backward the gradients of
