@@ -3,13 +3,19 @@
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
+from tilewright.models import GPT
 from tilewright.models.block import Block
-from tilewright.parallel.own_time import Slowest
+from tilewright.parallel.layout import Layout
+from tilewright.parallel.own_time import OwnTime, Slowest
+from tilewright.parallel.spread import Spread
+from tilewright.plan.gpt import GPTConfig
 from tilewright.runtime import dispatch
 from tilewright.train.loop import Shown, train
 from tilewright.train.metrics import read
@@ -51,6 +57,20 @@ def test_a_slow_rank_is_named_whatever_the_mesh_is(tmp_path):
         records = {record["step"]: record for record in read(tmp_path / mesh / "metrics.jsonl")}
         assert records[20]["slowest_rank"] == SLOW and records[20]["slowest_times"] > 1.5
         assert records[19]["slowest_rank"] is None
+
+
+@pytest.mark.parametrize("layout, spans", [
+    (Layout(pp=2), 3), (Layout(dp=2, zero=3), 3), (Layout(dp=2, pp=2), 3), (Layout(tp=2), 1),
+], ids=str)  # fmt: skip
+def test_of_a_pipeline_it_is_the_blocks_which_each_stage_has_as_many_of(layout, spans):
+    """The last one's output layer can take as long as ten blocks, and the first one's embeddings nothing."""
+    spread = Spread.__new__(Spread)
+    spread.model = GPT(GPTConfig(width=16, layers=3, heads=2, vocabulary=64, sequence=16))
+    spread.mesh, own = SimpleNamespace(layout=layout), OwnTime(torch.device("cpu"))
+    assert spread.watch(own)
+    own.running = True
+    spread.model(torch.zeros(1, 16, dtype=torch.int64))
+    assert len(own.take()) == spans
 
 
 def test_it_is_said_when_it_begins():

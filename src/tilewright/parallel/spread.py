@@ -97,7 +97,8 @@ class Spread:
         """Measure what this rank does between two messages, where that is less than the whole forward."""
         if self.mesh.layout.is_replicated:
             return False
-        for module in replicas.blocks_of(self.model) if self.mesh.layout.is_sharded else [self.model]:
+        layout = self.mesh.layout  # the last stage of a pipeline has the output layer besides
+        for module in replicas.blocks_of(self.model) if layout.is_sharded or layout.pp > 1 else [self.model]:
             module.forward = own.timed(module.forward)
         return True
 
