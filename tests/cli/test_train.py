@@ -9,6 +9,7 @@ import pty
 import re
 import resource
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -118,6 +119,20 @@ def test_a_world_without_its_address(run, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert_refused(run(), "MASTER_ADDR", "torchrun")
+
+
+@pytest.mark.parametrize("rank, why", [(0, "1/2 clients joined"), (1, "trying to connect to")])
+def test_ranks_that_do_not_meet_say_so(run, monkeypatch, rank, why):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in where.items():
+        monkeypatch.setenv(name, str(value))
+    code, _, error = run("parallel.timeout=0.5", "global_batch=2", "micro_batch=1")
+    assert code == 1 and error.splitlines()[-1].startswith(
+        f"error: Rank {rank} of 2 has not met the others at 127.0.0.1:{port} ("
+    )
+    assert why in error and "Traceback" not in error
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(run, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -64,6 +65,22 @@ def _is_lost(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+@contextlib.contextmanager
+def meeting(rank: int, ranks: int) -> Iterator[None]:
+    """Say in a sentence that the ranks have not met."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_lost(error):
+            raise
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        why = (str(error).splitlines() or [""])[0].rstrip(".")
+        raise Lost(
+            f"Rank {rank} of {ranks} has not met the others at {where} ({why}); start all ranks within "
+            "parallel.timeout, with the address and a free port of the machine of rank 0."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tilewright.errors import UserError
-from tilewright.parallel.agree import told_once
+from tilewright.parallel.agree import meeting, told_once
 from tilewright.parallel.alive import alive, watched
 from tilewright.parallel.layout import Layout
 from tilewright.parallel.mesh import Mesh
@@ -81,7 +81,8 @@ class World:
                 )
             torch.cuda.set_device(local)
         with alive(rank):
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
+            with meeting(rank, ranks):
+                dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
             try:
                 with watched(rank, ranks), told_once():
                     yield
