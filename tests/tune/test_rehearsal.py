@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from tilewright import hardware
@@ -35,6 +36,15 @@ def test_what_is_predicted_for_an_h200_is_near_what_was_recorded_on_one(file):
     assert rows[0]["bytes"] == pytest.approx(answer.reference.measurement.bytes, rel=0.05)
     assert rows[-1]["tokens_per_second"] == pytest.approx(answer.best.tokens_per_second, rel=0.12)
     assert "gpt_block optimized" in rows[-1]["run"]
+
+
+def test_a_model_with_experts_is_predicted_without_what_does_not_know_them(monkeypatch):
+    """And without asking a GPU that is not there what it can do."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: pytest.fail("nobody is to be asked"))
+    run = read(None, ["model.preset=125m", "global_batch=8", "model.experts=8", "model.gpt_block=optimized"])
+    rows = rehearsal({"it": run}, find_gpu("H200-SXM"))["rows"]
+    assert len(rows) == 2 and "compile" not in rows[1]["run"]
 
 
 def test_every_gpu_of_the_table_is_predicted_or_refused_in_a_sentence():

@@ -1,7 +1,8 @@
 """What each rank takes for its own work: all wait for the slowest, so a step's time does not say which that is.
 
 Forward is measured, where no rank waits for another: the whole model, of a pipeline the blocks, which each stage has as
-many of, and with FSDP2 each block, behind the hook that gathers its weights. Ranks of tp and cp wait for each other inside of that, and are slow together.
+many of, and with FSDP2 each block, behind the hook that gathers its weights. Ranks of tp and cp wait for each other
+inside of that, and are slow together.
 """
 
 from __future__ import annotations

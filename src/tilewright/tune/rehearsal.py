@@ -73,8 +73,8 @@ def _rows(space: Space, machine: Mapping[str, Any]) -> list[dict[str, Any]]:
         space, lambda point: predict(space.at(point), machine), lambda prediction: misfit(prediction, machine)
     )
     points: dict[str, Point] = {"baseline": space.origin}
-    if "default" in space.levers.get("compile", ()):
-        compiled = {**space.origin, "compile": "default"}
+    compiled = {**space.origin, "compile": "default"}
+    if "default" in space.levers.get("compile", ()) and space.refusal(compiled) is None:
         points[space.label(compiled)] = compiled
     best = search.descend(space.origin)
     if best != space.origin:
