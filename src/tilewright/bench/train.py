@@ -45,6 +45,7 @@ LEVERS: Cases = {
     "optimized, linear_fused": LEAN,
     "selective": LEAN + SELECTIVE,
     "mlp recompute": (*LEAN, "model.mlp=recompute"),
+    "mlp tilesync": (*LEAN, "model.mlp=tilesync"),
     "residual bf16": LEAN + STREAM,
     "full recompute": (*LEAN, "model.recompute=full"),
     "budget 20 GiB": (*LEAN, "model.recompute=budget", "model.recompute_budget=20"),
