@@ -213,4 +213,7 @@ def dropout_mask(x: torch.Tensor, seed: int | torch.Tensor | None, p: float, str
     """The elements of a tensor shaped like `x` that a kernel given this seed keeps."""
     if seed is None:
         return torch.ones(x.shape, dtype=torch.bool, device=x.device)
-    return (_registered_mask if dispatch.is_traced(x) else _launch_mask)(x, seed, p, stream)
+    if not dispatch.is_traced(x):
+        return _launch_mask(x, seed, p, stream)
+    given = seed if isinstance(seed, torch.Tensor) else torch.full((1,), seed, dtype=torch.int64, device=x.device)
+    return _registered_mask(x, given, p, stream)
