@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 import tarfile
 import time
@@ -93,6 +94,19 @@ def test_a_step_has_its_environment_and_goes_on_with_a_copy_of_what_was_recorded
     steps = (step("copies", code, 30.0, "{results}", environment={"A": "b"}, copied="shapes"), step("other", "1 / 0"))
     assert gpu_round.main(["--resume", str(tmp_path / "r"), "--only", "^copies$"], steps) == 0
     assert read(tmp_path / "r")["copies"]["last"] == "b True" and len(read(tmp_path / "r")) == 1
+
+
+def test_what_a_step_made_for_others_is_made_again_on_another_machine_that_needs_it(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(gpu_round, "SCRATCH", tmp_path / "scratch")
+    writes = "import os, sys; os.makedirs(sys.argv[1]); open(sys.argv[2] + '/made', 'a').write('x')"
+    reads = "import os, sys; sys.exit(not os.path.isdir(sys.argv[1]))"
+    made = Step("makes", 30.0, ("{python}", "-c", writes, "{scratch}/it", "{results}"), makes="it")
+    one, two = (step(name, reads, 30.0, "{scratch}/it") for name in ("one", "two"))
+    for steps, times in (([made, one], "x"), ([made, one], "x"), ([made, one, two], "xx")):
+        assert gpu_round.main(["--resume", str(tmp_path / "r")], steps) == 0
+        assert (tmp_path / "r" / "results" / "made").read_text() == times
+        shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
+    assert [each.command[-1] for each in STEPS if each.makes] == ["{scratch}/llama"]
 
 
 def test_the_steps_are_commands_that_there_are():

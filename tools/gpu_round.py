@@ -7,7 +7,8 @@
 A step is a command with a time limit, in a process group of its own. `round.json` says of each what came of it, `logs`
 has what it printed and `results` what it recorded, for `results/<gpu>`. After each step all of this goes to one archive
 too, so that a machine that is taken away loses no more than a step. A step that the budget ended is run again by the
-next call, one that failed or outlasted its own limit is not: take it out of round.json for that.
+next call, one that failed or outlasted its own limit is not: take it out of round.json for that. So is one that made a
+folder for others, where that is on another machine.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+SCRATCH = Path(tempfile.gettempdir()) / "gpu_round"
 RESERVE = 25.0  # seconds that remain for a step to end, and for the archive
 LEAST = 20.0  # a step is not begun with fewer
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -47,6 +49,7 @@ class Step:
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     copied: str = ""  # the recorded result that it goes on with
+    makes: str = ""  # in the scratch folder, which another machine has not
 
 
 def _tests(name: str, limit: float, *files: str) -> Step:
@@ -106,7 +109,7 @@ STEPS = (
     *(_bench(name, 90) for name in ("linear", "embedding", "optimizer", "self_attention", "lltm", "decode_attention",
                                     "few_rows_linear")),
     _bench("attention", 180, "--learn"),
-    Step("a folder to tune", 60, ("{python}", "-c", _FOLDER, "{scratch}/llama")),
+    Step("a folder to tune", 60, ("{python}", "-c", _FOLDER, "{scratch}/llama"), makes="llama"),
     _tilewright("tune --hf", 260, "tune", "--hf", "{scratch}/llama", *_HF, "--study", "llama", *_TUNE),
     *(_tilewright(f"tune {preset}", 260, "tune", f"model.preset={preset}", "--study", preset, *_TUNE)
       for preset in ("125m", "1b", "760m")),
@@ -164,7 +167,7 @@ def _run(step: Step, seconds: float, folder: Path, log: Path, is_budget: bool) -
     """Run a step for so many seconds at most; `is_budget`: it is the budget that has no more."""
     known = {
         "python": sys.executable, "results": str(folder / "results"), "seconds": str(max(1, round(seconds - 15))),
-        "scratch": str(Path(tempfile.gettempdir()) / "gpu_round"),
+        "scratch": str(SCRATCH),
     }  # fmt: skip
     command = [re.sub(r"\{(python|results|seconds|scratch)\}", lambda m: known[m[1]], each) for each in step.command]
     target, recorded = folder / "results" / f"{step.copied}.json", ROOT / "results" / "h200" / f"{step.copied}.json"
@@ -199,6 +202,13 @@ def _run(step: Step, seconds: float, folder: Path, log: Path, is_budget: bool) -
     }  # fmt: skip
 
 
+def _is_gone(step: Step, later: Sequence[Step], found: dict[str, dict[str, Any]]) -> bool:
+    """Return whether what a step made is on another machine, and a later step that is left needs it."""
+    named = f"{{scratch}}/{step.makes}"
+    is_needed = any(each.name not in found and named in each.command for each in later)
+    return bool(step.makes) and is_needed and not (SCRATCH / step.makes).exists()
+
+
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Each step in a line, and the names of its failing tests below."""
     lines = []
@@ -225,7 +235,9 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
     archive, ends = (given.archive or folder / "round.tar.gz").resolve(), time.monotonic() + given.budget - RESERVE
     found = _open(folder, folder / "round.tar.gz")
     for number, step in enumerate(steps):
-        left = ends - time.monotonic()
+        left, later = ends - time.monotonic(), [each for each in steps[number + 1 :] if each in chosen]
+        if _is_gone(step, later, found):
+            found.pop(step.name, None)
         if step not in chosen or step.name in found or left < min(LEAST, step.limit):
             continue
         print(f"{step.name} ...", flush=True)

@@ -1,5 +1,6 @@
 """Batches, streams, stops, seeds, limits and bad input."""
 
+import copy
 import json
 
 import pytest
@@ -137,6 +138,13 @@ def test_a_context_must_fit_the_model_and_a_tokenizer_the_vocabulary(generator):
     for prompt, options, sentence in (("a", {}, "needs a tokenizer"), ([1], {"stop": ["x"]}, "need a tokenizer")):
         with pytest.raises(UserError, match=sentence):
             without.generate(prompt, **options)
+
+
+def test_rotary_tables_go_where_the_model_goes(generator):
+    model = copy.deepcopy(generator.model)
+    model.prepare(8)
+    model.to("meta").prepare(8)
+    assert {table.device.type for table in model.tables} == {"meta"}
 
 
 def test_a_step_is_one_graph_for_a_compiler(generator, monkeypatch):

@@ -154,7 +154,8 @@ class Decoder(nn.Module):
 
     def prepare(self, context: int) -> None:
         """Make the cosines and sines of so many positions, in float64 and rounded once."""
-        if self.position is not None or (self.tables is not None and len(self.tables[0]) >= context):
+        made = self.tables
+        if self.position is not None or (made and len(made[0]) >= context and made[0].device == self.device):
             return
         frequencies = torch.tensor(inverse_frequencies(self.config), dtype=torch.float64, device=self.device)
         angles = torch.outer(torch.arange(context, dtype=torch.float64, device=self.device), frequencies)
