@@ -171,3 +171,25 @@ def test_a_gate_and_a_table_foresee_their_backward(launches):
     weight = torch.randn(50, 44, requires_grad=True)
     embedding(torch.randint(50, (2, 40)), weight).sum().backward()
     assert "tilewright_embedding_backward" in {name for _, name, _ in launches.foreseen}
+
+
+def test_what_traces_behind_dynamo_is_a_compiler_too(monkeypatch):
+    """Where torch says so of Dynamo alone, as 2.11 does: what stands for plain tensors is no foreign subclass."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    seen = []
+
+    class Watched(torch.nn.Module):
+        def __init__(self, graph):
+            super().__init__()
+            self.graph = graph
+
+        def forward(self, *inputs):
+            seen.append((type(inputs[-1]) in dispatch.PLAIN, dispatch.is_plain(inputs[-1]), dispatch.is_compiling()))
+            return self.graph(*inputs)
+
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x.sin(), backend=lambda graph, inputs: aot_eager(Watched(graph), inputs))
+    compiled(torch.randn(3, requires_grad=True)).sum().backward()
+    assert seen and set(seen) == {(False, True, True)} and not dispatch.is_compiling()

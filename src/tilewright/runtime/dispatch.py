@@ -52,6 +52,11 @@ def why_no_kernel(x: torch.Tensor) -> str:
     return f"the tensors are on {x.device.type}, and kernels run on cuda"
 
 
+def is_compiling() -> bool:
+    """Whether a compiler traces. What comes behind Dynamo traces as well, and torch 2.11 does not say so of it."""
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
 def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether somebody other than eager autograd must see the op: a compiler, a dispatch mode, a tensor subclass."""
     for tensor in tensors:
@@ -63,7 +68,7 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of no subclass, but for those that stand for plain ones where a compiler traces."""
     kind = type(tensor)
-    return kind in PLAIN or (kind.__name__ in OF_COMPILERS and torch.compiler.is_compiling())
+    return kind in PLAIN or (kind.__name__ in OF_COMPILERS and is_compiling())
 
 
 def has_mode() -> bool:

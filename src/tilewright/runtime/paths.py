@@ -80,7 +80,7 @@ def explain() -> Iterator[Paths]:
 
 def note(op: str, ran: str, why: str = "") -> None:
     """Tell the log and `explain()` which path a call of an op took."""
-    if torch.compiler.is_compiling() or not _listeners:
+    if torch.compiler.is_compiling() or not _listeners or dispatch.is_compiling():
         return
     path = Path(op, ran, why)
     for each in list(_listeners):

@@ -96,7 +96,7 @@ def seed_at(site: int | torch.Tensor | None, x: torch.Tensor) -> Any:
     if _positions is None or site is None:
         return None
     place = (site + 1) * _ODD & _SEEDS
-    if torch.compiler.is_compiling() or (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
+    if dispatch.is_compiling() or (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
         return (_positions.tensor + place) & _SEEDS
     return _positions.number + place & _SEEDS
 

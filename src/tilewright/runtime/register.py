@@ -134,7 +134,7 @@ def make_eager(
 
 def refuse_second_derivative(op: str, instead: str = "its `reference`") -> None:
     """Raise where autograd would record an op's backward, whose launches it cannot differentiate."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not dispatch.is_compiling():
         raise RuntimeError(f"{op} has no second derivative: leave out create_graph=True, or use {instead}.")
 
 

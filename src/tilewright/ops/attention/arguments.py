@@ -140,7 +140,7 @@ def _check_packed(
         if not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool) or not 0 <= longest <= LARGEST:
             raise ValueError(f"{NAME}: max_seqlen_{end} is {longest!r}; give the tokens of the longest sequence.")
         is_read = starts.device.type == "cpu" or os.environ.get("TILEWRIGHT_DEBUG") == "1"
-        if is_read and not torch.compiler.is_compiling():
+        if is_read and not dispatch.is_compiling():
             _check_starts(name, starts.tolist(), int(longest), x.shape[0])
     if bias is not None:
         raise ValueError(f"{NAME}: a bias does not go with packed sequences; pad them, or leave out cu_seqlens_q.")

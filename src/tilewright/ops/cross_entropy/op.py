@@ -217,7 +217,7 @@ def _check(logits: Any, targets: Any, weight: Any, options: Options, reduction: 
     vocabulary = ranks * logits.shape[-1] if logits.ndim else 0
     check_loss(_NAME, logits, vocabulary, targets, "weight", weight, options, reduction)
     # A compiler decides for itself what is in place.
-    if inplace and logits.requires_grad and not torch.compiler.is_compiling() and dispatch.is_needed(logits):
+    if inplace and logits.requires_grad and not dispatch.is_compiling() and dispatch.is_needed(logits):
         raise ValueError(f"{_NAME}: autograd still needs these logits; leave out inplace=True.")
 
 
@@ -248,7 +248,7 @@ def check_loss(
             raise ValueError(f"{op}: {name} is {value!r}; give a number of at least 0.")
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{op}: reduction is {reduction!r}; choose {', '.join(_REDUCTIONS)}.")
-    if os.environ.get("TILEWRIGHT_DEBUG") == "1" and not torch.compiler.is_compiling():
+    if os.environ.get("TILEWRIGHT_DEBUG") == "1" and not dispatch.is_compiling():
         bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
         if bool(bad.any()):
             raise ValueError(

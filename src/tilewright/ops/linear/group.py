@@ -18,7 +18,7 @@ import torch
 
 from tilewright.ops.linear.launch import Gradient, Inputs, add_matmul, backward, forward
 from tilewright.ops.linear.op import linear, prepare
-from tilewright.runtime import paths, register
+from tilewright.runtime import dispatch, paths, register
 
 Tensor = torch.Tensor
 Layer = tuple[Tensor, Tensor | None]  # a weight and a bias
@@ -97,7 +97,7 @@ def linear_group(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
     if not 1 < len(layers) <= MOST:
         raise ValueError(f"linear: a group has 2 or 3 layers, not {len(layers)}; call linear for each.")
     prepared: list[Inputs] = []
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.requires_grad:
+    if not dispatch.is_compiling() and torch.is_grad_enabled() and x.requires_grad:
         for weight, bias in layers:
             inputs = prepare(x, weight, bias)
             if isinstance(inputs, str):

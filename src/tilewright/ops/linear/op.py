@@ -217,7 +217,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return y  # type: ignore[no-any-return]
         return reference(x, weight, bias)
     paths.note("linear", paths.KERNEL)
-    return (_registered if torch.compiler.is_compiling() else _eager)(*inputs)
+    return (_registered if dispatch.is_compiling() else _eager)(*inputs)
 
 
 def is_worth_padding(x: Tensor, weight: Tensor) -> bool:
@@ -242,7 +242,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence
         raise ValueError(
             f"linear: the parts {tuple(sizes)} are not the {weight.shape[0]} features; give positive sizes."
         )
-    if isinstance(inputs, str) or torch.compiler.is_compiling():
+    if isinstance(inputs, str) or dispatch.is_compiling():
         return linear(x, weight, bias).split(list(sizes), -1)
     paths.note("linear", paths.KERNEL)
     return _eager_parts(*inputs, list(sizes))
@@ -281,7 +281,7 @@ def _why_not(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None)
             return f"a parameter is {parameter.dtype}, and the matmul {dtype}"
     if torch._C._are_functorch_transforms_active():
         return dispatch.why_no_kernel(x)
-    if not torch.compiler.is_compiling() and dispatch.has_mode():
+    if not dispatch.is_compiling() and dispatch.has_mode():
         # Who traces without compiling (counts FLOPs, say) knows PyTorch's ops only.
         return "a dispatch mode sees PyTorch's own ops"
     return ""

@@ -278,7 +278,7 @@ def _check(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any, heads_first: b
     else:
         _check_position_ids(position_ids, (batch, sequence), positions, q)
     # A compiler decides for itself what is in place.
-    if inplace and not torch.compiler.is_compiling():
+    if inplace and not dispatch.is_compiling():
         _check_inplace(q, k)
 
 
@@ -292,7 +292,7 @@ def _check_position_ids(position_ids: Any, shape: tuple[int, int], positions: in
         raise ValueError(f"{_NAME}: position_ids are on {position_ids.device}, but q on {q.device}; move one of them.")
     if positions == 0:
         raise ValueError(f"{_NAME}: cos has no positions; make it as long as the largest position id and one more.")
-    if os.environ.get("TILEWRIGHT_DEBUG") == "1" and not torch.compiler.is_compiling():
+    if os.environ.get("TILEWRIGHT_DEBUG") == "1" and not dispatch.is_compiling():
         bad = (position_ids < 0) | (position_ids >= positions)
         if bool(bad.any()):
             raise ValueError(f"{_NAME}: position id {position_ids[bad][0].item()} is not in the {positions} of cos.")
