@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from ops.contract import DEVICE, on_hopper
 from tilewright.errors import UserError
 from tilewright.generate import Generator, KVCache, Sampling
 from tilewright.generate.step import Decoding, decode_one_token, prefill
@@ -42,6 +43,33 @@ def test_logits_and_cache_are_those_of_the_layers(dtype):
             cache.advance(1)
         tokens = logits[:, -1].argmax(-1)
     assert caches[1].before.tolist() == [12]
+
+
+@on_hopper
+def test_on_a_hopper_steps_are_as_near_to_float32_as_those_of_the_layers():
+    """By kernels, eagerly and in a graph; every matmul has many tiles."""
+    wide = {"width": 256, "heads": 4, "vocabulary": 96}
+    exact, model = Generator(gpt(**wide)).model, Generator(gpt(**wide).to(DEVICE, torch.bfloat16)).model
+    caches = [
+        KVCache(each.config.shape, batch=1, context=20, dtype=each.dtype, device=each.device)
+        for each in (exact, model, model)
+    ]
+    runs, token = (exact, model, TiledDecoder(model, caches[2])), 7
+    with torch.no_grad():
+        for each, cache in zip((exact, model, model), caches, strict=True):
+            prefill(each, cache, [[3, 1, 4]], Sampling())
+        for _ in range(17):  # to the cache's end
+            truth, plain, tiled = (
+                run(torch.tensor([[token]], device=cache.before.device), cache).cpu().double()
+                for run, cache in zip(runs, caches, strict=True)
+            )
+            assert (tiled - truth).norm() <= 2 * (plain - truth).norm() + 0.01 * truth.norm()
+            for cache in caches:
+                cache.advance(1)
+            token = int(truth[0, -1].argmax())
+    generator = Generator(model, context=40, decode="tilesync")
+    text = generator.generate([[1, 2, 3]], max_tokens=30)
+    assert generator.generate([[1, 2, 3]], max_tokens=30) == text and len(text[0].tokens) == 30
 
 
 def test_a_text_is_the_same_and_the_fallback_is_said(caplog):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from ops.contract import DEVICE
 from tilewright.errors import UserError
 from tilewright.generate.config import of_gpt
 from tilewright.models import GPT
@@ -31,12 +32,12 @@ STYLES = {
 }
 
 
-def gradients(config, state=None):
+def gradients(config, state=None, device="cpu"):
     torch.manual_seed(0)
-    model = GPT(config)
+    model = GPT(config).to(device)
     if state is not None:
         model.load_state_dict(state)
-    batch = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    batch = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
     loss = model(batch, batch)
     loss.backward()
     return model, {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
@@ -63,10 +64,11 @@ def assert_alike(found, expected):
 
 
 def test_where_kernels_run_what_is_given_up_is_made_again(monkeypatch):
-    monkeypatch.setattr(dispatch, "INTERPRETED", True)
+    monkeypatch.setattr(dispatch, "INTERPRETED", DEVICE == "cpu")
     config = dataclasses.replace(STYLES["llama"], layers=1, gpt_block="optimized")
-    model, expected = gradients(config)
-    assert_alike(gradients(dataclasses.replace(config, recompute="selective"), model.state_dict())[1], expected)
+    model, expected = gradients(config, device=DEVICE)
+    again = dataclasses.replace(config, recompute="selective")
+    assert_alike(gradients(again, model.state_dict(), DEVICE)[1], expected)
 
 
 def test_a_run_balances_alike_in_any_micro_batches_and_goes_on_from_a_checkpoint(tmp_path):
