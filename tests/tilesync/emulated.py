@@ -36,7 +36,7 @@ extern "C" const char* run(int count, const Program* asked, const int* blocks, c
 """
 # One build for all graphs of the tests: each has fewer tensors, and none larger tiles.
 MACROS = {"TENSORS": 64, "HALF": 0, "X_BYTES": 140 * 1024, "FEW_TILES": 4, "MANY_ROWS": 64, "MANY_COLUMNS": 64,
-          "COMBINES": 1, "NORMS": 1, "ATTENTION": 1, "HAS_USER_STAGES": 1}  # fmt: skip
+          "COMBINES": 1, "NORMS": 1, "ATTENTION": 64, "HAS_USER_STAGES": 1}  # fmt: skip
 
 
 HEAD_DIM, ROTATED = 8, 48  # of the decoder of the tests
@@ -46,8 +46,8 @@ def rope_source():
     return Rope("r", "x", "cos", "sin", "length", (1, 64), head_dim=HEAD_DIM, rotated=ROTATED).source
 
 
-def build(folder):
-    """The library of the kernel for the CPU."""
+def build(folder, **macros):
+    """The library of the kernel for the CPU, by other macros where some are given."""
     for path in device.SOURCE.parent.glob("*.cu*"):
         shutil.copy(path, folder)
     shutil.copy(FOLDER / "sync.cuh", folder)
@@ -55,7 +55,7 @@ def build(folder):
     (folder / "user_stages.cuh").write_text(device._user_stages([SOURCE, rope_source()]))
     hopper = FOLDER.parent.parent / "ops" / "hopper_emulator"
     command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{hopper}"]
-    command += [f"-D{name}={value}" for name, value in MACROS.items()]
+    command += [f"-D{name}={value}" for name, value in {**MACROS, **macros}.items()]
     subprocess.run([*command, "-o", folder / "run.so", folder / "run.cpp"], check=True)
     library = ctypes.CDLL(str(folder / "run.so"))
     library.run.restype = ctypes.c_char_p

@@ -7,13 +7,16 @@ from hypothesis import strategies as st
 
 from tilewright.tilesync import (
     Attention,
+    Combined,
     Conv2d,
     Elementwise,
     Gemm,
     Graph,
     GroupSync,
     Norm,
+    Normed,
     Reduction,
+    Rotation,
     RowSync,
     StageSync,
     StridedSync,
@@ -21,7 +24,7 @@ from tilewright.tilesync import (
 )
 
 POLICIES = (None, StageSync(), RowSync(), TileSync(), StridedSync(2), GroupSync(2))
-KINDS = ("gemm", "gated", "split", "elementwise", "norm", "attention", "conv")
+KINDS = ("gemm", "gated", "split", "elementwise", "norm", "attention", "conv", "normed", "rotated", "combined")
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 
 
@@ -39,10 +42,11 @@ def graphs(draw, stages=5, kinds=KINDS, for_gpu=False):
         inputs[name] = shape
         return name
 
-    def tile(gated=False):
+    def tile(gated=False, few=False):
         if not for_gpu:
             return draw(st.integers(3, 17)), draw(st.integers(5, 17))
-        down, across = draw(st.sampled_from(((8, 16), (32, 16), (24, 48), (64, 64))))
+        many = () if few else ((40, 48), (64, 64))
+        down, across = draw(st.sampled_from(((8, 16), (32, 16), (24, 56), *many)))
         return down, across // (1 + gated)
 
     def sync(*names):
@@ -82,6 +86,29 @@ def graphs(draw, stages=5, kinds=KINDS, for_gpu=False):
         elif kind == "norm":
             count = width
             stage = Norm(name, x, weight(width), (rows, width), tile=draw(st.integers(2, 9)), **more)
+        elif kind in ("normed", "rotated"):
+            normed = Normed(weight(width)) if kind == "normed" or draw(st.booleans()) else None
+            rotation, (down, across) = None, tile(few=normed is not None)
+            if kind == "rotated":
+                count += count % 2
+                size = draw(st.sampled_from([each for each in range(2, count + 1, 2) if count % each == 0]))
+                tables = [f"{name}{size}" for name in ("cos", "sin")]
+                inputs |= dict.fromkeys(tables, (7 + rows, size // 2)) | {"length": (1,)}
+                rotation = Rotation(*tables, "length", size, size * draw(st.integers(0, count // size)))
+                across += across % 2
+            bias = weight(count) if draw(st.booleans()) else None
+            more["sync"] = sync(x)
+            stage = Gemm(name, x, weight(count, width), (rows, count, width), tile=(down, across), bias=bias,
+                         prologue=normed, rotation=rotation, **more)  # fmt: skip
+        elif kind == "combined":
+            size = 8 if for_gpu else next(size for size in (4, 3, 2, 1) if width % size == 0)
+            splits, heads = draw(st.integers(2, 3)), width // size
+            splits = min(splits, rows)
+            combined = Combined(heads, splits) if splits > 1 else None
+            found.append(Attention(f"{name}s", x, x, x, rows=rows, context=rows, heads=heads, head_dim=size,
+                                   splits=splits, tile=draw(st.integers(2, 9)), **more))  # fmt: skip
+            stage = Gemm(name, f"{name}s", weight(count, width), (rows, count, width), tile=tile(few=True),
+                         prologue=combined)  # fmt: skip
         elif kind == "attention":
             heads = next(heads for heads in (6, 4, 3, 2, 1) if width % heads == 0)
             shared, causal = (

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tilesync.graphs import chain, graphs, tensors
 from tilewright.tilesync import (
+    Attention,
     Conv2d,
     Conv2DSync,
     Custom,
@@ -21,10 +22,12 @@ from tilewright.tilesync import (
     Policy,
     Reduction,
     Region,
+    Rotation,
     RowSync,
     SplitKSync,
     TileSync,
     blocks_of_streams,
+    chains,
     check,
     check_queues,
     check_residency,
@@ -249,6 +252,14 @@ def test_a_stage_cannot_be_made_of_nothing():
         gemm("y", "x", activation="tanh")
     with pytest.raises(GraphError, match="for the Reduction"):
         gemm("y", "x", splits=2, bias="b")
+    with pytest.raises(GraphError, match="8 columns, 8 of them rotated, are no heads of 3"):
+        gemm("y", "x", rotation=Rotation("cos", "sin", "length", 3, 8))
+    with pytest.raises(GraphError, match="nothing but a bias"):
+        gemm("y", "x", rotation=Rotation("cos", "sin", "length", 4, 8), residual="x")
+    with pytest.raises(GraphError, match="a context of 3 has 1 to 3 splits, not 4"):
+        Attention("y", "x", "k", "v", rows=1, context=3, heads=1, head_dim=8, splits=4)
+    with pytest.raises(GraphError, match="up to 32 new tokens, not 33"):
+        chains.decode_step(1, 64, 96, 4, 2, 16, 100, 32, rows=33)
 
 
 def test_regions_outside_or_unwritten_are_refused():

@@ -15,10 +15,12 @@ from tilesync.graphs import graphs, tensors
 from tilesync.wrong import WRONG
 from tilewright.runtime import nvrtc
 from tilewright.tilesync import (
+    Combined,
     Custom,
     Gemm,
     Graph,
     GraphError,
+    Normed,
     Region,
     RowSync,
     TileSync,
@@ -79,9 +81,9 @@ def test_random_graphs(library, graph, blocks, seed):
     [
         two_layers(sync=TileSync(), apart=True), two_layers(32, 2200, 24, (32, 8), (32, 16)),
         two_layers(70, 200, 40, (64, 32), (64, 24)),
-        two_layers(5, 200, 40, (8, 32), (8, 16), apart=True),
+        two_layers(5, 200, 40, (40, 32), (8, 24), apart=True), two_layers(30, 2200, 40, (32, 20), (32, 40)),
     ],
-    ids=["few", "few with panels", "many", "both"],
+    ids=["few", "few with panels", "many", "both", "wide tiles with panels"],
 )  # fmt: skip
 def test_launches_follow_each_other_and_nothing_is_cleared(library, graph):
     """Bit-equal whatever the interleaving, and by any number of blocks, of which few are there at a time."""
@@ -155,12 +157,13 @@ def test_a_stage_of_the_users_own(library):
     assert name == "user_stages.cuh" and SOURCE in text and run.lowered.macros["HAS_USER_STAGES"] == 1
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 5), (3, 0), (1, 24)])
-def test_a_decode_step(library, rows, length):
+@pytest.mark.parametrize(("rows", "length", "context"), [(1, 5, 24), (3, 0, 24), (1, 24, 24), (2, 150, 200)])
+def test_a_decode_step(library, rows, length, context):
     """Of a decoder of two layers, in one launch, against PyTorch's own functions on a cache as long as it is."""
     heads, shared, size, width = 4, 2, HEAD_DIM, 24
     assert (heads + shared) * size == ROTATED
-    graph = chains.decode_step(2, width, 40, heads, shared, size, 48, 24, rows)
+    graph = chains.decode_step(2, width, 40, heads, shared, size, 48, context, rows)
+    assert (graph.stages[1].splits > 1) == (context == 200)
     inputs = tensors(graph, 1, torch.bfloat16)
     inputs["length"] = torch.tensor([length], dtype=torch.int32)
     for name in ("k0", "k1", "v0", "v1"):
@@ -276,6 +279,10 @@ def test_what_the_kernel_has_not_is_a_sentence():
     assert "9 inputs are no multiple of 8" in device.why_not(odd, half)
     large = one(Gemm("y", "x", "w", (8, 8, 8), tile=(136, 64)))
     assert "up to 128 rows" in device.why_not(large, half)
+    normed = one(Gemm("y", "x", "w", (8, 8, 8), tile=(40, 8), prologue=Normed("g")), g=(8,))
+    assert "x is normed or combined in tiles of up to 32 rows only" in device.why_not(normed, half)
+    odd = one(Gemm("y", "x", "w", (8, 8, 24), tile=(8, 8), prologue=Combined(2, 3)), x=(3, 8, 26), w=(8, 24))
+    assert "combined heads of 12 are no multiple of 8" in device.why_not(odd, half)
     own = one(Custom("y", ["x"], (8, 8), tile=(8, 8), reads=lambda tile: [], compute=lambda x: x))
     with pytest.raises(GraphError, match="Stage y has no source for the GPU"):
         device.lower(own, half)

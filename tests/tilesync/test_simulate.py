@@ -4,11 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilesync.graphs import chain, graphs
-from tilewright.tilesync import Work, check, check_queues
+from tilewright.tilesync import Attention, Gemm, Graph, Work, chains, check, check_queues
 from tilewright.tilesync.simulate import Machine, cost_of, predict, simulate, simulate_serial
 
 # One second a byte and SM, nothing else.
-PLAIN = Machine(sms=1, bytes_per_second=1.0, flops=1.0, launch_gap=0.0, hop=0.0, prefetch_bytes=0.0, tile_overhead=0.0)
+PLAIN = Machine(sms=1, bytes_per_second=1.0, flops=1.0, launch_gap=0.0, hop=0.0, prefetch_bytes=0.0, tile_overhead=0.0,
+                group_overhead=0.0)  # fmt: skip
 
 
 def plain(sms, **more):
@@ -50,6 +51,35 @@ def test_weights_that_are_fetched_before_the_wait_shorten_what_follows_it():
     assert simulate(program, plain(2), works).seconds == 8.0
     assert simulate(program, plain(2, prefetch_bytes=2.0), works).seconds == 6.0
     assert simulate(program, plain(2, prefetch_bytes=9.0), works).seconds == 5.0
+
+
+def test_a_wide_tile_begins_once_and_meets_for_each_group():
+    narrow = [Gemm("y", "x", "w", (1, 256, 64), tile=(8, columns)) for columns in (16, 256)]
+    one, all_sixteen = (stage.work(stage.tiles[0]) for stage in narrow)
+    machine = plain(1, tile_overhead=5.0, group_overhead=0.25)
+    assert (one.groups, all_sixteen.groups) == (1, 16)
+    bare = plain(1)
+    assert machine.seconds(one) == 5.0 + bare.seconds(one)
+    assert machine.seconds(all_sixteen) == 5.0 + 15 * 0.25 + bare.seconds(all_sixteen)
+
+
+def test_keys_are_fetched_early_only_where_no_stage_writes_them():
+    attention = Attention("y", "x", "k", "v", rows=1, context=64, heads=2, head_dim=8)
+    inputs = {"x": (1, 16), "k": (64, 16), "v": (64, 16)}
+    cached = Graph(inputs, [attention], ["y"])
+    assert [work.weight_bytes for work in cost_of(check(cached))] == [2 * 64 * 8 * 2] * 2
+    written = Gemm("k", "h", "w", (64, 16, 8), tile=(64, 16))
+    computed = Graph({"x": (1, 16), "v": (64, 16), "h": (64, 8), "w": (16, 8)}, [written, attention], ["y"])
+    assert [work.weight_bytes for work in cost_of(check(computed))][1:] == [0.0, 0.0]
+
+
+def test_a_decode_step_of_a_1b_model_is_predicted_below_720_us():
+    """By steps of one layer and of two: each further one takes as long."""
+    one, two = (
+        predict(check(chains.decode_step(layers, 2048, 8192, 32, 8, 64, 128256, 1024))).synchronised
+        for layers in (1, 2)
+    )
+    assert one + 15 * (two - one) < 720e-6
 
 
 def test_a_prediction_names_the_saving_and_the_most_there_is():

@@ -21,20 +21,23 @@ from tilewright.tilesync.policies import (
 from tilewright.tilesync.residency import blocks_of_streams, check_queues, check_residency
 from tilewright.tilesync.stages import (
     Attention,
+    Combined,
     Conv2d,
     Custom,
     Elementwise,
     Gemm,
     Norm,
+    Normed,
     QuantizedGemm,
     Reduction,
     Rope,
+    Rotation,
 )
 
 __all__ = [
-    "MODES", "Attention", "Compiled", "Conv2DSync", "Conv2d", "Custom", "DerivedSync", "Edge", "Elementwise", "Gemm",
-    "Graph", "GraphError", "GroupSync", "NoSync", "Norm", "Policy", "Program", "QuantizedGemm", "Reduction", "Region",
-    "Rope", "RowSync", "Spec", "SplitKSync", "Stage", "StageSync", "StridedSync", "TileSync", "TilesyncError", "Work",
-    "blocks_of_streams", "check", "check_queues", "check_residency", "compile", "derive_policy", "edges", "find",
-    "raise_if_failed",
+    "MODES", "Attention", "Combined", "Compiled", "Conv2DSync", "Conv2d", "Custom", "DerivedSync", "Edge",
+    "Elementwise", "Gemm", "Graph", "GraphError", "GroupSync", "NoSync", "Norm", "Normed", "Policy", "Program",
+    "QuantizedGemm", "Reduction", "Region", "Rope", "Rotation", "RowSync", "Spec", "SplitKSync", "Stage", "StageSync",
+    "StridedSync", "TileSync", "TilesyncError", "Work", "blocks_of_streams", "check", "check_queues",
+    "check_residency", "compile", "derive_policy", "edges", "find", "raise_if_failed",
 ]  # fmt: skip

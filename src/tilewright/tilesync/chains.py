@@ -6,16 +6,20 @@ Tiles are chosen by `predict`: of the candidates that the kernel has, those with
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
 from tilewright.tilesync.check import check
-from tilewright.tilesync.device import MOST_FEW_ROWS
-from tilewright.tilesync.graph import Graph, Stage
-from tilewright.tilesync.policies import Conv2DSync, GroupSync
+from tilewright.tilesync.graph import Graph, GraphError, Stage, Work
+from tilewright.tilesync.policies import Conv2DSync
 from tilewright.tilesync.simulate import Machine, predict
-from tilewright.tilesync.stages import Attention, Conv2d, Gemm, Norm, Rope
+from tilewright.tilesync.stages import Attention, Combined, Conv2d, Gemm, Normed, Rotation
+from tilewright.tilesync.stages.attention import QUERIES
+from tilewright.tilesync.stages.common import FEW_COLUMNS, L2_SHARE, MOST_FEW_ROWS
 
 Tile2 = tuple[int, int]
+LEAST_KEYS = 64  # of a split: 16 for each of 4 warps
 
 
 def tiles(rows: int, gated: bool = False) -> list[Tile2]:
@@ -28,6 +32,59 @@ def tiles(rows: int, gated: bool = False) -> list[Tile2]:
     few = [(-(-rows // 8) * 8, 16 // share)] if rows <= MOST_FEW_ROWS else []
     many = [(64, 64 // share)] if rows <= 64 else [(64, 64 // share), (128, 64 // share), (128, 128 // share)]
     return few + many
+
+
+def few_rows_gemm(
+    output: str, x: str, weight: str | tuple[str, str], sizes: tuple[int, int, int], *, machine: Machine, **options: Any
+) -> Gemm:
+    """Return a matmul of few rows whose tiles are as wide as gives the shortest schedule of the stage alone.
+
+    Tiles are of equal width, by half a group, so that no SM has more than its share; a wide one begins and ends once.
+
+    >>> few_rows_gemm("y", "x", "w", (1, 3072, 2048), machine=Machine()).tile
+    (8, 24)
+    """
+    share = 1 + options.get("gated", False)
+
+    def stage(columns: int) -> Gemm:
+        return Gemm(output, x, weight, sizes, tile=(-(-sizes[0] // 8) * 8, columns), **options)
+
+    def seconds(stage: Gemm) -> float:
+        waves = -(-math.prod(stage.grid) // machine.sms)
+        return waves * machine.seconds(stage.work(stage.tiles[0]))
+
+    most = -(-sizes[1] * share // FEW_COLUMNS // machine.sms) + 1  # groups of one tile for each SM
+    widths = range(FEW_COLUMNS // share, (most + 1) * FEW_COLUMNS // share, FEW_COLUMNS // share // 2)
+    return min(map(stage, widths), key=seconds)
+
+
+def attention_rows(heads: int, key_heads: int) -> int:
+    """Return the rows of attention's tiles: as many as the kernel computes together, of all heads that share keys.
+
+    >>> attention_rows(32, 8)
+    4
+    """
+    return -(-QUERIES * key_heads // heads)
+
+
+def attention_splits(
+    rows: int, context: int, heads: int, key_heads: int, head_dim: int, machine: Machine | None = None
+) -> int:
+    """Return into how many parts to split a context, by the time of attention and of the matmul that adds them up.
+
+    >>> attention_splits(1, 1024, 32, 8, 64), attention_splits(1, 64, 32, 8, 64)
+    (8, 1)
+    """
+    machine = machine or Machine()
+
+    def seconds(splits: int) -> float:
+        stage = Attention("y", "q", "k", "v", rows=rows, context=context, heads=heads, key_heads=key_heads,
+                          head_dim=head_dim, tile=attention_rows(heads, key_heads), splits=splits)  # fmt: skip
+        waves = -(-math.prod(stage.grid) // machine.sms)
+        added = Combined(heads, splits).bytes(rows, heads * head_dim, heads * head_dim) if splits > 1 else 0.0
+        return waves * machine.seconds(stage.work(stage.tiles[0])) + machine.seconds(Work(0.0, L2_SHARE * added))
+
+    return min((2**power for power in range(7) if power == 0 or LEAST_KEYS * 2**power <= context), key=seconds)
 
 
 def _best(candidates: list[Graph], machine: Machine) -> Graph:
@@ -69,25 +126,30 @@ def attention_block(
     >>> [type(stage).__name__ for stage in attention_block(1, 256, 4, 64, 128).stages]
     ['Gemm', 'Attention', 'Gemm']
     """
-    inner, shared = heads * head_dim, (key_heads or heads) * head_dim
+    key_heads, machine = key_heads or heads, machine or Machine()
+    inner, shared = heads * head_dim, key_heads * head_dim
     inputs = {"x": (rows, width), "query": (inner, width), "k": (context, shared), "v": (context, shared),
               "project": (width, inner)}  # fmt: skip
-    candidates = []
-    for tile in tiles(rows):
-        q = Gemm("q", "x", "query", (rows, inner, width), tile=tile)
-        whole = rows <= tile[0] and head_dim % tile[1] == 0
-        sync = {"q": GroupSync(head_dim // tile[1])} if whole and head_dim > tile[1] else None
+
+    def block(matmul: Callable[..., Gemm], splits: int) -> Graph:
+        q = matmul("q", "x", "query", (rows, inner, width))
         attention = Attention("a", "q", "k", "v", rows=rows, context=context, heads=heads, head_dim=head_dim,
-                              key_heads=key_heads, tile=tile[0], sync=sync)  # fmt: skip
-        y = Gemm("y", "a", "project", (rows, width, inner), tile=tile, residual="x")
-        candidates.append(Graph(inputs, [q, attention, y], ["y"], f"attention-{rows}x{width}-{context}"))
-    return _best(candidates, machine or Machine())
+                              key_heads=key_heads, tile=attention_rows(heads, key_heads), splits=splits)  # fmt: skip
+        combined = {"prologue": Combined(heads, splits)} if splits > 1 else {}
+        y = matmul("y", "a", "project", (rows, width, inner), residual="x", **combined)
+        return Graph(inputs, [q, attention, y], ["y"], f"attention-{rows}x{width}-{context}")
+
+    candidates = [block(functools.partial(Gemm, tile=tile), 1) for tile in tiles(rows) if tile[0] > MOST_FEW_ROWS]
+    if rows <= MOST_FEW_ROWS:
+        splits = attention_splits(rows, context, heads, key_heads, head_dim, machine)
+        candidates.append(block(functools.partial(few_rows_gemm, machine=machine), splits))
+    return _best(candidates, machine)
 
 
 @functools.lru_cache(256)
 def decode_step(
     layers: int, width: int, inner: int, heads: int, key_heads: int, head_dim: int, vocabulary: int, context: int,
-    rows: int = 1, eps: float = 1e-5,
+    rows: int = 1, eps: float = 1e-5, machine: Machine | None = None,
 ) -> Graph:  # fmt: skip
     """Return a step of a Llama-shaped decoder for some new tokens of one sequence, the last norm and the head included.
 
@@ -97,40 +159,41 @@ def decode_step(
 
     >>> graph = decode_step(2, 64, 96, 4, 2, 16, 100, 32)
     >>> len(graph.stages), graph.outputs
-    (18, ['logits', 'r0', 'r1'])
+    (11, ['logits', 'r0', 'r1'])
     """
+    if rows > MOST_FEW_ROWS:
+        raise GraphError(f"A step has up to {MOST_FEW_ROWS} new tokens, not {rows}; more of them are a prefill.")
+    machine = machine or Machine()
     q, kv = heads * head_dim, key_heads * head_dim
-    height = -(-rows // 8) * 8
-    one, gated = (height, 16), (height, 8)
+    splits = attention_splits(rows, context, heads, key_heads, head_dim, machine)
     inputs: dict[str, tuple[int, ...]] = {"x": (rows, width), "length": (1,)}
     inputs |= {"cos": (context + rows, head_dim // 2), "sin": (context + rows, head_dim // 2)}
+    matmul = functools.partial(few_rows_gemm, machine=machine)
+    rotation = Rotation("cos", "sin", "length", head_dim, q + kv)
     stages: list[Stage] = []
     x = "x"
     for layer in range(layers):
-        names = "norm_a norm_b qkv o gate up down k v a p r c y b h x"
+        names = "norm_a norm_b qkv o gate up down k v r c y h x"
         n = {name: f"{name}{layer}" for name in names.split()}
         inputs |= {n["norm_a"]: (width,), n["qkv"]: (q + 2 * kv, width), n["k"]: (key_heads * context, head_dim)}
         inputs[n["v"]] = (key_heads * context, head_dim)
         inputs |= {n["o"]: (width, q), n["norm_b"]: (width,), n["gate"]: (inner, width), n["up"]: (inner, width)}
         inputs[n["down"]] = (width, inner)
         stages += [
-            Norm(n["a"], x, n["norm_a"], (rows, width), eps=eps),
-            Gemm(n["p"], n["a"], n["qkv"], (rows, q + 2 * kv, width), tile=one),
-            Rope(n["r"], n["p"], "cos", "sin", "length", (rows, q + 2 * kv), head_dim=head_dim, rotated=q + kv,
-                 tile=height),
+            matmul(n["r"], x, n["qkv"], (rows, q + 2 * kv, width), prologue=Normed(n["norm_a"], eps),
+                   rotation=rotation),
             Attention(n["c"], n["r"], n["k"], n["v"], rows=rows, context=context, heads=heads, key_heads=key_heads,
-                      head_dim=head_dim, length="length", new=(q, q + kv), by_head=True, tile=height),
-            Gemm(n["y"], n["c"], n["o"], (rows, width, q), tile=one, residual=x),
-            Norm(n["b"], n["y"], n["norm_b"], (rows, width), eps=eps),
-            Gemm(n["h"], n["b"], (n["gate"], n["up"]), (rows, inner, width), tile=gated, activation="silu", gated=True),
-            Gemm(n["x"], n["h"], n["down"], (rows, width, inner), tile=one, residual=n["y"]),
+                      head_dim=head_dim, length="length", new=(q, q + kv), by_head=True, splits=splits,
+                      tile=attention_rows(heads, key_heads)),
+            matmul(n["y"], n["c"], n["o"], (rows, width, q), prologue=Combined(heads, splits) if splits > 1 else None,
+                   residual=x),
+            matmul(n["h"], n["y"], (n["gate"], n["up"]), (rows, inner, width), prologue=Normed(n["norm_b"], eps),
+                   activation="silu", gated=True),
+            matmul(n["x"], n["h"], n["down"], (rows, width, inner), residual=n["y"]),
         ]  # fmt: skip
         x = n["x"]
     inputs |= {"norm": (width,), "head": (vocabulary, width)}
-    stages += [
-        Norm("last", x, "norm", (rows, width), eps=eps),
-        Gemm("logits", "last", "head", (rows, vocabulary, width), tile=one),
-    ]
+    stages.append(matmul("logits", x, "head", (rows, vocabulary, width), prologue=Normed("norm", eps)))
     return Graph(inputs, stages, ["logits", *(f"r{layer}" for layer in range(layers))], f"decode-{layers}x{width}")
 
 

@@ -15,7 +15,19 @@ import torch
 
 from tilewright.tilesync.check import Program
 from tilewright.tilesync.graph import Graph, GraphError, Stage
-from tilewright.tilesync.stages import ACTIVATIONS, Attention, Conv2d, Custom, Elementwise, Gemm, Norm, Reduction
+from tilewright.tilesync.stages import (
+    ACTIVATIONS,
+    Attention,
+    Combined,
+    Conv2d,
+    Custom,
+    Elementwise,
+    Gemm,
+    Norm,
+    Normed,
+    Reduction,
+)
+from tilewright.tilesync.stages.common import MOST_FEW_ROWS
 
 SOURCE = Path(__file__).with_name("run.cu")
 KERNEL, BEGIN = "tilewright_tilesync_run", "tilewright_tilesync_begin"
@@ -24,7 +36,7 @@ APART = 32  # numbers of 4 bytes from a semaphore to the next
 X_BYTES = 160 * 1024  # of shared memory, for x of few rows
 FEW, MANY, COMBINE, NORM, ATTEND, USER = range(6)
 WAITS, DEPENDENT, TIMES, STREAMS = 1, 2, 4, 8
-MOST_FEW_ROWS = 32
+NORMED, COMBINED = 1, 2  # prologues of a matmul
 _HEAD_BYTES = 128
 _MOST_TENSORS = 400  # of a launch's arguments
 
@@ -33,6 +45,8 @@ STAGE = np.dtype(
         "kind", "rows", "columns", "inner", "tile_rows", "tile_columns", "splits", "activation", "x", "weight", "bias",
         "residual", "y", "gated", "height", "width", "channels", "kernel")]
     + [("eps", "f4"), ("more", "i4", 5), ("extra", "i4", 3)]
+    + [(name, "i4") for name in (
+        "early", "prologue", "norm", "heads", "parts", "head", "rotated", "cos", "sin", "place")]
 )  # fmt: skip
 TASK = np.dtype([(name, "i4") for name in (
     "stage", "split", "row", "column", "first_wait", "waits", "first_post", "posts")])  # fmt: skip
@@ -172,6 +186,10 @@ def _why_no_stage(stage: Stage, produced: Iterable[str]) -> str:
             return f"Stage {stage.name}: {inner} inputs are no multiple of 8."
         if {stage.weight, getattr(stage, "second", None)} & set(produced):
             return f"Stage {stage.name}: its weight {stage.weight} is computed by another stage."
+        if isinstance(stage, Gemm) and stage.prologue and not _is_few(stage):
+            return f"Stage {stage.name}: x is normed or combined in tiles of up to {MOST_FEW_ROWS} rows only."
+        if isinstance(stage, Gemm) and isinstance(stage.prologue, Combined) and inner // stage.prologue.heads % 8:
+            return f"Stage {stage.name}: combined heads of {inner // stage.prologue.heads} are no multiple of 8."
         if not _is_few(stage) and (
             stage.tile[0] > 128 or stage.tile[1] * (1 + _gated(stage)) > 128 or stage.tile[1] % 8
         ):
@@ -184,8 +202,8 @@ def _gated(stage: Gemm | Conv2d) -> bool:
 
 
 def _is_few(stage: Stage) -> bool:
-    """Whether the tile is one of `few_rows.cuh`: 16 rows of the weight."""
-    return type(stage) is Gemm and stage.tile[0] <= MOST_FEW_ROWS and stage.tile[1] * (1 + stage.gated) == 16
+    """Whether the tile is one of `few_rows.cuh`, as wide as it may be."""
+    return type(stage) is Gemm and stage.tile[0] <= MOST_FEW_ROWS
 
 
 def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any]:
@@ -200,6 +218,11 @@ def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any
         row["rows"], row["columns"], row["inner"] = stage.sizes
         if stage.second:
             row["more"] = (slot[stage.second] + 1, 0, 0, 0, 0)
+        row |= _describe_prologue(stage, slot)
+        if stage.rotation:
+            turn = stage.rotation
+            row |= {"gated": 1, "tile_columns": stage.tile[1] // 2, "head": turn.head_dim, "rotated": turn.rotated}
+            row |= {"cos": slot[turn.cos], "sin": slot[turn.sin], "place": slot[turn.length]}
     elif isinstance(stage, Conv2d):
         row |= {"kind": MANY, "rows": stage.pixels, "columns": stage.channels[1]}
         row |= {"inner": stage.kernel**2 * stage.channels[0], "channels": stage.channels[0], "kernel": stage.kernel}
@@ -221,6 +244,7 @@ def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any
         row["height"], row["width"], row["gated"] = (graph.shape(name)[1] for name in stage.names)
         row |= {"channels": stage.head_dim, "kernel": stage.heads // stage.key_heads, "eps": stage.scale}
         row["more"] = (stage.causal, *stage.offsets, stage.head_dim * (stage.context if stage.by_head else 1))
+        row["early"] = not set(stage.early) & set(graph.producers)
         row["extra"] = (slot[stage.length] if stage.length else -1, *stage.new)
     elif isinstance(stage, Custom):
         row["rows"], row["columns"] = stage.sizes
@@ -228,26 +252,43 @@ def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any
     return row
 
 
+def _describe_prologue(stage: Gemm, slot: dict[str, int]) -> dict[str, Any]:
+    if isinstance(stage.prologue, Normed):
+        return {"prologue": NORMED, "norm": slot[stage.prologue.weight], "eps": stage.prologue.eps}
+    if stage.prologue:
+        return {"prologue": COMBINED, "heads": stage.prologue.heads, "parts": stage.prologue.splits}
+    return {}
+
+
 def _macros(stages: np.ndarray, dtype: torch.dtype, tensors: int) -> dict[str, int]:
     kinds = set(stages["kind"].tolist())
     few, many = stages[stages["kind"] == FEW], stages[stages["kind"] == MANY]
     rows = np.minimum(few["tile_rows"], few["rows"])
-    columns = many["tile_columns"] * (1 + many["gated"])
+    columns = many["tile_columns"] * (1 + many["gated"])  # of pairs, two each
     return {
         "TENSORS": tensors, "HALF": int(dtype == torch.float16), "X_BYTES": X_BYTES,
         "FEW_TILES": next(count for count in (1, 2, 4) if rows.max() <= 8 * count) if len(few) else 0,
         "MANY_ROWS": (64 if many["tile_rows"].max() <= 64 else 128) if len(many) else 0,
         "MANY_COLUMNS": (64 if columns.max() <= 64 else 128) if len(many) else 0,
-        "COMBINES": int(COMBINE in kinds), "NORMS": int(NORM in kinds), "ATTENTION": int(ATTEND in kinds),
+        "COMBINES": int(COMBINE in kinds), "NORMS": int(NORM in kinds),
+        "ATTENTION": _head_size(stages["channels"][stages["kind"] == ATTEND]),
         "HAS_USER_STAGES": int(any(kind >= USER for kind in kinds)),
     }  # fmt: skip
 
 
+def _head_size(sizes: np.ndarray) -> int:
+    """Return the size of heads that attention is compiled for; 0 without any."""
+    return next(size for size in (64, 128, 256) if sizes.max() <= size) if len(sizes) else 0
+
+
 def _shared_bytes(macros: dict[str, int]) -> int:
-    few = (8 * macros["FEW_TILES"] * 8 * 16 * 4 + X_BYTES + 64 * 64) if macros["FEW_TILES"] else 0
+    rows = 8 * macros["FEW_TILES"]
+    few = 2 * 8 * rows * 16 * 4 + 8 * rows * 4 + X_BYTES + 64 * 64 if rows else 0
     many_rows, many_columns = macros["MANY_ROWS"], macros["MANY_COLUMNS"]
     many = 4 * (many_rows + many_columns) * (64 * 2 + 16) + many_rows * (many_columns + 8) * 4
-    attention = 8 * 258 * 4 * macros["ATTENTION"]
+    head = macros["ATTENTION"]
+    line, keys, slots = 2 * head + 16, 64 if head > 128 else 128, 2 if head > 64 else 3
+    attention = (slots * 2 * keys + 16) * line if head else 0
     return _HEAD_BYTES + max(few, many, attention)
 
 

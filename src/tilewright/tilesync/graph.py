@@ -56,11 +56,15 @@ class Spec(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a tile costs. Weights depend on no other stage: they can be fetched before the tile waits."""
+    """What a tile costs. Weights depend on no other stage: they can be fetched before the tile waits.
+
+    A tile may have several groups of columns, after each of which the block's warps meet while they read on.
+    """
 
     flops: float
     bytes: float  # through memory, weights among them
     weight_bytes: float = 0.0
+    groups: int = 1
 
 
 class Stage:
@@ -78,6 +82,7 @@ class Stage:
     shared_bytes = 0  # of shared memory that a tile takes
     integers: tuple[str, ...] = ()  # inputs of int32
     floats: tuple[str, ...] = ()  # inputs of float32, whatever dtype the data has
+    early: tuple[str, ...] = ()  # inputs that a tile fetches before it waits, if no stage writes them
 
     def __init__(
         self, outputs: Mapping[str, Spec], inputs: Sequence[str], grid: Tile, order: Order = "rows",

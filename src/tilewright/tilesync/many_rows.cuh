@@ -24,7 +24,7 @@ struct ManyRows {
     for (int i = threadIdx.x; i < COLUMNS * 8; i += THREADS) {
       const int line = i / 8, at = inner + i % 8 * 8;
       const int row = task.column * stage.tile_columns + (stage.gated ? line / 16 * 8 + line % 8 : line);
-      const bool there = row < stage.columns && at < end;
+      const bool there = row < sum_columns(stage) && at < end;
       copy_sixteen(to + LEFT_BYTES + line * LINE + i % 8 * 16,
                    weight_row(stage, tensors, there ? row : 0, stage.gated ? line / 8 % 2 : 0) + (there ? at : 0), there);
     }

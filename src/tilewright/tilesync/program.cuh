@@ -8,6 +8,7 @@ constexpr float LOWEST = -3.0e38f;  // than any score; NVRTC has no INFINITY
 constexpr int HEAD_BYTES = 128;  // of shared memory, for what all threads of a block must know
 
 enum Activation { NONE, GELU, GELU_TANH, SILU, RELU };
+enum Prologue { AS_IT_IS, NORMED, COMBINED };
 enum Flags { WAITS = 1, DEPENDENT = 2, TIMES = 4, STREAMS = 8 };
 
 struct Stage {
@@ -18,6 +19,9 @@ struct Stage {
   float eps;
   int more[5];   // of attention: causal, first columns of q, k and v, from a head's keys to the next one's
   int extra[3];  // of attention while decoding: the slot of the cache's length, first columns of new keys and values
+  int early;     // of attention: whether no stage writes keys and values
+  int prologue, norm, heads, parts;  // of a matmul's x: what makes it, of which weight, or of how many heads and splits
+  int head, rotated, cos, sin, place;  // of a matmul whose first columns are rotated: numbers of a head, columns, slots
 };
 struct Task { int stage, split, row, column, first_wait, waits, first_post, posts; };
 struct Wait { u32 semaphore, value, total, unused; };  // total: what a launch adds to it
@@ -51,8 +55,18 @@ __device__ __forceinline__ float activate(float x, int activation) {
   return x;
 }
 
+// Columns of sums. `gated`, each is a pair: of the gate and the other half, or of the halves of a head that is rotated.
+__device__ __forceinline__ int sum_columns(const Stage& stage) { return stage.head ? stage.columns / 2 : stage.columns; }
+__device__ __forceinline__ int column_of_pair(const Stage& stage, int pair) {
+  return pair / (stage.head / 2) * stage.head + pair % (stage.head / 2);
+}
+
 // Where a row of the weight begins; the rows of a gated matmul's other half are behind the gate's, or a tensor of their own.
 __device__ __forceinline__ const u16* weight_row(const Stage& stage, const Tensors& tensors, int row, int half) {
+  if (stage.head) {
+    const int column = column_of_pair(stage, row) + half * stage.head / 2;
+    return (const u16*)tensors.at[stage.weight] + (long long)column * stage.inner;
+  }
   const int other = stage.gated && half ? stage.more[0] : 0;
   const u16* rows = (const u16*)tensors.at[other ? other - 1 : stage.weight];
   return rows + (long long)(row + (half && !other ? stage.columns : 0)) * stage.inner;
@@ -73,7 +87,8 @@ struct Epilogue {
   int split;
 
   __device__ __forceinline__ void write(int row, int column, float sum, float up) const {
-    if (row >= stage.rows || column >= stage.columns) return;
+    if (row >= stage.rows || column >= sum_columns(stage)) return;
+    if (stage.head) return rotate(row, column, sum, up);
     const long long at = (long long)row * stage.columns + column;
     if (stage.splits > 1) {
       write_number((float*)tensors.at[stage.y] + (long long)split * stage.rows * stage.columns + at, sum);
@@ -84,6 +99,21 @@ struct Epilogue {
     if (stage.gated) sum *= up;
     if (stage.residual >= 0) sum += widen(read_number((const u16*)tensors.at[stage.residual] + at));
     write_number((u16*)tensors.at[stage.y] + at, narrow(sum));
+  }
+  __device__ __forceinline__ void rotate(int row, int pair, float first, float second) const {
+    const int half = stage.head / 2, column = column_of_pair(stage, pair);
+    if (stage.bias >= 0) {
+      const u16* bias = (const u16*)tensors.at[stage.bias] + column;
+      first += widen(read_number(bias)), second += widen(read_number(bias + half));
+    }
+    if (column < stage.rotated) {
+      const long long angle = (long long)(*(const int*)tensors.at[stage.place] + row) * half + pair % half;
+      const float cosine = ((const float*)tensors.at[stage.cos])[angle], sine = ((const float*)tensors.at[stage.sin])[angle];
+      const float turned = first * cosine - second * sine;
+      second = second * cosine + first * sine, first = turned;
+    }
+    u16* y = (u16*)tensors.at[stage.y] + (long long)row * stage.columns + column;
+    write_number(y, narrow(first)), write_number(y + half, narrow(second));
   }
 };
 

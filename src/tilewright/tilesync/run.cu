@@ -9,6 +9,7 @@
 // launches; the last block to leave begins the next. A wait that takes longer than `patience` says so in `failure`; then
 // all blocks take what tickets are left, compute nothing, and the last one sets everything to 0 and tells the host in
 // `report`: the next launch is sound.
+#include "attention.cuh"
 #include "few_rows.cuh"
 #include "many_rows.cuh"
 #include "small_stages.cuh"
@@ -148,6 +149,9 @@ tilewright_tilesync_run(const __grid_constant__ Program program, const __grid_co
 #if MANY_ROWS
       if (stage.kind == MANY) many.begin(stage, task, tensors, blocks.memory);
 #endif
+#if ATTENTION
+      if (stage.kind == ATTEND) Attend(stage, task, tensors, blocks.memory).begin();
+#endif
     }
     if (threadIdx.x == 0) {
       blocks.head->waited = !blocks.stopped && (!(program.flags & WAITS) || blocks.wait(number, task));
@@ -179,7 +183,7 @@ tilewright_tilesync_run(const __grid_constant__ Program program, const __grid_co
       if (stage.kind == NORM) norm(stage, task, tensors);
 #endif
 #if ATTENTION
-      if (stage.kind == ATTEND) attend(stage, task, tensors, blocks.memory);
+      if (stage.kind == ATTEND) Attend(stage, task, tensors, blocks.memory).run();
 #endif
 #if HAS_USER_STAGES
       if (stage.kind >= USER) {

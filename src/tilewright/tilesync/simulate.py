@@ -28,6 +28,7 @@ class Machine:
     hop: float = 1.2e-6  # from a post to the end of a wait for it
     prefetch_bytes: float = 65536.0  # of weights that an SM holds while it waits
     tile_overhead: float = 0.5e-6
+    group_overhead: float = 0.1e-6  # of each further group of a tile's columns: a barrier and the sums of all warps
 
     @classmethod
     def of(cls, name: str) -> Machine:
@@ -42,12 +43,14 @@ class Machine:
 
     def seconds(self, work: Work) -> float:
         """Return what a tile takes on one SM, of which all are busy."""
-        return self.tile_overhead + max(work.bytes / self.bytes_per_second, work.flops / self.flops) * self.sms
+        return self.tile_overhead + (work.groups - 1) * self.group_overhead + self._own_seconds(work)
+
+    def _own_seconds(self, work: Work) -> float:
+        return max(work.bytes / self.bytes_per_second, work.flops / self.flops) * self.sms
 
     def prefetch_seconds(self, work: Work) -> float:
         """Return how much of that a worker does before it waits."""
-        share = min(work.weight_bytes, self.prefetch_bytes) / max(work.bytes, 1.0)
-        return share * (self.seconds(work) - self.tile_overhead)
+        return min(work.weight_bytes, self.prefetch_bytes) / max(work.bytes, 1.0) * self._own_seconds(work)
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,13 @@ Cost = Callable[[int], Work]
 
 
 def cost_of(program: Program) -> list[Work]:
-    """Return what each task of a program costs, as its stage says."""
-    return [program.stages[task.stage].work(task.tile) for task in program.tasks]
+    """Return what each task of a program costs, as its stage says; what a stage has written nobody fetches early."""
+    waits = [any(name in program.graph.producers for name in stage.early) for stage in program.stages]
+    works = [program.stages[task.stage].work(task.tile) for task in program.tasks]
+    return [
+        work._replace(weight_bytes=0.0) if waits[task.stage] else work
+        for work, task in zip(works, program.tasks, strict=True)
+    ]
 
 
 def simulate_serial(program: Program, machine: Machine, works: list[Work] | None = None) -> Timeline:

@@ -108,6 +108,23 @@ inline void read_matrices(const char* at, u32 (&x)[4]) {
   for (int i = 0; i < 4; i++) memcpy(&x[i], rows[8 * i + current % 32 / 4] + current % 4 * 4, 4);
   gather(3000 + current / 32, 32);
 }
+inline void read_matrices_turned(const char* at, u32 (&x)[4]) {
+  const auto rows = from_lanes(at);
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < 2; j++)
+      memcpy((char*)&x[i] + 2 * j, rows[8 * i + current % 4 * 2 + j] + current % 32 / 4 * 2, 2);
+  gather(3000 + current / 32, 32);
+}
+inline float sum_of_four(float x) {
+  const auto all = from_lanes(x);
+  const int first = current % 32 / 4 * 4;
+  return all[first] + all[first + 1] + all[first + 2] + all[first + 3];
+}
+inline float largest_of_four(float x) {
+  const auto all = from_lanes(x);
+  const int first = current % 32 / 4 * 4;
+  return max(max(all[first], all[first + 1]), max(all[first + 2], all[first + 3]));
+}
 inline float sum_of_warp(float x) {
   float sum = 0;
   for (float each : from_lanes(x)) sum += each;

@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
 }
+MOST_FEW_ROWS, FEW_COLUMNS = 32, 16  # of a tile of few rows: its rows at most, and the weight's rows in a group
 L2_SHARE = 0.3  # of memory's time for a byte that is read again and again, and so lies in L2
 Sync = Mapping[str, Policy] | None
 

@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.tilesync.graph import WIDE, GraphError, Order, Region, Spec, Stage, Tile, Work, span
-from tilewright.tilesync.stages.common import ACTIVATIONS, L2_SHARE, Sync, check_activation, tiles, widen
+from tilewright.tilesync.stages.common import (
+    ACTIVATIONS,
+    FEW_COLUMNS,
+    L2_SHARE,
+    MOST_FEW_ROWS,
+    Sync,
+    check_activation,
+    tiles,
+    widen,
+)
+from tilewright.tilesync.stages.fused import Normed, Prologue, Rotation
 
 
 class Gemm(Stage):
@@ -19,21 +29,34 @@ class Gemm(Stage):
     ``activation(x @ gate^T) * (x @ up^T)``. With
     splits, tiles along a first axis sum a part of the inner dimension each, and the output is ``(splits, rows,
     columns)`` in float32, for a `Reduction` to add up.
+
+    A `prologue` makes x of what another stage has written, in each tile: `Normed`, or `Combined` from an attention's
+    splits. A `rotation` turns heads of columns by their rows' positions, behind the bias; a tile then has both halves
+    of so many pairs of columns.
     """
 
     def __init__(
         self, output: str, x: str, weight: str | tuple[str, str], sizes: tuple[int, int, int], *, tile: tuple[int, int],
         activation: str = "none", gated: bool = False, bias: str | None = None, residual: str | None = None,
-        splits: int = 1, order: Order = "rows", sync: Sync = None,
+        splits: int = 1, prologue: Prologue | None = None, rotation: Rotation | None = None, order: Order = "rows",
+        sync: Sync = None,
     ) -> None:  # fmt: skip
         rows, columns, _ = self.sizes = sizes
         self.tile, self.splits, self.gated = tile, splits, gated
         self.activation = check_activation(output, activation)
         self.bias, self.residual = bias, residual
-        if splits > 1 and (gated or bias or residual or activation != "none"):
+        self.prologue, self.rotation = prologue, rotation
+        if splits > 1 and (gated or bias or residual or rotation or activation != "none"):
             raise GraphError(f"Stage {output}: what follows a split sum is for the Reduction that adds it up.")
         if gated and bias:
             raise GraphError(f"Stage {output}: a gated matmul takes no bias.")
+        if rotation:
+            rotation.check(output, columns)
+            if gated or residual or activation != "none" or tile[1] % 2:
+                raise GraphError(
+                    f"Stage {output}: columns that are rotated come in pairs, and have nothing but a bias."
+                )
+            self.integers, self.floats = (rotation.length,), (rotation.cos, rotation.sin)
         grid = tiles((rows, columns), tile)
         spec = Spec((rows, columns)) if splits == 1 else Spec((splits, rows, columns), WIDE)
         self.x, self.second = x, weight[1] if isinstance(weight, tuple) else None
@@ -41,6 +64,7 @@ class Gemm(Stage):
         if self.second and not gated:
             raise GraphError(f"Stage {output}: two weights are those of a gated matmul.")
         inputs = [x, *filter(None, (self.weight, self.second, bias, residual))]
+        inputs += [*(prologue.inputs if prologue else ()), *self.integers, *self.floats]
         super().__init__({output: spec}, inputs, grid if splits == 1 else (splits, *grid), order, sync)
 
     def part(self, split: int) -> tuple[int, int]:
@@ -54,29 +78,46 @@ class Gemm(Stage):
 
     def reads(self, tile: Tile) -> Iterable[Region]:
         split, rows, columns = self._place(tile)
-        yield Region(self.x, (rows, self.part(split)))
-        yield Region(self.weight, (columns, self.part(split)))
+        if self.prologue:
+            yield from self.prologue.reads(self.x, rows, self.part(split), self.sizes[2])
+        else:
+            yield Region(self.x, (rows, self.part(split)))
+        for each in self._columns(columns):
+            yield Region(self.weight, (each, self.part(split)))
         if self.gated:
             count = 0 if self.second else self.sizes[1]
             yield Region(self.second or self.weight, ((columns[0] + count, columns[1] + count), self.part(split)))
         if self.bias:
-            yield Region(self.bias, (columns,))
+            for each in self._columns(columns):
+                yield Region(self.bias, (each,))
         if self.residual:
             yield Region(self.residual, (rows, columns))
 
+    def _columns(self, columns: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return where a tile's columns are: side by side, or, rotated, in halves of heads."""
+        start, stop = columns
+        return self.rotation.columns((start // 2, stop // 2)) if self.rotation else [columns]
+
     def writes(self, tile: Tile) -> Iterable[Region]:
         split, rows, columns = self._place(tile)
-        yield Region(self.name, (rows, columns) if self.splits == 1 else ((split, split + 1), rows, columns))
+        for each in self._columns(columns):
+            yield Region(self.name, (rows, each) if self.splits == 1 else ((split, split + 1), rows, each))
 
     def compute(self, *inputs: Tensor) -> Tensor:
         given = dict(zip(self.inputs, inputs, strict=True))
         x, weight = given[self.x], given[self.weight]
+        if self.prologue:
+            dtype = x.dtype if isinstance(self.prologue, Normed) else weight.dtype
+            x = self.prologue.compute(x, dtype, *(given[name] for name in self.prologue.inputs))
         if self.second:
             weight = torch.cat((weight, given[self.second]))
         if self.splits > 1:
             parts = [slice(*self.part(split)) for split in range(self.splits)]
             return torch.stack([_multiply(x[:, part], weight[:, part]) for part in parts])
-        return _finish(self, _multiply(x, weight), given).to(x.dtype)
+        y = _finish(self, _multiply(x, weight), given)
+        if self.rotation:
+            y = self.rotation.rotate(y, *(given[name] for name in (*self.floats, *self.integers)))
+        return y.to(x.dtype)
 
     def work(self, tile: Tile) -> Work:
         split, rows, columns = self._place(tile)
@@ -84,8 +125,10 @@ class Gemm(Stage):
         height, width = rows[1] - rows[0], (columns[1] - columns[0]) * (1 + self.gated)
         weight_bytes = self.weight_bytes(width * inner)
         written = height * (columns[1] - columns[0]) * (2 if self.splits == 1 else 4)
-        x_bytes = L2_SHARE * 2.0 * height * inner
-        return Work(2.0 * self.tile[0] * width * inner, weight_bytes + x_bytes + written, weight_bytes)
+        x_bytes = self.prologue.bytes(height, inner, self.sizes[2]) if self.prologue else 2.0 * height * inner
+        groups = -(-width // FEW_COLUMNS) if self.tile[0] <= MOST_FEW_ROWS else 1
+        flops, moved = 2.0 * self.tile[0] * width * inner, weight_bytes + L2_SHARE * x_bytes + written
+        return Work(flops, moved, weight_bytes, groups)
 
     def weight_bytes(self, numbers: int) -> float:
         """Return the bytes of so many of the weight's numbers."""
@@ -93,8 +136,9 @@ class Gemm(Stage):
 
     @property
     def shared_bytes(self) -> int:  # type: ignore[override]
-        """Three stages of 64 of the inner dimension, for both operands."""
-        return 3 * 64 * 2 * (self.tile[0] + self.tile[1] * (1 + self.gated))
+        """Three stages of 64 of the inner dimension, for both operands; of few rows for a group of columns."""
+        width = self.tile[1] * (1 + self.gated)
+        return 3 * 64 * 2 * (self.tile[0] + (min(width, FEW_COLUMNS) if self.tile[0] <= MOST_FEW_ROWS else width))
 
 
 class QuantizedGemm(Gemm):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.tilesync.graph import DATA, Order, Region, Spec, Stage, Tile, span
 from tilewright.tilesync.stages.common import ACTIVATIONS, Sync, check_activation, tiles, widen
+from tilewright.tilesync.stages.fused import Rotation
 
 
 class Elementwise(Stage):
@@ -118,7 +118,7 @@ class Rope(Custom):
         self, output: str, x: str, cos: str, sin: str, length: str, sizes: tuple[int, int], *, head_dim: int,
         rotated: int, tile: int = 64, order: Order = "rows", sync: Sync = None,
     ) -> None:  # fmt: skip
-        self.head_dim, self.rotated = head_dim, rotated
+        self.rotation = Rotation(cos, sin, length, head_dim, rotated)
         self.integers, self.floats = (length,), (cos, sin)
         source = _ROPE.replace("HEAD_DIM", str(head_dim)).replace("ROTATED", str(rotated))
         super().__init__(output, [x, cos, sin, length], sizes, tile=(tile, head_dim), reads=self._read,
@@ -128,12 +128,7 @@ class Rope(Custom):
         return (region._replace(tensor=self.inputs[0]) for region in self.writes(tile))
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, length: Tensor) -> Tensor:
-        heads = widen(x)[:, : self.rotated].unflatten(1, (-1, self.head_dim))
-        places = length.long() + torch.arange(len(x), device=x.device)
-        cosine, sine = (widen(table)[places][:, None] for table in (cos, sin))
-        first, second = heads.chunk(2, -1)
-        turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
-        return torch.cat((turned.flatten(1).to(x.dtype), x[:, self.rotated :]), 1)
+        return self.rotation.rotate(x, cos, sin, length).to(x.dtype)
 
 
 _ROPE = """
