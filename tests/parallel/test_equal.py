@@ -20,7 +20,7 @@ from tilewright.train import loop
 from tilewright.train.checkpoint import read
 from tilewright.train.loop import train
 from tilewright.train.memory_plan import planned
-from tilewright.train.schema import Checkpoint, Schedule
+from tilewright.train.schema import Checkpoint, Parallel, Schedule
 from train.tiny import as_on_a_cpu, losses, tiny  # noqa: F401
 
 pytestmark = [
@@ -47,21 +47,26 @@ MESHES = {
         "tp + sp": {"tp": 2, "sp": True},
         "cp": {"cp": 2},
         "pp": {"pp": 2},
+        "pp, 2 pieces": {"pp": 2, "pieces": 2},
     },
     4: {
         "ddp x tp": {"tp": 2},
         "ddp x pp": {"dp": 2, "pp": 2},
         "zero 3 x tp + sp": {"zero": 3, "tp": 2, "sp": True},
+        "ddp x pp, 2 pieces": {"dp": 2, "pp": 2, "pieces": 2},
         "zero 3 x pp": {"zero": 3, "pp": 2},
+        "zero 3 x pp, 2 pieces": {"zero": 3, "pp": 2, "pieces": 2},
         "zero 2 x cp": {"zero": 2, "cp": 2},
     },
 }  # fmt: skip
+ALONE = Parallel(dropout="position")
 # A mesh of each number of ranks: what one of them has saved, the others go on with.
 SAVERS = {1: {}, 2: {"tp": 2, "sp": True}, 4: {"zero": 3, "tp": 2}}
 SAVED, MORE = 6, 4
 
 
-ONE_IS_ENOUGH = ("ddp, no overlap", "ddp x tp", "ddp x pp")  # what sends here does not look at the model
+# What sends here does not look at the model.
+ONE_IS_ENOUGH = ("ddp, no overlap", "ddp x tp", "ddp x pp", "ddp x pp, 2 pieces")
 
 
 def models_of(mesh):
@@ -71,8 +76,9 @@ def models_of(mesh):
 def run_of(folder, model, **parallel):
     small = parallel.get("pp") and (parallel.get("zero") or parallel.get("dp"))  # each stage needs one of its own
     micro = 1 if small else 2
+    layers = 2 * parallel.get("pieces", 1)
     return tiny(
-        folder, steps=STEPS, micro_batch=micro, global_batch=4, model=MODELS[model],
+        folder, steps=STEPS, micro_batch=micro, global_batch=4, model={**MODELS[model], "layers": layers},
         eval={"every": STEPS, "samples": 3}, parallel={"dropout": "position", "timeout": 444.0, **parallel},
     )  # fmt: skip
 
@@ -186,11 +192,12 @@ def test_losses_are_those_of_one_process(everything, model, tmp_path):
     for mesh, parallel in (item for meshes in MESHES.values() for item in meshes.items()):
         if model not in models_of(mesh):
             continue
-        micro = run_of(tmp_path, model, **parallel).micro_batch
-        if micro not in alone:
-            run = dataclasses.replace(run_of(tmp_path / str(micro), model), micro_batch=micro)
-            alone[micro] = losses(run), read_last(run)
-        expected, weights = alone[micro]
+        run = run_of(tmp_path, model, **parallel)
+        same = run.micro_batch, run.model.layers
+        if same not in alone:
+            run = dataclasses.replace(run, out=str(tmp_path / "{}-{}".format(*same)), parallel=ALONE)
+            alone[same] = losses(run), read_last(run)
+        expected, weights = alone[same]
         assert found[f"{mesh}: {model}"][0] == pytest.approx(expected, abs=1e-5, rel=0), mesh
         saved = read_last(run_of(folder / f"{mesh}-{model}", model))
         assert saved.keys() == weights.keys(), mesh

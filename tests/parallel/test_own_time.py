@@ -22,13 +22,14 @@ from tilewright.train.metrics import read
 from train.tiny import tiny
 
 STEPS, SLOW = 22, 1
-MESHES = {"ddp": {}, "zero 3": {"zero": 3}, "pp": {"dp": 1, "pp": 3}}
+MESHES = {"ddp": {}, "zero 3": {"zero": 3}, "pp": {"dp": 1, "pp": 3}, "pieces": {"dp": 1, "pp": 3, "pieces": 2}}
 
 
 def run_of(folder, mesh):
+    parallel = MESHES[mesh]
     return tiny(
-        folder / mesh, steps=STEPS, micro_batch=1, accumulation=3 if mesh == "pp" else 1, parallel=MESHES[mesh],
-        model={"width": 16, "layers": 3, "sequence": 16},
+        folder / mesh, steps=STEPS, micro_batch=1, accumulation=parallel.get("pp", 1), parallel=parallel,
+        model={"width": 16, "layers": 3 * parallel.get("pieces", 1), "sequence": 16},
     )  # fmt: skip
 
 

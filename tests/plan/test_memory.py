@@ -228,6 +228,15 @@ def test_fsdp_gathers_two_layers():
     within(anatomy["16-bit copies"], 2 * (2 * body + model.vocabulary * model.width), 0.001)
 
 
+def test_fsdp_in_a_pipeline_has_a_stage_or_three_pieces_of_it():
+    model, how = load("7b"), Training(data=64, zero=3, pipeline=4, accumulation=8)
+    stage = model.layers / 4 * (model.parameters - model.embedding_parameters) / model.layers
+    stage += (model.vocabulary + model.sequence) * model.width  # the first has both tables
+    for pieces, share in ((1, 1), (2, 1), (4, 3 / 4), (8, 3 / 8)):
+        anatomy = memory.train(model, dataclasses.replace(how, interleave=pieces))
+        within(anatomy["16-bit copies"], 2 * share * stage, 0.01)
+
+
 def test_bytes_a_parameter():
     model = load("7b")
     n = model.parameters

@@ -52,7 +52,8 @@ class Layout:
         return self.ranks == self.dp and not self.is_sharded
 
     def __str__(self) -> str:
-        sizes = [f"{name} {size}" for name, size in (("pp", self.pp), ("dp", self.dp), ("cp", self.cp)) if size > 1]
+        sizes = [f"pp {self.pp}{f' in {self.pieces} pieces' if self.pieces > 1 else ''}"] if self.pp > 1 else []
+        sizes += [f"{name} {size}" for name, size in (("dp", self.dp), ("cp", self.cp)) if size > 1]
         sizes += [f"tp {self.tp}{' with sp' if self.sp else ''}"] if self.tp > 1 else []
         return " x ".join(sizes or ["one rank"]) + (f", zero {self.zero}" if self.is_sharded else "")
 

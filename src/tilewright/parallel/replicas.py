@@ -38,13 +38,14 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, policy: Policy)
     """Shard the parameters of a model by FSDP2: a group each block, and one of what is left.
 
     With zero 2 weights stay gathered from forward to backward, with zero 3 they are gathered twice. What is left is
-    needed at both ends of the model and stays gathered.
+    needed at both ends of the model and stays gathered. The schedule of interleaved stages gathers and releases a
+    stage as a whole.
     """
     # The stream between blocks keeps its dtype: only weights and gradients change theirs.
     precision = MixedPrecisionPolicy(
         param_dtype=_DTYPES[policy.parameters], reduce_dtype=_DTYPES[policy.gradients], cast_forward_inputs=False
     )
-    reshard: bool | int = mesh.layout.zero == 3 and (policy.reshard or True)
+    reshard: bool | int = mesh.layout.zero == 3 and mesh.layout.pieces == 1 and (policy.reshard or True)
     assert mesh.replicas is not None
     for block in blocks:
         fully_shard(block, mesh=mesh.replicas, mp_policy=precision, reshard_after_forward=reshard)

@@ -19,17 +19,16 @@ from tilewright.parallel.context import ContextAttention
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.ordered import Ordered
 from tilewright.parallel.own_time import OwnTime
-from tilewright.parallel.pipeline import Pipeline, ends_group, keep_stage
+from tilewright.parallel.pipeline import Pipeline, ends_group, keep_stages
 from tilewright.parallel.shards import Shards
 from tilewright.parallel.split import SplitGPT, own_rows
 from tilewright.runtime import philox
 
 
-def split(model: GPT, mesh: Mesh, device: torch.device) -> dict[str, Tensor]:
-    """Make a GPT, in place, compute this rank's part; the order of rows of what is cut by heads."""
+def split(model: GPT, mesh: Mesh, device: torch.device) -> tuple[list[Any], dict[str, Tensor]]:
+    """Make a GPT, in place, compute this rank's part; what to call, and the order of rows of what is cut by heads."""
     model.__class__ = SplitGPT
-    if mesh.layout.pp > 1:
-        keep_stage(model, mesh)
+    roots = keep_stages(model, mesh) if mesh.layout.pp > 1 else [model]
     if mesh.layout.cp > 1:
         for block in model.blocks.children():
             attention: Any = block.attention
@@ -38,7 +37,7 @@ def split(model: GPT, mesh: Mesh, device: torch.device) -> dict[str, Tensor]:
     orders = tensor.cut(model, mesh, device) if mesh.layout.tp > 1 else {}
     model.mesh = mesh  # type: ignore[assignment]
     model.to(device)
-    return orders
+    return roots, orders
 
 
 class Spread:
@@ -56,17 +55,20 @@ class Spread:
         self.mesh, self.policy, self.device = mesh, policy, device
         layout = mesh.layout
         self.forward: Any = model
+        self.roots: list[Any] = [model]  # what is called as a whole: the model, or of a pipeline this rank's stages
         self.orders: dict[str, Tensor] = {}
         rows, length = None, 0
         if layout.tp > 1 or layout.cp > 1 or layout.pp > 1:
             assert isinstance(model, GPT)
             length = model.config.sequence
-            rows, self.orders = own_rows(mesh, length), split(model, mesh, device)
+            rows = own_rows(mesh, length)
+            self.roots, self.orders = split(model, mesh, device)
         self.positions = philox.Positions(device, rows, length) if by_position else None
         tied = layout.pp > 1 and isinstance(model, GPT) and model.config.tied
         self.ends = ends_group(mesh) if tied else None
         if layout.is_sharded:
-            replicas.shard(model, replicas.blocks_of(model), mesh, policy)
+            for root in self.roots:
+                replicas.shard(root, replicas.blocks_of(root), mesh, policy)
         self.shards = Shards(model, mesh, twice="token.weight" if tied else "")
         # DDP takes no model of which only some parameters are DTensors: with tp, gradients are added up after backward.
         self.overlaps = policy.overlap and layout.tp == 1 and layout.replicas > 1 and not layout.is_sharded
@@ -79,18 +81,18 @@ class Spread:
         Args:
             streams: dtypes of what a sublayer returns and of the residual stream.
         """
-        if self.overlaps:
-            self.forward = replicas.replicate(self.model, self.mesh)
+        forwards = [replicas.replicate(root, self.mesh) if self.overlaps else root for root in self.roots]
+        self.forward = forwards[0]
         self.pipeline: Pipeline | None = None
         if self.mesh.layout.pp > 1:
-            self.model.positions = self.positions  # type: ignore[assignment]
-            self.pipeline = Pipeline(self.model, self.forward, self.mesh, self.device, streams)
+            self.pipeline = Pipeline(self.roots, forwards, self.mesh, self.device, streams, self.positions)
 
     def compiled(self, options: dict[str, Any]) -> Any:
         """What to call, compiled: all of it, or where ranks send between blocks or inside of them each block."""
         if self.mesh.layout.is_replicated:
             return torch.compile(self.forward, options=options)
-        compile_blocks(self.model, self.device, options)
+        for root in self.roots:
+            compile_blocks(root, self.device, options)
         return self.forward
 
     def watch(self, own: OwnTime) -> bool:
@@ -138,7 +140,7 @@ class Spread:
 
     def settle(self) -> None:
         """After an evaluation: let go of weights that were gathered for it."""
-        if isinstance(self.model, FSDPModule):
-            for module in self.model.modules():  # type: ignore[attr-defined]
+        for root in self.roots:
+            for module in root.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()

@@ -35,6 +35,7 @@ WORKSPACE_BYTES = 72 * 2**20  # of cuBLAS and the like, in every step measured t
 _MOST_LOGITS = 384 * 10**6  # bytes of them that a chunk of `linear_cross_entropy` has
 _ALL_LOGITS = 256 * 10**6  # that it computes at once, however many the tokens
 _BOTH_CHUNKS = 512 * 10**6  # that it computes at once where they would be two chunks of the least tokens
+PIECES_HELD = 3  # of a stage, whose weights PyTorch's interleaved schedule has at once under FSDP
 _LEAST_TOKENS = 1024  # that it has logits of: the matmuls of fewer do not fill a GPU
 _LOOSE = 0.02  # of what is allocated, lost between blocks
 # Bytes a logit of the plain loss at the peak of its forward and of its backward. Measured for bf16, derived else.
@@ -390,11 +391,14 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
         weights += stored * own[0]
         gradients, states = stored * own[1], optimizer_bytes(decoder, training) * own[2]
 
-    # 16-bit copies: autocast's, kept for backward; under FSDP two layers of gathered weights instead.
+    # 16-bit copies: autocast's, kept for backward; under FSDP gathered weights instead, of two layers or of a stage.
     two_layers, _ = parameters_here(decoder, training, min(2, decoder.layers))
     copies = head_copy = 0.0
     if training.zero == 3 and ranks > 1:
-        copies = head_copy = training.compute_bytes * (two_layers + (table / training.tensor if last else 0))
+        gathered = two_layers + (table / training.tensor if last else 0)
+        if training.pipeline > 1:  # what one micro batch's backward has gathered is there for another's forward
+            gathered = here * min(1.0, PIECES_HELD / training.interleave)
+        copies = head_copy = training.compute_bytes * gathered
     elif (training.is_autocast or training.has_copies) and not training.lora:
         in_layers = (matmul_weights(decoder) - table) / share
         in_layers -= decoder.expert_parameters(layers) * (1 - 1 / training.expert)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from tilewright.plan.calibration import FITTED
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.memory import Training, parameters_here, rank_tokens, stage_layers
+from tilewright.plan.memory import PIECES_HELD, Training, parameters_here, rank_tokens, stage_layers
 
 LINK_SHARE = 0.75  # of a link's or a card's datasheet, what a collective reaches
 BUCKET_BYTES = 25e6  # of DDP, at least; with many ranks Megatron makes them larger, for the rounds of their rings
@@ -175,7 +175,7 @@ def sent(decoder: Decoder, training: Training) -> dict[str, float]:
     twice = decoder.head_weights if decoder.tied and p > 1 else 0  # on the first stage and on the last
     if p > 1:
         shares = t if training.sequence_parallel else 1
-        found["pipeline"] = micro_batches * 4 * one / shares * (p - 1) / p
+        found["pipeline"] = micro_batches * 4 * one / shares * (p * training.interleave - 1) / p
         held = twice / t / (d if training.zero >= 2 else 1) * training.gradient_bytes
         found["pipeline"] += ends * 2 * _ring(held, 2)
     if d > 1:
@@ -186,12 +186,42 @@ def sent(decoder: Decoder, training: Training) -> dict[str, float]:
             # A pipeline's schedule scatters gradients once a step, and keeps weights from one backward to the next.
             each, scatters = (2 * micro_batches, micro_batches) if p == 1 else (micro_batches + 1, 1)
             gathers = here
-            if training.zero == 3:
+            if training.interleave > 1:
+                gathers = here * piece_gathers(p, training.interleave, micro_batches)
+            elif training.zero == 3:
                 gathers = each * (here - ends_alone) + ends_alone * (micro_batches if p == 1 else 1)
             found["data"] = _ring(gathers * gathered + scatters * here * scattered, d)
         else:
             found["data"] = 2 * _ring(here * scattered, d)
     return found
+
+
+def piece_gathers(ranks: int, pieces: int, micro_batches: int) -> float:
+    """How often interleaved 1F1B gathers the weights of a piece in a step under FSDP, in the mean over all pieces.
+
+    It has those of the pieces that a rank computes next.
+
+    >>> piece_gathers(4, 3, 8), piece_gathers(2, 4, 4)
+    (1.0, 2.5)
+    """
+    if pieces <= PIECES_HELD:
+        return 1.0
+    steps, gathers = micro_batches * pieces, 0
+    for rank in range(ranks):
+        ahead = min(steps, (pieces - 1) * ranks + 2 * (ranks - 1 - rank))  # forwards before the first backward
+        forward = [step // ranks % pieces for step in range(steps)]
+        backward = [pieces - 1 - piece for piece in forward]
+        both = [piece for pair in zip(forward[ahead:], backward, strict=False) for piece in pair]
+        order, held = forward[:ahead] + both + backward[steps - ahead :], set[int]()
+        for place in range(len(order)):
+            following: dict[int, None] = {}
+            for piece in order[place:]:
+                following.setdefault(piece)
+                if len(following) == PIECES_HELD:
+                    break
+            gathers += len(following.keys() - held)
+            held = set(following)
+    return gathers / (ranks * pieces)
 
 
 def _ring(size: float, ranks: int) -> float:

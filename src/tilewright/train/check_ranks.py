@@ -32,8 +32,6 @@ def check_ranks(config: Train, ranks: int) -> tuple[Layout, Batches]:
 
 def _check_together(config: Train, layout: Layout) -> None:
     """Refuse what does not go together with the layout of a run."""
-    if layout.pieces > 1:
-        raise UserError("parallel.pieces: interleaved stages are not there yet; leave it out.")
     if layout.ranks > 1 and config.device.startswith("cuda:"):
         raise UserError(f"device is {config.device}, and each of {layout.ranks} ranks has its own; choose device=cuda.")
     how = "rules" if config.rules != "none" else f"compile={config.compile}" if config.compile in RECORDING else ""
@@ -55,6 +53,11 @@ def _check_sharding(config: Train, layout: Layout) -> None:
             raise UserError(f"parallel.{name} is for parallel.zero=2 or 3, and zero is 0; set zero, or leave it out.")
     if settings.reshard and layout.zero != 3:
         raise UserError(f"parallel.reshard is for parallel.zero=3, and zero is {layout.zero}; leave it out.")
+    if settings.reshard and layout.pieces > 1:
+        raise UserError(
+            "parallel.reshard keeps weights from forward to backward, and with parallel.pieces the pipeline's schedule "
+            "says how long they stay; leave one of them out."
+        )
     if settings.reshard and layout.is_sharded and layout.replicas % settings.reshard:
         raise UserError(
             f"parallel.reshard is {settings.reshard}, and {layout.replicas} ranks share the weights; choose a divisor."
