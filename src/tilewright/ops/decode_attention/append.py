@@ -77,8 +77,9 @@ def _launch(
 _registered = torch.library.custom_op(
     f"tilewright::{_NAME}", _launch,
     mutates_args=("keys", "values", "k_scale", "v_scale"),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor before, Tensor? cos=None,"
-    " Tensor? sin=None, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> Tensor",
+    # Without defaults: torch 2.11 looks for what is written among the arguments, of which those left out are none.
+    schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor before, Tensor? cos, Tensor? sin,"
+    " Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> Tensor",
 )  # fmt: skip
 
 
