@@ -37,12 +37,11 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTER = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64", None: None}
 DTYPES = ("float", "bfloat", "int8", "uint8")
 SCALARS = ["i64", "i64", "i32", "fp64"]  # seed, rows, threshold, scale
+IN_CHAIN = "in_chain"  # in front of a case: its kernels as part of a chain, and what they are made of
 
 
-def resources(launch: dispatch.Launch, types: list[str | None], vectors: bool = False) -> dict[str, Any]:
-    """Registers, spilled bytes and shared memory of a kernel compiled for compute capability 9.0; the loads of 16 bytes
-    too where `vectors`, for which it is disassembled.
-    """
+def compiled(launch: dispatch.Launch, types: list[str | None], **options: Any) -> Any:
+    """A kernel compiled for compute capability 9.0."""
     names = launch.kernel.arg_names
     signature = {n: t or "constexpr" for n, t in zip(names, types, strict=False)}
     constants = {n: None for n, t in zip(names, types, strict=False) if t is None}
@@ -50,7 +49,24 @@ def resources(launch: dispatch.Launch, types: list[str | None], vectors: bool = 
     signature |= dict.fromkeys(names[len(types) :], "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t and t.startswith("*")}
     source = ASTSource(launch.kernel, signature, constants, aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.warps})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.warps, **options})
+
+
+def code(launch: dispatch.Launch, types: list[str | None]) -> dict[str, Any]:
+    """The PTX of a kernel in a chain, and the names of its arguments there, None for those that are no tensors."""
+    names = [n for n, t in zip(launch.kernel.arg_names, types, strict=False) if t]
+    pointers = [name if t.startswith("*") else None for name, t in zip(names, filter(None, types), strict=True)]
+    binary = compiled(launch.in_chain, types, launch_pdl=True)
+    return {"name": launch.name, "arguments": pointers, "ptx": binary.asm["ptx"], "pdl": binary.metadata.launch_pdl}
+
+
+def resources(launch: dispatch.Launch, types: list[str | None], vectors: bool = False) -> dict[str, Any]:
+    """Registers, spilled bytes, shared memory of a kernel, and whether it has code of PDL; its loads of 16 bytes too
+    where `vectors`, for which it is disassembled.
+    """
+    if asked[0] == IN_CHAIN:
+        return code(launch, types) if launch.is_chained else {}
+    binary = compiled(launch, types)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -58,6 +74,7 @@ def resources(launch: dispatch.Launch, types: list[str | None], vectors: bool = 
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = dict(part.split(":")[:2] for part in printed.split() if part.startswith(("REG:", "STACK:")))
     numbers = {"registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "shared": binary.metadata.shared}
+    numbers["pdl"] = "griddepcontrol" in binary.asm["ptx"]
     return numbers | ({"vectors": printed.count("LDG.E.128")} if vectors else {})
 
 
@@ -261,7 +278,8 @@ if __name__ == "__main__":
     dispatch.multiprocessors = lambda device: 132
     dispatch.shared_memory = lambda device: 232_448
     for line in sys.stdin:
-        op, *arguments = json.loads(line)
+        asked = json.loads(line)
+        op, *arguments = asked[asked[0] == IN_CHAIN :]
         arguments = [getattr(torch, a, a) if isinstance(a, str) and a.startswith(DTYPES) else a for a in arguments]
         ops = {
             f.__name__: f

@@ -1,12 +1,15 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import triton
+
+from ops.ptx import order
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 BF, F32 = "bfloat16", "float32"
@@ -103,6 +106,7 @@ def test_the_real_compiler_takes_the_kernels_and_an_h200_can_hold_them(case, spi
     assert {"forward"} < {kernel["kernel"] for kernel in kernels}
     for kernel in kernels:
         assert kernel["shared"] <= 232_448, kernel
+        assert not kernel["pdl"], kernel
         # A few spilled words are in the noise (22 of them in int4 with float16 by Triton 3.6); a tile of them is what
         # made backward at 16384 slow.
         assert not spill_free or kernel["spilled"] <= 96, kernel
@@ -136,3 +140,41 @@ def test_the_guide_s_kernels_load_16_bytes_at_once_where_rows_are_aligned(compil
         forward, backward = compiled(("lltm", dtype, state))
         assert (forward["vectors"], backward["vectors"]) == (4 * a_tensor, 6 * a_tensor)
         assert not forward["spilled"] and not backward["spilled"]
+
+
+PARAMETERS = {"weight", "bias", "scale", "zero"}  # that no kernel of a chain writes
+
+
+@needs_assembler
+@pytest.mark.parametrize(
+    ("case", "fetched"),
+    [
+        (("few_rows_linear", BF, 14336), {"weight"}),
+        (("quantized_linear", INT8, BF, 1, None, False), {"weight"}),
+        (("quantized_linear", FP8, HALF, 32, None, False), {"weight"}),
+        (("quantized_linear", INT4, BF, 1, 128, True), {"weight"}),
+        (("dropout_add_norm", BF, BF, BF, 4096, "rms", False), {"weight"}),
+        (("dropout_add_norm", BF, BF, BF, 20000, "layer", False), {"weight", "bias"}),
+        (("decode_attention", BF, 1, 32, 8, 128, INT8), set()),
+        (("append_to_cache", BF, 32, 8, 64), set()),
+        (("activation", BF, 1024, "silu", "packed", None), set()),
+        (("activation", BF, 1024, "gelu_tanh", "plain", BF), {"bias"}),
+    ],
+    ids=str,
+)
+def test_in_a_chain_parameters_alone_are_read_before_the_wait_and_nothing_is_written(case, fetched, compiled):
+    """The rule of `runtime/pdl.py`, in the order that the compiler has given instructions."""
+    kernels = [kernel for kernel in compiled(("in_chain", *case)) if "ptx" in kernel]
+    assert kernels
+    for kernel in kernels:
+        assert kernel["pdl"]
+        found = order(kernel["ptx"], kernel["arguments"])
+        label = kernel["name"], found.before
+        assert found.is_straight and found.triggers < found.waits, label
+        for access in found.before:
+            assert access.line > found.triggers and access.tensors and access.tensors <= PARAMETERS, label
+            assert re.match(r"ld\.global|cp\.async\.bulk\.prefetch", access.instruction), label
+        if kernel["kernel"] not in ("join", "whole"):
+            assert frozenset().union(*(access.tensors for access in found.before)) == fetched, label
+        others = frozenset().union(*(access.tensors for access in found.after))
+        assert others - PARAMETERS and any(a.instruction.startswith("st.global") for a in found.after), label

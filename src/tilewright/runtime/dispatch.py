@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import importlib.util
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from tilewright.measure import work
+from tilewright.runtime import pdl
 from tilewright.runtime.background import Job
 from tilewright.runtime.log import log
 
@@ -255,14 +257,19 @@ class Launch:
     each combination of constants, argument dtypes and absent arguments (`functools.cache` on the function that makes
     it), tensors are `packed`, and scalars are annotated with a type and marked not to be specialised: nothing is left
     to inspect. The first call goes through Triton and keeps the binary; later ones start it directly.
+
+    A `chained` kernel keeps the rule of `pdl.py`. Its last constant is PDL, which the caller leaves out. Inside of
+    `pdl.chaining` a `ChainedLaunch` takes its calls.
     """
 
     firsts = 0  # launches that were called at least once: an op that sees it change can foresee others
 
     def __init__(
-        self, kernel: Any, device: torch.device, constants: tuple[Any, ...], warps: int, changed: Sequence[int] = ()
-    ) -> None:
-        self.kernel, self.device, self.constants, self.warps = kernel, device, constants, warps
+        self, kernel: Any, device: torch.device, constants: tuple[Any, ...], warps: int, changed: Sequence[int] = (),
+        *, chained: bool = False,
+    ) -> None:  # fmt: skip
+        self.kernel, self.device, self.warps, self.is_chained = kernel, device, warps, chained
+        self.constants = (*constants, False) if chained else constants
         self.changed = changed  # which of its tensors it reads and writes
         self.binary: Any = None
         self.is_new = True
@@ -281,16 +288,28 @@ class Launch:
         self._start(grid, tensors, scalars)
 
     def _start(self, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]) -> None:
-        binary = self.binary
-        if binary is None:
+        if self.is_chained and pdl.active() is not None:
+            return self.in_chain._start(grid, tensors, scalars)
+        if self.binary is None:
             return self._start_first(grid, tensors, scalars)
+        self._run(self.binary.run, grid, tensors, scalars)
+
+    def _run(
+        self, run: Any, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]
+    ) -> None:
+        """Start the binary by one of its launchers."""
         # Addresses instead of tensors spare the launcher a driver query for each.
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        binary.run(
-            grid[0], grid[1], 1, stream, binary.function, binary.packed_metadata, None, None, None,
+        run(
+            grid[0], grid[1], 1, stream, self.binary.function, self.binary.packed_metadata, None, None, None,
             *addresses, *scalars, *self.constants,
         )  # fmt: skip
+
+    @functools.cached_property
+    def in_chain(self) -> ChainedLaunch:
+        """The same kernel as part of a chain."""
+        return ChainedLaunch(self.kernel, self.device, (*self.constants[:-1], True), self.warps)
 
     def _start_first(
         self, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]
@@ -326,3 +345,19 @@ class Launch:
             # later. The binary itself is loaded by its first call: a graph that is captured meanwhile forbids that.
             driver.active.launcher_cls(binary.src, binary.metadata)
         log.debug("triton: compiled %s ahead in %.3f s", self.name, time.perf_counter() - start)
+
+
+class ChainedLaunch(Launch):
+    """A kernel with code of PDL in it, which begins early where `pdl.launching` lets it."""
+
+    def _start(self, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]) -> None:
+        if INTERPRETED:
+            return super()._start(grid, tensors, scalars)
+        if self.binary is None:
+            arguments = (*tensors, *scalars, *self.constants)
+            self.binary = self.kernel.warmup(*arguments, grid=grid, num_warps=self.warps, launch_pdl=True)
+            self.early = self.binary.run  # Triton's launcher, which has loaded the binary
+            self.behind_others = copy.copy(self.early)
+            self.behind_others.launch_pdl = False
+        with pdl.launching(self.device) as is_early:
+            self._run(self.early if is_early else self.behind_others, grid, tensors, scalars)

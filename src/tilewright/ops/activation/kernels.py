@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tilewright.runtime import dispatch
+from tilewright.runtime.pdl_kernels import let_next_begin, wait_for_previous
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -147,9 +148,10 @@ def _forward_tile(
 def tilewright_activation_forward(
     gate, up, bias, out, rows: tl.int64, left: tl.int32, gate_stride: tl.int64, up_stride: tl.int64,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, PACKED: tl.constexpr, FLAT: tl.constexpr, SIZE: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, FLAT: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = activation(gate + bias) * (up + bias). PACKED: up lies behind gate, WIDTH further on in each row."""
+    let_next_begin(PDL)
     COMPUTE: tl.constexpr = tl.float64 if SIZE == 8 else tl.float32
     COLUMNS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     first = (tl.program_id(0) // COLUMNS).to(tl.int64) * ROWS
@@ -157,6 +159,7 @@ def tilewright_activation_forward(
     if PACKED:
         up = gate + WIDTH
     gate_bias, up_bias = _load_bias(bias, column, WIDTH, GATED, COMPUTE)
+    wait_for_previous(PDL)
     if FLAT and first + ROWS > rows:  # a mask that cuts vectors, for this program alone
         _forward_tile(
             gate, up, bias, out, gate_bias, up_bias, first, column, rows + 1, left, gate_stride, up_stride,
@@ -272,4 +275,5 @@ def plan(
     packed = gated and dtypes[1] is None
     constants = (width, rows, block, vector, activation, gated, packed, flat, dtypes[0].itemsize)
     most = max(1, dispatch.multiprocessors(device) * 4 // columns) if walks else None
-    return Plan(dispatch.Launch(kernel, device, constants, 4), rows, columns, most)
+    is_forward = kernel is tilewright_activation_forward
+    return Plan(dispatch.Launch(kernel, device, constants, 4, chained=is_forward), rows, columns, most)

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from tilewright.ops.quantized_linear.kernels import _from_fp8
 from tilewright.runtime import dispatch
+from tilewright.runtime.pdl_kernels import let_next_begin, wait_for_previous
 
 _INTERPRETED = tl.constexpr(dispatch.INTERPRETED)
 _PART = 16  # keys of the smallest part
@@ -67,9 +68,11 @@ def tilewright_decode_attention_split(
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr, UNIT: tl.constexpr,
-    KEY_UNIT: tl.constexpr, CODES: tl.constexpr, FOLD: tl.constexpr,
+    KEY_UNIT: tl.constexpr, CODES: tl.constexpr, FOLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of all queries of one head of keys over one part of its keys; the whole where SPLITS is 1."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     program = tl.program_id(0)
     split = program % SPLITS
     head = ((program // SPLITS) % KV_HEADS).to(tl.int64)
@@ -137,9 +140,11 @@ def tilewright_decode_attention_split(
 def tilewright_decode_attention_join(
     partial, state, out, states: tl.int64,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, DIM: tl.constexpr,
+    PARTS: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The result of one query from those of its parts."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     query = tl.program_id(0).to(tl.int64)
     inner = query % GROUP
     head = query // GROUP % KV_HEADS
@@ -191,12 +196,13 @@ def plan(
     constants: tuple[Any, ...] = (tokens, group, kv_heads, head_dim, splits)
     fold = {0: 1, 1: 128, 2: 512}[codes] if dtype == torch.float16 else 1
     split = dispatch.Launch(
-        tilewright_decode_attention_split, device, (*constants, rows, block, dim, _PART, *units, codes, fold), warps
+        tilewright_decode_attention_split, device, (*constants, rows, block, dim, _PART, *units, codes, fold), warps,
+        chained=True,
     )  # fmt: skip
     if splits == 1:
         return Plan(splits, split, None)
     join = dispatch.Launch(
-        tilewright_decode_attention_join, device, (*constants, triton.next_power_of_2(splits), dim), 4
+        tilewright_decode_attention_join, device, (*constants, triton.next_power_of_2(splits), dim), 4, chained=True
     )  # fmt: skip
     return Plan(splits, split, join)
 
@@ -264,9 +270,11 @@ def tilewright_decode_attention_append(
     keys_batch: tl.int64, keys_head: tl.int64, keys_token: tl.int64,
     values_batch: tl.int64, values_head: tl.int64, values_token: tl.int64,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    DIM: tl.constexpr, GROUP: tl.constexpr, CODES: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Turned q into `out`, turned k into `keys`, v into `values`; a place that the cache does not have is left out."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     K_GROUPS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
     group = tl.program_id(0) % (Q_GROUPS + 2 * K_GROUPS)
@@ -321,4 +329,4 @@ def append_launch(
     block = triton.next_power_of_2(half) if half else dim
     constants = (heads, kv_heads, head_dim, half, block, dim, group, CODES.get(dtypes[1], 0))
     programs = triton.cdiv(heads, group) + 2 * triton.cdiv(kv_heads, group)
-    return programs, dispatch.Launch(tilewright_decode_attention_append, device, constants, 4)
+    return programs, dispatch.Launch(tilewright_decode_attention_append, device, constants, 4, chained=True)

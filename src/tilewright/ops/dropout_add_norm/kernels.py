@@ -24,6 +24,7 @@ All arithmetic is in COMPUTE: float32, or float64 for float64 input.
 import triton
 import triton.language as tl
 
+from tilewright.runtime.pdl_kernels import let_next_begin, prefetch_vector, wait_for_previous
 from tilewright.runtime.philox_kernels import keep_mask, load_seed
 
 
@@ -154,14 +155,24 @@ def _stored(x, residual_out):
     return stored
 
 
+@triton.jit
+def _begin(weight, bias, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    """In a chain, have weight and bias brought into L2 and wait for the rest."""
+    let_next_begin(PDL)
+    prefetch_vector(weight, WIDTH, PDL)
+    prefetch_vector(bias, WIDTH, PDL)
+    wait_for_previous(PDL)
+
+
 @triton.jit(do_not_specialize=["seed", "rows", "threshold"])
 def tilewright_dropout_add_norm_forward(
     x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed_tensor, out, residual_out, statistics,
     seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64, eps: tl.float64,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
-    RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr,
+    RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows in registers; the weights are loaded before the reductions where there are registers for it."""
+    _begin(weight, bias, WIDTH, PDL)
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     WHOLE: tl.constexpr = CHUNKS * BLOCK == WIDTH
     seed = load_seed(seed_tensor, seed)
@@ -226,9 +237,10 @@ def tilewright_dropout_add_norm_wide_forward(
     x, second, residual, rowscale, layerscale, weight, bias, x_bias, seed_tensor, out, residual_out, statistics,
     seed: tl.int64, rows: tl.int64, threshold: tl.int32, scale: tl.float64, eps: tl.float64,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr, DOUBLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row that registers do not hold: tile by tile for the sum and its statistics, then again for the output."""
+    _begin(weight, bias, WIDTH, PDL)
     COMPUTE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     stored = _stored(x, residual_out)
     seed = load_seed(seed_tensor, seed)

@@ -130,7 +130,7 @@ def forward_launch(
     if width > _WIDEST_ROW or width * element > 4 * _WIDEST_ROW:
         block, warps = (2048, 4) if stored == 2 else (4096, 8)
         kernel = kernels.tilewright_dropout_add_norm_wide_forward
-        return 1, 1, dispatch.Launch(kernel, device, (width, block, *flags), warps)
+        return 1, 1, dispatch.Launch(kernel, device, (width, block, *flags), warps, chained=True)
     block = max(16, _power_of_two(span))
     rows, full = max(1, 1024 // block), element > 2
     middle = stored == 2 and 512 < width <= 1024  # tiles of 256: 768 columns are three of them, with no lane idle
@@ -155,7 +155,8 @@ def forward_launch(
         early = full or (1024 < block < 8192 and not dropout)
     chunks = -(-span // block)
     constants = (width, block, chunks, rows, early, *flags)
-    return rows, together, dispatch.Launch(kernels.tilewright_dropout_add_norm_forward, device, constants, warps)
+    kernel = kernels.tilewright_dropout_add_norm_forward
+    return rows, together, dispatch.Launch(kernel, device, constants, warps, chained=True)
 
 
 class BackwardPlan(NamedTuple):

@@ -4,6 +4,8 @@ A program has one feature, a row of the weight: there are far more programs than
 follow each other through all of it. It goes through BLOCK columns at a time, multiplies them with those of every row
 of x, which are in L1 or L2, and keeps as many float32 sums a row as threads have columns; only at the end do threads
 exchange them. Nobody else sums a feature: the same bits on every run.
+
+In a chain (`runtime/pdl.py`) the first BLOCK columns of the weight are loaded before the wait.
 """
 
 import functools
@@ -13,29 +15,50 @@ import triton
 import triton.language as tl
 
 from tilewright.runtime import dispatch
+from tilewright.runtime.pdl_kernels import let_next_begin, wait_for_previous
 
 _THREAD = 16  # columns that a thread loads at a time
+
+
+@triton.jit
+def _load_weights(weight, at, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile of the feature's weights, as float32."""
+    if WHOLE:
+        return tl.load(weight + at, eviction_policy="evict_first").to(tl.float32)
+    else:
+        return tl.load(weight + at, at < WIDTH, 0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def _load_values(x, row, at, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """The same columns of every row of x, as float32."""
+    if WHOLE:
+        return tl.load(x + row * WIDTH + at).to(tl.float32)
+    else:
+        return tl.load(x + row * WIDTH + at, (row < ROWS) & (at < WIDTH), 0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["features"])
 def tilewright_few_rows_linear_matmul(
     x, weight, bias, out, features: tl.int64,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One feature of all rows."""
+    WHOLE: tl.constexpr = WIDTH % BLOCK == 0 and ROWS == PADDED
+    FIRST: tl.constexpr = BLOCK if PDL else 0
+    let_next_begin(PDL)
     feature = tl.program_id(0).to(tl.int64)
     row, column = tl.arange(0, PADDED)[:, None], tl.arange(0, BLOCK)[None, :]
     total = tl.zeros([PADDED, BLOCK], tl.float32)
     weight += feature * WIDTH
-    for start in tl.range(0, WIDTH, BLOCK):
+    if PDL:
+        weights = _load_weights(weight, column, WIDTH, WHOLE)
+        wait_for_previous(PDL)
+        total += weights * _load_values(x, row, column, ROWS, WIDTH, WHOLE)
+    for start in tl.range(FIRST, WIDTH, BLOCK):
         at = start + column
-        if WIDTH % BLOCK == 0 and ROWS == PADDED:
-            weights = tl.load(weight + at, eviction_policy="evict_first")
-            values = tl.load(x + row * WIDTH + at)
-        else:
-            weights = tl.load(weight + at, at < WIDTH, 0.0, eviction_policy="evict_first")
-            values = tl.load(x + row * WIDTH + at, (row < ROWS) & (at < WIDTH), 0.0)
-        total += weights.to(tl.float32) * values.to(tl.float32)
+        weights = _load_weights(weight, at, WIDTH, WHOLE)
+        total += weights * _load_values(x, row, at, ROWS, WIDTH, WHOLE)
     y = tl.sum(total, 1)
     if bias is not None:
         y += tl.load(bias + feature).to(tl.float32)
@@ -51,4 +74,4 @@ def launch(
     padded = triton.next_power_of_2(rows)
     block = min(2048 // max(1, padded // 4), max(32, triton.next_power_of_2(width)))
     warps = max(1, min(4, block // _THREAD // 32))
-    return dispatch.Launch(tilewright_few_rows_linear_matmul, device, (rows, width, padded, block), warps)
+    return dispatch.Launch(tilewright_few_rows_linear_matmul, device, (rows, width, padded, block), warps, chained=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.quantized_linear.reference import span_of
-from tilewright.runtime import hopper, nvrtc
+from tilewright.runtime import hopper, nvrtc, pdl
 
 IS_ON = False
 MOST_ROWS = 32
@@ -146,4 +146,6 @@ def multiply(
     """Write ``x @ W^T + bias + residual`` to `y`."""
     (rows, inner), columns = x.shape, len(weight)
     kernel = _kernel(module, config.shared_bytes(rows, inner))
-    kernel(-(-columns // OUTPUTS) * config.cluster, arguments(x, weight, scale, zero, bias, residual, y))
+    with pdl.launching(x.device) as is_early:
+        given = arguments(x, weight, scale, zero, bias, residual, y)
+        kernel(-(-columns // OUTPUTS) * config.cluster, given, begins_early=is_early)

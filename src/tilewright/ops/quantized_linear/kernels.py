@@ -12,14 +12,19 @@ Weights are unpacked between shared memory and the tensor core, in registers, to
 dtype. Scales multiply the accumulator: per channel in the end, per group after the group's matmul. Triton unpacks int8
 well by itself. For fp8 and int4 four bytes at a time go through a few instructions of PTX; what becomes float32, as all
 does under the interpreter, which would multiply the bits of bfloat16, is computed from plain integers.
+
+In a chain (`runtime/pdl.py`) a program of a matmul has its first AHEAD steps of the weight brought into L2 before it
+waits. The wait is in front of the loop: a load that is pipelined could get past one inside of it.
 """
 
 import triton
 import triton.language as tl
 
 from tilewright.runtime import dispatch
+from tilewright.runtime.pdl_kernels import let_next_begin, prefetch_rows, wait_for_previous
 
 _INTERPRETED = tl.constexpr(dispatch.INTERPRETED)
+_AHEAD = tl.constexpr(4)  # steps
 
 
 @triton.jit
@@ -160,8 +165,10 @@ def tilewright_quantized_linear_matmul_8bit(
     rows: tl.int64, columns: tl.int64, inner: tl.int64, x_row: tl.int64, residual_row: tl.int64,
     FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
     CHUNKS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One byte a weight, one scale a row of it. EVEN: all splits have as many whole steps."""
+    let_next_begin(PDL)
     FLOAT: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
     STEP: tl.constexpr = SLICES * BLOCK_K
     inner = inner // UNIT * UNIT  # a factor that a number known at run time only would not show
@@ -175,6 +182,9 @@ def tilewright_quantized_linear_matmul_8bit(
     inputs = x + row[None, None, :] * x_row + k[:, :, None] + first
     there = (row < rows)[None, None, :]
     sums = tl.zeros([SLICES * CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
+    if UNIT == 16:  # else rows do not begin where a prefetch may
+        _prefetch(weight + first, inner, last - first, columns, STEP, BLOCK_N * CHUNKS, PDL)
+    wait_for_previous(PDL)
     for start in tl.range(first, last, STEP, num_stages=STAGES):
         if EVEN:
             codes = tl.load(weights)
@@ -198,6 +208,15 @@ def tilewright_quantized_linear_matmul_8bit(
 
 
 @triton.jit
+def _prefetch(weight, row_bytes, size, columns, STEP: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+    """Have the first steps, of STEP bytes, of a program's ROWS rows of the weight brought into L2; a row has `size`."""
+    if PDL:
+        first = tl.program_id(0).to(tl.int64) * ROWS
+        there = tl.minimum(columns - first, ROWS)
+        prefetch_rows(weight + first * row_bytes, row_bytes, tl.minimum(size, _AHEAD * STEP), there, ROWS, PDL)
+
+
+@triton.jit
 def _range(inner, STEP: tl.constexpr, split, SPLITS: tl.constexpr):
     """Where a split of the inner dimension begins and ends."""
     steps = tl.cdiv(tl.cdiv(inner.to(tl.int32), STEP), SPLITS)
@@ -210,13 +229,14 @@ def tilewright_quantized_linear_matmul_4bit(
     x, weight, scale, zero, bias, residual, y,
     rows: tl.int64, columns: tl.int64, inner: tl.int64, x_row: tl.int64, residual_row: tl.int64,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SLICES: tl.constexpr, CHUNKS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Two weights a byte: the low nibbles of a span's bytes are its first half, the high ones its second.
 
     A slice is a span: a group, or two groups of 32. `scale` and `zero` are (groups, columns). EVEN: all splits have as
     many whole steps.
     """
+    let_next_begin(PDL)
     FLOAT: tl.constexpr = tl.float32 if _INTERPRETED else x.dtype.element_ty
     SPAN: tl.constexpr = 2 * GROUP if GROUP == 32 else GROUP
     BYTES: tl.constexpr = SPAN // 2
@@ -234,6 +254,8 @@ def tilewright_quantized_linear_matmul_4bit(
     of_group = ((begin // STEP * SLICES + slice) * (SPAN // GROUP))[:, None] * columns + known
     there = (row < rows)[None, None, :]
     sums = tl.zeros([SLICES * CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
+    _prefetch(weight + begin // 2, inner // 2, (last - begin) // 2, columns, STEP // 2, BLOCK_N * CHUNKS, PDL)
+    wait_for_previous(PDL)
     for start in tl.range(begin, last, STEP, num_stages=STAGES):
         inside = tl.full([SLICES], True, tl.int1) if EVEN else start + slice * SPAN < inner
         if EVEN:
@@ -273,9 +295,11 @@ def tilewright_quantized_linear_matmul_4bit(
 @triton.jit(do_not_specialize=["rows", "columns", "residual_row"])
 def tilewright_quantized_linear_join(
     parts, bias, residual, y, rows: tl.int64, columns: tl.int64, residual_row: tl.int64,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the splits of a result up, in their order; a program writes BLOCK columns of a row."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = column < columns

@@ -133,9 +133,9 @@ def matmul_launch(
     block_n, block_m, block_k, *batch, warps = astuple(chosen)
     if group:
         constants = (group, block_n, block_m, *batch, unit, even)
-        return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_4bit, device, constants, warps)
+        return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_4bit, device, constants, warps, chained=True)
     constants = (dtypes[1] == torch.float8_e4m3fn, block_n, block_m, block_k, *batch, unit, even)
-    return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_8bit, device, constants, warps)
+    return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_8bit, device, constants, warps, chained=True)
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def join_launch(device: torch.device, dtypes: tuple[Any, ...], splits: int) -> d
     """The kernel for arguments of these dtypes: bias, residual, y."""
     from tilewright.ops.quantized_linear import kernels
 
-    return dispatch.Launch(kernels.tilewright_quantized_linear_join, device, (splits, _JOINED), 4)
+    return dispatch.Launch(kernels.tilewright_quantized_linear_join, device, (splits, _JOINED), 4, chained=True)
 
 
 @functools.cache
