@@ -93,6 +93,7 @@ STEPS = (
     _tests("mlp", 180, "ops/test_glu_mlp.py", "ops/test_gelu_mlp.py", "nn/test_fused_mlp.py", "runtime/test_hopper.py",
            "optimize/test_matmul_rules.py"),
     _tests("tilesync", 200, "tilesync"),
+    _tests("pdl", 120, "runtime/test_pdl.py", "ops/test_pdl.py", "generate/test_pdl.py"),
     _tests("decode", 240, "ops/test_quantized_linear_few_rows.py", "ops/test_quantized_linear.py",
            "ops/test_decode_attention.py", "ops/test_append_to_cache.py", "ops/test_few_rows_linear.py", "generate",
            "quantize", "bench"),

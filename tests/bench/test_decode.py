@@ -23,9 +23,11 @@ def test_every_implementation_steps_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     for weights, kv_cache in (("bf16", "bf16"), ("int8", "int8"), ("int4", "fp8")):
         case = {"model": "tiny", "batch": 2, "context": 6, "weights": weights, "kv_cache": kv_cache}
+        monkeypatch.setattr(decode, "why_no_pdl", lambda device, why="" if weights == "bf16" else "no": why)
         steps, failed = decode.prepare(case)
         assert not failed
-        names = {"tilewright", "transformers, compile"} if weights == "bf16" else {"tilewright"}
+        both = {"tilewright", "tilewright, no PDL", "transformers, compile"}
+        names = both if weights == "bf16" else {"tilewright"}
         assert set(steps["step"]) == names
         for step in steps["step"].values():
             for _ in range(4):  # past the room that there is, where it begins anew

@@ -1,9 +1,9 @@
 """Whole decoding steps of Llamas of 1 and 8 billion parameters, beside torch.compile of transformers' model.
 
 A step puts one token into each row of a cache and takes the likeliest next one. Ours is the step of `Generator`: one
-CUDA graph, with attention and the choice of the token inside. The peer is `LlamaForCausalLM` with its StaticCache under
-``mode="reduce-overhead"``, the choice of the token inside as well; it reads bf16 alone. Weights are random: a step
-reads the same bytes whatever they are.
+CUDA graph, with attention and the choice of the token inside; where the GPU has PDL (`runtime/pdl.py`), once more
+without. The peer is `LlamaForCausalLM` with its StaticCache under ``mode="reduce-overhead"``, the choice of the token
+inside as well; it reads bf16 alone. Weights are random: a step reads the same bytes whatever they are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tilewright.generate.cache import FORMATS, bytes_of_token
 from tilewright.generate.config import of_huggingface
 from tilewright.generate.weights import narrow
 from tilewright.plan.cost import Cost
+from tilewright.runtime.pdl import why_not as why_no_pdl
 
 _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -58,12 +59,14 @@ def cases(quick: bool) -> Iterator[Case]:
 def prepare(case: Case) -> Prepared:
     """Our step in the formats of a case and, in bf16, the peer's."""
     makers: dict[str, Callable[[], dict[str, Pass]]] = {"tilewright": partial(_ours, case)}
+    if not why_no_pdl(torch.device(_DEVICE)):
+        makers["tilewright, no PDL"] = partial(_ours, case, pdl=False)
     if case["weights"] == case["kv_cache"] == "bf16":
         makers["transformers, compile"] = partial(_theirs, case)
     return build(makers)
 
 
-def _ours(case: Case) -> dict[str, Pass]:
+def _ours(case: Case, pdl: bool = True) -> dict[str, Pass]:
     decoder = _random_decoder(case["model"])
     if case["weights"] != "bf16":
         narrow(decoder, case["weights"])
@@ -71,7 +74,7 @@ def _ours(case: Case) -> dict[str, Pass]:
     cache = KVCache(
         decoder.config.shape, batch=case["batch"], context=room, device=_DEVICE, dtype=FORMATS[case["kv_cache"]]
     )
-    decoding = Decoding(decoder, cache, Sampling())
+    decoding = Decoding(decoder, cache, Sampling(), pdl=pdl)
     return {"step": _Turns(decoding.step, lambda: cache.before.fill_(case["context"]))}
 
 

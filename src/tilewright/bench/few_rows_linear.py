@@ -1,4 +1,7 @@
-"""few_rows_linear against cuBLAS and torch.compile, in one run with the GPU's own ceilings."""
+"""few_rows_linear against cuBLAS and torch.compile, in one run with the GPU's own ceilings.
+
+"tilewright, PDL" has each call begin while the one before it in the graph ends (`runtime/pdl.py`), as decoding has it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, run_cases
 from tilewright.ops.few_rows_linear.op import cost, few_rows_linear, reference
 from tilewright.plan.cost import Cost
+from tilewright.runtime import pdl
 
 # Features in and out: the layers of Llamas of 1 and 8 billion parameters.
 SIZES = (
@@ -40,12 +44,19 @@ def prepare(case: Case) -> Prepared:
     functions: dict[str, Any] = {
         "tilewright": few_rows_linear, "eager": reference, "compile": torch.compile(reference, dynamic=False)
     }  # fmt: skip
+    if not pdl.why_not(x.device):
+        functions["tilewright, PDL"] = partial(_in_chain, pdl.Chain())
     return build({name: partial(_pass, function, x, weights) for name, function in functions.items()})
 
 
 def _pass(function: Implementation, x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Pass]:
     turns = cycle(weights)
     return {"forward": lambda: function(x, next(turns))}
+
+
+def _in_chain(chain: pdl.Chain, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    with pdl.chaining(chain):
+        return few_rows_linear(x, weight)
 
 
 def _limits(case: Case) -> dict[str, Cost]:

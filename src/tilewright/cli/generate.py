@@ -37,6 +37,9 @@ def generate(
     decode: str = typer.Option(
         "graph", help="tilesync: a step's layers are one graph of tiles that wait; on a Hopper."
     ),
+    pdl: bool = typer.Option(
+        True, help="Kernels of the graph begin while the one before them ends; from compute capability 9.0 on."
+    ),
     kv_cache: str = typer.Option("", help="int8 or fp8 for keys and values of 8 bits. [default: the model's dtype]"),
     weights: str = typer.Option("", help="int8, fp8 or int4: quantize the weights as they are loaded."),
     dtype: str = typer.Option("", help=f"{', '.join(_DTYPES)}. [default: as it was saved]"),
@@ -55,7 +58,7 @@ def generate(
         tilewright generate runs/default "def main(" --temperature 0.8 --top-p 0.95 --seed 1 --stop "def "
     """
     options: dict[str, Any] = {"kv_cache": kv_cache or None, "graph": graph, "compile": compile, "weights": weights}
-    options["decode"] = decode
+    options |= {"decode": decode, "pdl": pdl}
     if draft is not None:
         options["draft"], speculate = _open(draft, dtype, device), speculate or _DRAFTED
     generator = _open(folder, dtype, device, **options)

@@ -88,6 +88,8 @@ class Generator:
             that `speculate` asks for; without one the text so far does.
         graph: whether a step is a CUDA graph; left out, it is on a GPU.
         compile: whether `torch.compile` compiles a step's forward.
+        decode: "graph", or "tilesync" for a step as one graph of tiles.
+        pdl: whether kernels of a step's CUDA graph begin while the one before them ends, where the GPU can do it.
 
     >>> import torch
     >>> from tilewright.models import GPT
@@ -104,12 +106,12 @@ class Generator:
     def __init__(
         self, model: Decoder | GPT, tokenizer: Tokenizer | None = None, *, context: int | None = None,
         stop_tokens: Sequence[int] = (), kv_cache: str | None = None, draft: Decoder | GPT | Generator | None = None,
-        graph: bool | None = None, compile: bool = False, decode: str = "graph",
+        graph: bool | None = None, compile: bool = False, decode: str = "graph", pdl: bool = True,
     ) -> None:  # fmt: skip
         self.model = _decoder(model)
         self.tokenizer, self.stop_tokens = tokenizer, frozenset(stop_tokens)
         self.cache_dtype = dtype_of(kv_cache, self.model.dtype)
-        self._how: dict[str, Any] = {"graph": graph, "compile": compile, "decode": decode}
+        self._how: dict[str, Any] = {"graph": graph, "compile": compile, "decode": decode, "pdl": pdl}
         known = draft.tokenizer if isinstance(draft, Generator) else None
         self.draft = None if draft is None else draft.model if isinstance(draft, Generator) else _decoder(draft)
         if self.draft is not None:
@@ -140,7 +142,7 @@ class Generator:
     def from_folder(
         cls, folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         context: int | None = None, kv_cache: str | None = None, draft: Generator | None = None,
-        graph: bool | None = None, compile: bool = False, decode: str = "graph",
+        graph: bool | None = None, compile: bool = False, decode: str = "graph", pdl: bool = True,
     ) -> Generator:  # fmt: skip
         """A generator of a local Hugging Face folder: config.json, safetensors and, for text, tokenizer.json.
 
@@ -155,7 +157,7 @@ class Generator:
         ends = _ends_of_text(folder, model.config.shape.vocabulary)
         return cls(
             model, tokenizer, context=context, stop_tokens=ends, kv_cache=kv_cache, draft=draft, graph=graph,
-            compile=compile, decode=decode,
+            compile=compile, decode=decode, pdl=pdl,
         )  # fmt: skip
 
     def generate(

@@ -1,7 +1,8 @@
 """A prompt into the cache, then one token after the other: `prefill`, and `decode_one_token` as a CUDA graph.
 
 A step has the tokens of all rows in one tensor, which it reads and writes: nothing of it depends on the host, and a
-graph captured once is replayed for every token.
+graph captured once is replayed for every token. Inside of it our kernels begin while the one before them ends
+(`runtime/pdl.py`), where the GPU can do that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from tilewright.generate.cache import KVCache
 from tilewright.generate.decoder import Decoder
 from tilewright.generate.sampling import Sampling, sample
 from tilewright.generate.tiles import WAYS, TiledDecoder
-from tilewright.runtime import dispatch
+from tilewright.runtime import dispatch, paths
+from tilewright.runtime.pdl import Chain, chaining, why_not
 from tilewright.tilesync import raise_if_failed
 
 
@@ -52,7 +54,8 @@ def decode_one_token(
 class Decoding:
     """Decoding steps of one batch size and one way of sampling: on a GPU one CUDA graph, replayed for every token.
 
-    `decode` is "graph", or "tilesync": then a step's layers are one graph of tiles that wait for each other.
+    `decode` is "graph", or "tilesync": then a step's layers are one graph of tiles that wait for each other. Without
+    `pdl` a kernel of a CUDA graph begins when the one before it has ended.
 
     >>> from tilewright.generate.config import of_gpt
     >>> from tilewright.plan.gpt import LLAMA, GPTConfig
@@ -66,7 +69,7 @@ class Decoding:
 
     def __init__(
         self, model: Decoder, cache: KVCache, sampling: Sampling, *, graph: bool | None = None, compile: bool = False,
-        decode: str = "graph",
+        decode: str = "graph", pdl: bool = True,
     ) -> None:  # fmt: skip
         if decode not in WAYS:
             raise UserError(f"decode is {decode!r}; choose {' or '.join(WAYS)}.")
@@ -79,6 +82,7 @@ class Decoding:
             self.forward = TiledDecoder(model, cache)
         self.tokens = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self.generator = None if sampling.is_greedy else torch.Generator(model.device)
+        self._why_no_pdl = why_not(model.device) if pdl and not self.is_tiled else "it is off"
         self.uses_graph = model.device.type == "cuda" if graph is None else graph
         self._tables: list[object] = []  # which graphs read: others may make longer ones
         self._graph = self.capture(self._decode) if self.uses_graph else None
@@ -88,7 +92,8 @@ class Decoding:
 
     def capture(self, run: Callable[[], None], *more: KVCache) -> torch.cuda.CUDAGraph:
         """Capture what steps over the cache, and `more` of them, after two on the side that compile and load it."""
-        with torch.cuda.device(self.model.device):
+        chain = None if self._why_no_pdl else Chain()
+        with torch.cuda.device(self.model.device), chaining(chain):
             caches, side = (self.cache, *more), torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side), dispatch.forcing_kernels():
@@ -104,7 +109,8 @@ class Decoding:
             with torch.cuda.graph(graph):
                 run()
             self._tables.append(self.model.tables)
-            return graph
+        paths.note("decode_one_token", "CUDA graph", f"no PDL: {self._why_no_pdl}" if chain is None else str(chain))
+        return graph
 
     def start(self, prompts: Sequence[Sequence[int]], seed: int = 0) -> Tensor:
         """Begin with these prompts; returns their first tokens, in a tensor that every step writes anew."""
