@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,9 @@ def test_fewer_bytes_are_predicted_to_be_faster_and_have_a_lower_floor():
     tiled = predict_generating(dataclasses.replace(plain, decode="tilesync"), MACHINE)
     launched = predict_generating(plain, MACHINE)
     assert tiled.floor == launched.floor and 0 < tiled.parts["idle"] != launched.parts["idle"]
+    chained = predict_generating(dataclasses.replace(plain, pdl=True), MACHINE)
+    assert chained.floor == launched.floor and 0 < chained.parts["idle"] < launched.parts["idle"]
+    assert predict_generating(dataclasses.replace(plain, graph=False, pdl=True), MACHINE) == eager
     long = [dataclasses.replace(plain, batch=32, prompt=8000, kv_cache=kind) for kind in ("saved", "int8")]
     assert predict_generating(long[0], MACHINE).seconds > 1.5 * predict_generating(long[1], MACHINE).seconds
     prompt = predict_generating(Generating("m", aim="prefill", prompt=2048, device="cuda"), MACHINE)
@@ -102,12 +106,19 @@ def test_words_of_a_run_and_of_its_quality():
             parse_fields([text])
     assert space().refusal({"speculate": 4, "batch": 32}).startswith("speculate works on one prompt")
     assert space().refusal({"decode": "tilesync"}) is None
-    for other in ({"weights": "int8"}, {"kv_cache": "fp8"}, {"compile": "default"}, {"batch": 8}, {"speculate": 2}):
+    for other in ({"weights": "int8"}, {"kv_cache": "fp8"}, {"compile": "default"}, {"batch": 8}, {"speculate": 2},
+                  {"pdl": True}):  # fmt: skip
         (name,) = other
         assert f"decode=tilesync goes with {name}=" in space().refusal({"decode": "tilesync", **other})
     opened = [open_generating(Generating("m", device="cuda"), [], {"decode": found}) for found in ([], ["tilesync"])]
     assert [each.levers.get("decode") for each in opened] == [None, ("graph", "tilesync")]
-    assert "decode" not in open_generating(Generating("m"), [], {"decode": ["tilesync"]}).levers
+    on_cpu = open_generating(Generating("m"), [], {"decode": ["tilesync"], "pdl": [True]}).levers
+    assert "decode" not in on_cpu and "pdl" not in on_cpu
+    opened = [open_generating(Generating("m", device="cuda"), [], {"pdl": found}) for found in ([], [True])]
+    assert [each.levers.get("pdl") for each in opened] == [None, (False, True)]
+    for graph, words in ((True, "--graph --pdl"), (False, "--no-graph")):
+        run = Generating("m", device="cuda", graph=graph, pdl=True)
+        assert generate_command(run, Path("no")).endswith(f"cuda {words}")
     with pytest.raises(UserError, match="weights cannot be fp8"):
         space().parse("weights=fp8")
     quality = {"perplexity": 10.0, "quantized_perplexity": 10.3, "divergence": 0.02, "agreement": 0.9}

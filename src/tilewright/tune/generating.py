@@ -84,9 +84,10 @@ def tune_generating(
         for value, each in found.items():
             if "refused" in each:
                 told.say(f"{lever} {value} is left out: {each['refused']}.")
-    if start.device == "cuda" and machine["no_tilesync"]:
-        told.say(f"decode tilesync is left out: {machine['no_tilesync']}.")
-    good["decode"] = [] if machine["no_tilesync"] else ["tilesync"]
+    for lever, value, why in (("decode", "tilesync", machine["no_tilesync"]), ("pdl", True, machine["no_pdl"])):
+        good[lever] = [] if why else [value]
+        if start.device == "cuda" and why:
+            told.say(f"{lever} {str(value).lower()} is left out: {why}.")
     space = open_generating(start, list(given), good)
     if storage is None:
         check_begun(Path(out) / name, name, space, "", resume=resume, of_any_model=False)

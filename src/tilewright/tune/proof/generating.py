@@ -82,7 +82,7 @@ def build(run: Generating, **options: Any) -> Generator:
     how: dict[str, Any] = {
         "kv_cache": None if run.kv_cache == SAVED else run.kv_cache, "graph": run.graph and run.device != "cpu",
         "compile": run.compile != "none", "weights": "" if run.weights == SAVED else run.weights,
-        "decode": run.decode, **options,
+        "decode": run.decode, "pdl": run.pdl, **options,
     }  # fmt: skip
     if run.draft and run.speculate:
         how["draft"] = generator_of(Path(run.draft), device=run.device, dtype=dtype)

@@ -63,7 +63,7 @@ def generate_command(run: Generating, folder: Path) -> str:
     """The `tilewright generate` of a run; with its quantized weights where the study's folder has them.
 
     >>> generate_command(Generating("llama", device="cuda", weights="int4", graph=True, speculate=4), Path("nowhere"))
-    'tilewright generate llama "Once upon a time" --device cuda --weights int4 --graph --speculate 4'
+    'tilewright generate llama "Once upon a time" --device cuda --weights int4 --graph --no-pdl --speculate 4'
     """
     saved = saved_weights(run, folder)
     has_saved = saved.is_dir()
@@ -76,6 +76,8 @@ def generate_command(run: Generating, folder: Path) -> str:
     words += [f"--{name} {value}" for name, value in given.items() if value]
     if run.device == "cuda":
         words.append("--graph" if run.graph else "--no-graph")
+    if run.device == "cuda" and run.graph and run.decode == "graph":
+        words.append("--pdl" if run.pdl else "--no-pdl")
     if run.compile != "none":
         words.append("--compile")
     if run.decode != "graph":

@@ -28,6 +28,7 @@ _LAUNCHES = 9  # of a layer
 _HOST = 2.0  # launches of a bare op that an op of a model takes the host
 _COMPILED = 0.7  # of the launches that are left
 _WAITING = 2.4e-5  # seconds of a layer in which tiles wait for tiles, as `tilesync.simulate` has them of a model of 1B
+_OVERLAPPED = 0.5  # of the time between kernels, which PDL hides, as a guess
 _ACCEPTED = 0.15  # tokens more a forward for each doubling of a draft, as a guess
 _UNPACKED = 8.0  # bytes that a CPU, which has no kernel, moves to unpack a weight
 PROCESS_BYTES = 500 * 2**20
@@ -48,6 +49,7 @@ class Generating:
     graph: bool = False
     compile: str = "none"
     decode: str = "graph"  # or "tilesync": one graph of tiles a step
+    pdl: bool = False  # kernels of a graph begin while the one before them ends
     batch: int = 1
     speculate: int = 0
     prompt: int = 128  # tokens
@@ -56,10 +58,11 @@ class Generating:
     content: str = ""  # of the folder, as a digest
 
 
-LEVERS = ("weights", "kv_cache", "graph", "compile", "decode", "batch", "speculate")
+LEVERS = ("weights", "kv_cache", "graph", "compile", "decode", "pdl", "batch", "speculate")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weights": (SAVED, "int8", "fp8", "int4"), "kv_cache": (SAVED, "int8", "fp8"), "graph": (False, True),
-    "compile": ("none", "default"), "decode": ("graph", "tilesync"), "batch": (1, 8, 32), "speculate": (0, 2, 4, 8),
+    "compile": ("none", "default"), "decode": ("graph", "tilesync"), "pdl": (False, True), "batch": (1, 8, 32),
+    "speculate": (0, 2, 4, 8),
 }  # fmt: skip
 
 
@@ -80,7 +83,7 @@ class GeneratingSpace(Space):
             return "speculate works on one prompt at a time; leave batch at 1."
         plain = Generating("", batch=1)
         if run.decode == "tilesync":
-            for name in ("weights", "kv_cache", "compile", "batch", "speculate"):
+            for name in ("weights", "kv_cache", "compile", "pdl", "batch", "speculate"):
                 if getattr(run, name) != getattr(plain, name):
                     return f"decode=tilesync goes with {name}={getattr(plain, name)} alone."
         return None
@@ -144,7 +147,7 @@ def open_generating(start: Generating, given: Sequence[str], quality: Mapping[st
         values = _CHOICES[name]
         if name in quality:
             values = (values[0], *quality[name])
-        if name in ("graph", "compile", "decode") and (start.device == "cpu" or start.aim == "prefill"):
+        if name in ("graph", "compile", "decode", "pdl") and (start.device == "cpu" or start.aim == "prefill"):
             values = ()
         if name == "speculate" and start.aim == "prefill":
             values = ()
@@ -202,7 +205,7 @@ def predict_generating(run: Generating, machine: Mapping[str, Any]) -> Predictio
     if run.decode == "tilesync":
         parts["idle"] = forwards * model["layers"] * _WAITING
     elif run.graph:
-        parts["idle"] = forwards * launches * machine["kernel_seconds"]
+        parts["idle"] = forwards * launches * machine["kernel_seconds"] * (1 - _OVERLAPPED if run.pdl else 1)
     else:
         parts["idle"] = max(0.0, forwards * _HOST * launches * machine["launch_seconds"] - sum(parts.values()))
     floor = max(least * (weights + read_keys) / speed, least * (run.aim == "prefill") * flops)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def probe(job: trial.Job, say: trial.Say) -> tuple[str, dict[str, Any]]:
     """What the machine can do, what the model has, and what each format of weights and of the cache costs."""
     from tilewright.generate.tiles import why_not
+    from tilewright.runtime import pdl
     from tilewright.tune.worker.probe import probe as measure_machine
 
     say({"event": "alive", "what": "starting"})
@@ -33,6 +34,7 @@ def probe(job: trial.Job, say: trial.Say) -> tuple[str, dict[str, Any]]:
     plain = build(run)
     found["model"] = _model(plain)
     found["no_tilesync"] = why_not(plain.model, 1, plain.cache_dtype)
+    found["no_pdl"] = pdl.why_not(plain.model.device)
     found["quality"] = {"weights": {}, "kv_cache": {}}
     for lever, values in job["formats"].items():
         for value in values:
