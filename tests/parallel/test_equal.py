@@ -57,11 +57,13 @@ MESHES = {
         "zero 3 x pp": {"zero": 3, "pp": 2},
         "zero 3 x pp, 2 pieces": {"zero": 3, "pp": 2, "pieces": 2},
         "zero 2 x cp": {"zero": 2, "cp": 2},
+        "zero 3 in 2 groups x cp": {"zero": 3, "cp": 2, "dp_replicate": 2},
     },
 }  # fmt: skip
 ALONE = Parallel(dropout="position")
 # A mesh of each number of ranks: what one of them has saved, the others go on with.
 SAVERS = {1: {}, 2: {"tp": 2, "sp": True}, 4: {"zero": 3, "tp": 2}}
+GROUPS = {"tp": 1, "cp": 2, "dp_replicate": 2}  # what else the four may be
 SAVED, MORE = 6, 4
 
 
@@ -75,7 +77,7 @@ def models_of(mesh):
 
 def run_of(folder, model, **parallel):
     small = parallel.get("pp") and (parallel.get("zero") or parallel.get("dp"))  # each stage needs one of its own
-    micro = 1 if small else 2
+    micro = 1 if small or parallel.get("dp_replicate") else 2
     layers = 2 * parallel.get("pieces", 1)
     return tiny(
         folder, steps=STEPS, micro_batch=micro, global_batch=4, model={**MODELS[model], "layers": layers},
@@ -93,10 +95,11 @@ def saver(folder, ranks, **changes):
     return dataclasses.replace(run, steps=SAVED, schedule=Schedule(name="constant", warmup=2), **changes)
 
 
-def go_on(folder, ranks, saved_by):
-    """The losses after a checkpoint that so many ranks have saved."""
+def go_on(folder, ranks, saved_by, name="", **parallel):
+    """The losses after a checkpoint that so many ranks have saved; on their own mesh, or by `parallel` on another."""
     path = folder / f"saved-{saved_by}" / "checkpoints" / f"step-{SAVED:08d}"
-    resumed = saver(folder / f"{saved_by}-on-{ranks}", ranks, checkpoint=Checkpoint(resume=str(path)))
+    resumed = saver(folder / (name or f"{saved_by}-on-{ranks}"), ranks, checkpoint=Checkpoint(resume=str(path)))
+    resumed = dataclasses.replace(resumed, parallel=dataclasses.replace(resumed.parallel, **parallel))
     return losses(dataclasses.replace(resumed, steps=SAVED + MORE))
 
 
@@ -173,6 +176,8 @@ def _rank(rank, folder):
                 losses(saver(folder / f"saved-{ranks}", ranks))
         for saved_by in ((1, 2), (1, 2, 4), (4,))[phase]:
             found[f"{saved_by} on {ranks}"] = go_on(folder, ranks, saved_by)
+        if ranks == 4:
+            found["2 on 4 in groups"] = go_on(folder, 4, 2, name="2-in-groups", **GROUPS)
     (folder / f"losses-{rank}.json").write_text(json.dumps(found))
 
 
@@ -240,3 +245,4 @@ def test_every_mesh_goes_on_with_what_every_other_has_saved(everything, tmp_path
         for ranks in SAVERS:
             after = go_on(folder, 1, saved_by) if ranks == 1 else found[f"{saved_by} on {ranks}"]
             assert after == pytest.approx(expected, abs=1e-5, rel=0), (saved_by, ranks)
+    assert found["2 on 4 in groups"] == pytest.approx(expected, abs=1e-5, rel=0)

@@ -18,6 +18,7 @@ MODEL = GPTConfig(width=48, layers=4, heads=6, kv_heads=3, vocabulary=96, sequen
     (8, {}, Layout(dp=8)),
     (8, {"tp": 2, "zero": 3}, Layout(dp=4, tp=2, zero=3)),
     (8, {"dp": 2, "tp": 2, "pp": 2}, Layout(dp=2, tp=2, pp=2)),
+    (8, {"zero": 3, "dp_replicate": 2}, Layout(dp=8, zero=3, dp_replicate=2)),
     (8, {"cp": 4, "sp": True, "tp": 2}, Layout(cp=4, tp=2, sp=True)),
 ])  # fmt: skip
 def test_what_is_left_out_follows(ranks, given, expected):
@@ -44,6 +45,9 @@ def test_sizes_that_do_not_fit_the_processes(ranks, given, words):
     (Layout(pp=4), "adamw", "at least 4 micro batches"),
     (Layout(cp=3), "adamw", "sequence of 32 does not divide by 6"),
     (Layout(dp=2, zero=3), "adafactor", "means over whole rows"),
+    (Layout(dp=4, dp_replicate=2), "adamw", "2 groups that each share the weights need ZeRO 2 or 3; zero is 0"),
+    (Layout(dp=4, zero=3, dp_replicate=4), "adamw", "4 data and context ranks do not make 4 groups of several"),
+    (Layout(dp=4, zero=3, dp_replicate=3), "adamw", "do not make 3 groups"),
 ])  # fmt: skip
 def test_layouts_that_the_model_does_not_allow(layout, optimizer, words):
     with pytest.raises(UserError, match=words):
@@ -51,7 +55,8 @@ def test_layouts_that_the_model_does_not_allow(layout, optimizer, words):
 
 
 def test_layouts_that_the_model_allows():
-    for layout in (Layout(tp=3), Layout(pp=2), Layout(pp=2, pieces=2), Layout(cp=4), Layout(dp=2, zero=2, tp=3)):
+    for layout in (Layout(tp=3), Layout(pp=2), Layout(pp=2, pieces=2), Layout(cp=4), Layout(dp=2, zero=2, tp=3),
+                   Layout(dp=4, zero=3, dp_replicate=2)):  # fmt: skip
         check(layout, from_gpt(MODEL), Training(accumulation=4), optimizer="adamw")
     with pytest.raises(UserError, match="vocabulary of 97"):
         check(Layout(tp=3), from_gpt(dataclasses.replace(MODEL, vocabulary=97)), Training(), optimizer="adamw")

@@ -228,6 +228,13 @@ def test_fsdp_gathers_two_layers():
     within(anatomy["16-bit copies"], 2 * (2 * body + model.vocabulary * model.width), 0.001)
 
 
+def test_groups_of_fsdp_share_among_their_own_ranks():
+    model, how = load("7b"), Training(data=64, zero=3, accumulation=2)
+    groups, alone = (dataclasses.replace(how, **few) for few in ({"replicate": 8}, {"data": 8}))
+    assert memory.train(model, groups) == memory.train(model, alone)
+    assert memory.train(model, groups)["optimizer"] == 8 * memory.train(model, how)["optimizer"]
+
+
 def test_fsdp_in_a_pipeline_has_a_stage_or_three_pieces_of_it():
     model, how = load("7b"), Training(data=64, zero=3, pipeline=4, accumulation=8)
     stage = model.layers / 4 * (model.parameters - model.embedding_parameters) / model.layers

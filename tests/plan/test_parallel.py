@@ -81,6 +81,17 @@ def test_data_traffic_hides_behind_computing_and_grows_with_zero_and_micro_batch
     assert hidden.data_traffic < 0.1 * hidden.compute
 
 
+def test_groups_of_fsdp_gather_in_their_node_and_add_up_gradients_once_between_nodes():
+    model, how = load("7b"), Training(data=64, zero=3, accumulation=4, precision="fsdp", loss="fused")
+    groups, alone = (dataclasses.replace(how, **few) for few in ({"replicate": 8}, {"data": 8}))
+    near, far = Cluster(H100, 64, network=12.5e9), Cluster(H100, 64)
+    times = {name: estimate(model, one, near).data_traffic for name, one in (("groups", groups), ("all", how))}
+    assert times["groups"] < times["all"] / 2  # a slow network
+    more = estimate(model, groups, far).data_traffic - estimate(model, alone, Cluster(H100, 8)).data_traffic
+    # A card for each of the eight ranks of a node: two rings of an eighth of the gradients over 8 nodes.
+    assert more == pytest.approx(2 * 4 * model.parameters / 8 * 7 / 8 / (0.75 * 50e9), rel=0.1)
+
+
 def test_rings_over_many_ranks_are_late():
     links = Links()
     seconds = [links.ring(1e6, ranks) for ranks in (8, 64, 512)]

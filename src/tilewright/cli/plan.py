@@ -135,6 +135,7 @@ def train(
         1, "--expert", "--ep", min=1, help="Of data and context ranks, those that share experts."
     ),
     interleave: int = typer.Option(1, min=1, help="Pieces of a pipeline stage."),
+    replicate: int = typer.Option(1, min=1, help="Groups of data ranks that each share the weights (HSDP)."),
     memory_gb: float = typer.Option(None, help="Memory of a GPU in GB, in place of the table's."),
     as_json: bool = AS_JSON,
     page: Path = PAGE,
@@ -153,7 +154,7 @@ def train(
     shape, how = load_run(
         model, changes or [],
         dict(data=data, zero=zero, tensor=tensor, sequence_parallel=sequence_parallel, pipeline=pipeline,
-             interleave=interleave, context=context, expert=expert),
+             interleave=interleave, context=context, expert=expert, replicate=replicate),
         micro_batch=micro_batch, precision=precision, optimizer=optimizer, recompute=recompute, attention=attention,
         loss=loss, accumulation=accumulation, compiled=compiled or None, lora=lora or None,
     )  # fmt: skip

@@ -115,6 +115,7 @@ def step_command(
     tensor: int = typer.Option(1, "--tensor", "--tp", min=1, help="Tensor-parallel ranks."),
     pipeline: int = typer.Option(1, "--pipeline", "--pp", min=1, help="Pipeline stages."),
     interleave: int = typer.Option(1, min=1, help="Pieces of a pipeline stage."),
+    replicate: int = typer.Option(1, min=1, help="Groups of data ranks that each share the weights (HSDP)."),
     context: int = typer.Option(1, "--context", "--cp", min=1, help="Ranks that share every sequence."),
     expert: int = typer.Option(
         1, "--expert", "--ep", min=1, help="Of data and context ranks, those that share experts."
@@ -137,7 +138,7 @@ def step_command(
         tilewright plan step 7b --gpu H100-SXM5 --micro-batch 6 --data 8 --zero 3 --loss fused
     """
     split = dict(data=data, zero=zero, tensor=tensor, sequence_parallel=tensor > 1, pipeline=pipeline,
-                 interleave=interleave, context=context, expert=expert)  # fmt: skip
+                 interleave=interleave, context=context, expert=expert, replicate=replicate)  # fmt: skip
     shape, how = load_run(
         model, changes or [], split, micro_batch=micro_batch, precision=precision, optimizer=optimizer,
         recompute=recompute, loss=loss, accumulation=accumulation, compiled=compiled or None,

@@ -31,6 +31,7 @@ class Layout:
     zero: int = 0
     sp: bool = False
     pieces: int = 1  # of a pipeline stage
+    dp_replicate: int = 1  # groups of replicas, each of which shares the weights among its ranks
 
     @property
     def ranks(self) -> int:
@@ -40,6 +41,11 @@ class Layout:
     def replicas(self) -> int:
         """Ranks that hold, or by FSDP share, the same parameters, and whose gradients are averaged."""
         return self.dp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Of the replicas, the ranks among which FSDP2 shards the parameters."""
+        return self.replicas // self.dp_replicate
 
     @property
     def is_sharded(self) -> bool:
@@ -55,17 +61,19 @@ class Layout:
         sizes = [f"pp {self.pp}{f' in {self.pieces} pieces' if self.pieces > 1 else ''}"] if self.pp > 1 else []
         sizes += [f"{name} {size}" for name, size in (("dp", self.dp), ("cp", self.cp)) if size > 1]
         sizes += [f"tp {self.tp}{' with sp' if self.sp else ''}"] if self.tp > 1 else []
-        return " x ".join(sizes or ["one rank"]) + (f", zero {self.zero}" if self.is_sharded else "")
+        zero = f", zero {self.zero}" if self.is_sharded else ""
+        groups = f" in {self.dp_replicate} groups" if self.dp_replicate > 1 else ""
+        return " x ".join(sizes or ["one rank"]) + zero + groups
 
 
 def derive(
     ranks: int, *, dp: int = 0, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0, sp: bool = False,
-    pieces: int = 1,
+    pieces: int = 1, dp_replicate: int = 1,
 ) -> Layout:  # fmt: skip
     """The layout of so many processes; `dp` 0 takes those that the other sizes leave.
 
     >>> derive(8, tp=2, zero=3)
-    Layout(dp=4, tp=2, pp=1, cp=1, zero=3, sp=False, pieces=1)
+    Layout(dp=4, tp=2, pp=1, cp=1, zero=3, sp=False, pieces=1, dp_replicate=1)
     """
     if ep > 1:
         raise UserError(f"parallel.ep is {ep}, and ranks cannot share experts yet; leave it out.")
@@ -82,7 +90,7 @@ def derive(
     if sp and tp == 1:
         raise UserError("parallel.sp shares the sequence among the ranks of tp, and tp is 1; set tp, or leave it out.")
     dp = solve(gpus=ranks, tensor=tp * cp, pipeline=pp).data
-    return Layout(dp, tp, pp, cp, zero, sp, pieces)
+    return Layout(dp, tp, pp, cp, zero, sp, pieces, dp_replicate)
 
 
 def check(layout: Layout, decoder: Decoder, training: Training, *, optimizer: str) -> None:
@@ -117,7 +125,7 @@ def split(training: Training, layout: Layout) -> Training:
     """The run as `plan` knows it, split by a layout."""
     return dataclasses.replace(
         training, data=layout.dp, context=layout.cp, zero=layout.zero, tensor=layout.tp, sequence_parallel=layout.sp,
-        pipeline=layout.pp, interleave=layout.pieces,
+        pipeline=layout.pp, interleave=layout.pieces, replicate=layout.dp_replicate,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tilewright.parallel.layout import Layout
 
 DIMENSIONS = ("pp", "dp", "cp", "tp")
+GROUPS = ("dp_replicate", "dp_shard")
 
 
 class Mesh:
@@ -26,12 +27,19 @@ class Mesh:
         self.layout = layout
         self.whole: DeviceMesh | None = None
         self.replicas: DeviceMesh | None = None
+        self.sharding: DeviceMesh | None = None  # what FSDP2 takes: replicas, or groups of them that have the same
+        self._weights: DeviceMesh | None = None  # what weights are cut over
         if layout.ranks == 1:
             return
         sizes = (layout.pp, layout.dp, layout.cp, layout.tp)
         self.whole = init_device_mesh(device_type, sizes, mesh_dim_names=DIMENSIONS)
         # Gradients are averaged over, and weights sharded over, all that hold the same part of the model.
         self.replicas = self.whole["dp", "cp"]._flatten("replicas")
+        self._weights, self.sharding = self.whole, self.replicas
+        if layout.dp_replicate > 1:  # the same ranks, once more: neighbours share weights, groups have the same
+            groups = layout.pp, layout.dp_replicate, layout.shards, layout.tp
+            self._weights = init_device_mesh(device_type, groups, mesh_dim_names=("pp", *GROUPS, "tp"))
+            self.sharding = self._weights[GROUPS]
 
     def __deepcopy__(self, memo: Any) -> Mesh:
         return self  # there is one, whatever is copied that knows it
@@ -41,9 +49,9 @@ class Mesh:
         return 0 if self.whole is None else self.whole.get_local_rank(dimension)
 
     def of(self, dimension: str) -> DeviceMesh:
-        """The mesh along one dimension."""
-        assert self.whole is not None
-        return self.whole[dimension]
+        """The mesh along one dimension, for weights that are cut along it."""
+        assert self._weights is not None
+        return self._weights[dimension]
 
     def group(self, dimension: str) -> Any:
         """The process group along a dimension; None where it has one rank."""

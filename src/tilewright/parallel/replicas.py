@@ -46,10 +46,10 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, policy: Policy)
         param_dtype=_DTYPES[policy.parameters], reduce_dtype=_DTYPES[policy.gradients], cast_forward_inputs=False
     )
     reshard: bool | int = mesh.layout.zero == 3 and mesh.layout.pieces == 1 and (policy.reshard or True)
-    assert mesh.replicas is not None
+    assert mesh.sharding is not None
     for block in blocks:
-        fully_shard(block, mesh=mesh.replicas, mp_policy=precision, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh.replicas, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh.sharding, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh.sharding, mp_policy=precision, reshard_after_forward=False)
     sharded: Any = blocks
     for number, block in enumerate(sharded):
         ahead = sharded[number + 1 : number + 1 + policy.prefetch]
@@ -74,8 +74,11 @@ def replicate(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 def prepare(forward: nn.Module, model: nn.Module, mesh: Mesh, *, last: bool) -> None:
-    """Before a micro batch: DDP averages gradients after the last, FSDP2 after each; zero 2 gathers weights once."""
+    """Before a micro batch: DDP averages gradients after the last, FSDP2 after each, but groups with the same weights
+    after the last; zero 2 gathers weights once.
+    """
     if isinstance(forward, DistributedDataParallel):
         forward.require_backward_grad_sync = last
     elif isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last or mesh.layout.zero == 3)
+        model.set_requires_all_reduce(last)

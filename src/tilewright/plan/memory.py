@@ -79,6 +79,7 @@ class Training:
     lora: int = 0  # rank of adapters beside every linear layer, which alone are trained; 0: all parameters are
     context: int = 1  # ranks that share every sequence
     expert: int = 1  # of the data and context ranks, those that share the experts of a mixture
+    replicate: int = 1  # groups of data and context ranks; ZeRO shares among those of a group (HSDP)
 
     def __post_init__(self) -> None:
         if self.precision == "amp":
@@ -89,7 +90,7 @@ class Training:
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} is {getattr(self, name)!r}; choose {', '.join(map(str, allowed))}.")
-        for name in ("micro_batch", "data", "tensor", "pipeline", "interleave", "context", "expert"):
+        for name in ("micro_batch", "data", "tensor", "pipeline", "interleave", "context", "expert", "replicate"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.lora < 0:
@@ -101,6 +102,11 @@ class Training:
     def replicas(self) -> int:
         """Ranks that have the same parameters, or by ZeRO share them."""
         return self.data * self.context
+
+    @property
+    def shards(self) -> int:
+        """Of these, the ranks among which ZeRO shares."""
+        return self.replicas // self.replicate
 
     @property
     def ranks(self) -> int:
@@ -180,6 +186,11 @@ def split_problem(decoder: Decoder, training: Training) -> str:
             return f"{decoder.experts} experts do not divide by expert parallel {training.expert}."
         if training.replicas % training.expert:
             return f"{training.replicas} data and context ranks do not divide by expert parallel {training.expert}."
+    if training.replicate > 1:
+        if training.zero < 2:
+            return f"{training.replicate} groups that each share the weights need ZeRO 2 or 3; zero is {training.zero}."
+        if training.replicas % training.replicate or training.shards == 1:
+            return f"{training.replicas} data and context ranks do not make {training.replicate} groups of several."
     if decoder.cross_layers and (p > 1 or training.context > 1):
         return (
             "An encoder with a decoder is not counted on pipeline stages and context-parallel ranks; leave those out."
@@ -210,7 +221,7 @@ def parameters_here(decoder: Decoder, training: Training, layers: int, ends: flo
     """Parameters of so many layers and the ends on a rank: before ZeRO shards them, and after."""
     experts = decoder.expert_parameters(layers) / training.tensor
     everything = (decoder.fullest_stage(layers) + ends) / training.tensor
-    return everything - experts * (1 - 1 / training.expert), everything / training.replicas
+    return everything - experts * (1 - 1 / training.expert), everything / training.shards
 
 
 def stage_layers(decoder: Decoder, training: Training) -> int:
@@ -377,7 +388,7 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     )
     here, shard = parameters_here(decoder, training, layers, ends)
     stored = training.stored_bytes
-    ranks = training.replicas
+    ranks = training.shards
     # The copies are whole until ZeRO 3, the weights that they are made of are kept where the states are.
     weights = stored * (shard if training.zero == 3 or (training.zero and training.has_copies) else here)
     gradients = stored * (shard if training.zero >= 2 else here)

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.memory import Training, parameters_here, stage_layers
@@ -131,7 +132,8 @@ def step(decoder: Decoder, training: Training, how: How, rates: Rates, links: Li
     micro_batches, p = training.accumulation or 1, training.pipeline
     # The first and the last stage have fewer layers, as those who balance stages give them.
     here = {False: stage_layers(decoder, training) / decoder.layers, True: 1 / p}
-    one = dataclasses.replace(training, accumulation=None, data=training.expert, zero=0, pipeline=1, interleave=1)
+    alone: dict[str, Any] = {"accumulation": None, "zero": 0, "pipeline": 1, "interleave": 1, "replicate": 1}
+    one = dataclasses.replace(training, data=training.expert, **alone)
     for at_ends, share in here.items():
         found = _sums(decoder, one, how, rates, at_ends)
         for name, seconds in found.parts.items():
@@ -144,7 +146,7 @@ def step(decoder: Decoder, training: Training, how: How, rates: Rates, links: Li
     )
     if training.lora:
         whole = decoder.adapter_parameters(training.lora) / training.tensor / p
-        shard = whole / training.replicas
+        shard = whole / training.shards
     kept = shard if training.zero else whole
     for work in update_work(decoder, training, how, kept):
         parts[work.category] += work.calls * rates.seconds(work, how.matmuls)

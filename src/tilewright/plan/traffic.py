@@ -122,7 +122,7 @@ def exposed(decoder: Decoder, training: Training, links: Links, phases: Phases) 
 
 def _data(decoder: Decoder, training: Training, links: Links, phases: Phases) -> float:
     """What backward, and under FSDP forward, does not hide."""
-    d, apart, micro_batches = training.replicas, training.tensor * training.pipeline, training.accumulation or 1
+    d, apart, micro_batches = training.shards, training.tensor * training.pipeline, training.accumulation or 1
     layers = stage_layers(decoder, training)
     # Of experts that ranks share, each sends its own part, to fewer.
     here, _ = parameters_here(decoder, training, decoder.layers, decoder.embedding_parameters)
@@ -135,10 +135,12 @@ def _data(decoder: Decoder, training: Training, links: Links, phases: Phases) ->
     if training.zero == 3:
         forward = gather + beside(phases.forward, (layers - 1) * gather)
         backward = scatter + beside(phases.backward, layers * gather + (layers - 1) * scatter)
-        return micro_batches * (forward + backward)
+        return micro_batches * (forward + backward) + _between(training, links, trained, layers)
     if training.zero == 2:  # gradients scattered for every micro batch, weights gathered once
-        return micro_batches * (scatter + beside(phases.backward, (layers - 1) * scatter)) + layers * links.ring(
-            training.compute_bytes * trained, d, apart
+        return (
+            micro_batches * (scatter + beside(phases.backward, (layers - 1) * scatter))
+            + layers * links.ring(training.compute_bytes * trained, d, apart)
+            + _between(training, links, trained, layers)
         )
     # Gradients scattered and gathered or, from where the states are, weights gathered.
     back = training.compute_bytes if training.zero and training.has_copies else training.gradient_bytes
@@ -148,6 +150,13 @@ def _data(decoder: Decoder, training: Training, links: Links, phases: Phases) ->
     return whole + beside(phases.backward, (buckets - 1) * whole)
 
 
+def _between(training: Training, links: Links, trained: float, layers: int) -> float:
+    """Groups add up the gradients that their ranks share, once a step, behind those of the last micro batch."""
+    apart = training.tensor * training.pipeline * training.shards
+    part = training.gradient_bytes * trained * layers / training.shards
+    return 2 * links.ring(part, training.replicate, apart)
+
+
 def sent(decoder: Decoder, training: Training) -> dict[str, float]:
     """Bytes that a rank sends in a step of `tilewright train`, by kind, in the mean over all ranks.
 
@@ -155,7 +164,7 @@ def sent(decoder: Decoder, training: Training) -> dict[str, float]:
     pipeline sends the stream in two parts, what the last sublayer gave and the residual.
     """
     t, p, d, micro_batches = training.tensor, training.pipeline, training.replicas, training.accumulation or 1
-    context = training.context
+    context, s = training.context, training.shards
     tokens, layers = training.micro_batch * decoder.sequence // context, stage_layers(decoder, training)
     one, found = float(tokens * decoder.width * training.compute_bytes), dict[str, float]()
     ends = 2 / p  # of a model, on a stage in the mean
@@ -176,7 +185,7 @@ def sent(decoder: Decoder, training: Training) -> dict[str, float]:
     if p > 1:
         shares = t if training.sequence_parallel else 1
         found["pipeline"] = micro_batches * 4 * one / shares * (p * training.interleave - 1) / p
-        held = twice / t / (d if training.zero >= 2 else 1) * training.gradient_bytes
+        held = twice / t / (s if training.zero >= 2 else 1) * training.gradient_bytes
         found["pipeline"] += ends * 2 * _ring(held, 2)
     if d > 1:
         here = (decoder.parameters + twice) / t / p
@@ -190,7 +199,8 @@ def sent(decoder: Decoder, training: Training) -> dict[str, float]:
                 gathers = here * piece_gathers(p, training.interleave, micro_batches)
             elif training.zero == 3:
                 gathers = each * (here - ends_alone) + ends_alone * (micro_batches if p == 1 else 1)
-            found["data"] = _ring(gathers * gathered + scatters * here * scattered, d)
+            found["data"] = _ring(gathers * gathered + scatters * here * scattered, s)
+            found["data"] += 2 * _ring(here / s * scattered, training.replicate)
         else:
             found["data"] = 2 * _ring(here * scattered, d)
     return found

@@ -58,9 +58,9 @@ def _check_sharding(config: Train, layout: Layout) -> None:
             "parallel.reshard keeps weights from forward to backward, and with parallel.pieces the pipeline's schedule "
             "says how long they stay; leave one of them out."
         )
-    if settings.reshard and layout.is_sharded and layout.replicas % settings.reshard:
+    if settings.reshard and layout.is_sharded and layout.shards % settings.reshard:
         raise UserError(
-            f"parallel.reshard is {settings.reshard}, and {layout.replicas} ranks share the weights; choose a divisor."
+            f"parallel.reshard is {settings.reshard}, and {layout.shards} ranks share the weights; choose a divisor."
         )
     in_bf16 = config.model.residual == "bf16" or config.precision in ("bf16_kahan", "bf16_stochastic")
     if settings.parameters == "bf16" and not in_bf16:

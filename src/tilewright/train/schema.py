@@ -187,6 +187,9 @@ class Parallel:
     pp: int = told(1, "Stages of a pipeline, each with a part of the layers.", minimum=1)
     cp: int = told(1, "Ranks that share every sequence, attention too.", minimum=1)
     ep: int = told(1, "Ranks that share the experts of an MLP.", minimum=1)
+    dp_replicate: int = told(
+        1, "Groups that each have all weights, shared by zero 2 or 3 among the ranks of a group (HSDP).", minimum=1
+    )
     pieces: int = told(1, "Of a pipeline stage, interleaved: more of them idle less and send more.", minimum=1)
     parameters: str = one_of(
         "auto", ("auto", "fp32", "bf16"), "What FSDP2 sends of weights; auto: as they are stored."
@@ -300,7 +303,8 @@ class Train:
         """How so many processes share the work."""
         p = self.parallel
         return derive(
-            ranks, dp=p.dp, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, zero=p.zero, sp=p.sp, pieces=p.pieces
+            ranks, dp=p.dp, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, zero=p.zero, sp=p.sp, pieces=p.pieces,
+            dp_replicate=p.dp_replicate,
         )  # fmt: skip
 
     def batch_sizes(self, ranks: int) -> Batches:
