@@ -46,8 +46,8 @@ SLOW = (
     "tests/train/test_checkpoint", "tests/train/test_data",
     "tests/train/test_loop", "tests/train/test_profile", "tests/train/test_resume", "tests/train/test_world",
     "tests/tune/proof/test_prove", "tests/tune/report/test_page", "tests/tune/store/test_ledger",
-    "tests/tune/test_faults", "tests/tune/test_study", "tests/tune/worker/test_forkserver",
-    "tests/tune/worker/test_process", "tests/tune/worker/test_trial",
+    "tests/tune/test_faults", "tests/tune/test_meshes", "tests/tune/test_study", "tests/tune/worker/test_forkserver",
+    "tests/tune/worker/test_process", "tests/tune/worker/test_ranks", "tests/tune/worker/test_trial",
 )  # fmt: skip
 # These run kernels under the interpreter, of which there are thousands of cases: so many of them are drawn by the seed.
 SAMPLED = ("tests/ops/", "tests/runtime/", "tests/nn/", "tests/models/", "tests/optim/", "tests/train/test_optimizers")

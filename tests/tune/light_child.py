@@ -18,8 +18,10 @@ job["light"] if it is there, or else the first argument on the command line, JSO
         pace                 seconds that each step really takes, for a test that wants to come in between
         faults               the first whose levers are all so is what happens
         gains                what single rules give, as tune.store.record.RuleGains has it
+        norms                {"pp": 2.0}: what ranks of such a layout make of the norm of the gradients
 
-Measured times move by a thousandth from step to step, in the same way each time. "probe" and "prove" have answers too.
+Measured times move by a thousandth from step to step, in the same way each time. "probe", "prove", "links" and
+"first steps" have answers too.
 """
 
 import json
@@ -361,6 +363,18 @@ def prove(job):
     result("done", value=value)
 
 
+def links(job):
+    result("done", value={"bytes_per_second": 1e9, "round_seconds": 1e-4})
+
+
+def first_steps(job):
+    layout, factor = job["configuration"]["parallel"], 1.0
+    for name, times in job["light"].get("norms", {}).items():
+        factor *= times if layout[name] > 1 else 1.0
+    numbers = [5.0 / (step + 1) for step in range(job["steps"])]
+    result("done", value={"losses": numbers, "norms": [factor * number for number in numbers]})
+
+
 def observe(job):
     work = {"op": "aten::mm", "shapes": "8x4, 4x2", "dtype": "fp32", "kernel": "mm", "category": "matmul", "calls": 1}
     result("done", value={"work": [{**work, "seconds": 0.01, "flops": 128.0, "bytes": 224.0}]})
@@ -382,7 +396,10 @@ def main():
     if "configuration" in job:
         job.setdefault("light", json.loads(sys.argv[1]) if len(sys.argv) > 1 else {})
     start_new_thread(end_with_parent, ())
-    kinds = {"measure": measure, "probe": probe, "prove": prove, "observe": observe, "rules": rules}
+    kinds = {
+        "measure": measure, "probe": probe, "prove": prove, "observe": observe, "rules": rules, "links": links,
+        "first steps": first_steps,
+    }  # fmt: skip
     kinds[job["kind"]](job)
 
 

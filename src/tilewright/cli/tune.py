@@ -48,6 +48,7 @@ def tune(
     purpose: str = typer.Option("train", "--for", help="train; decode, prefill: generate with the model of a folder."),
     aim: str = typer.Option("latency", help="Of --for: latency of one text, or throughput of batches."),
     quality: str = typer.Option("1%", help="Of --for: how far the perplexity may rise. docs/tune.md has more words."),
+    nproc: int = typer.Option(1, "--nproc", help="Every run is on so many ranks, whose layout is a lever, too."),
     numerics: str = typer.Option("rounding", help="How far numbers may move: same, rounding, state or rule."),
     precision_floor: str = typer.Option(None, help="No precision below this: fp32, tf32, bf16 ..."),
     first: list[str] = typer.Option([], "--try", metavar="FIELD=VALUE,...", help="A run to try before any other."),
@@ -80,6 +81,8 @@ def tune(
 
         tilewright tune --hf path/to/llama --model-arg batch=8 --model-arg sequence=2048
 
+        tilewright tune model.preset=1b global_batch=64 --nproc 8
+
         tilewright tune --for decode path/to/llama prompt=512 --quality 1%
     """
     from tilewright.tune.api import tune as run
@@ -90,6 +93,11 @@ def tune(
 
     if purpose not in ("train", "decode", "prefill"):
         raise UserError(f"--for is {purpose!r}; choose train, decode or prefill.")
+    if nproc != 1 and (purpose != "train" or model or hf):
+        what = f"--for {purpose}" if purpose != "train" else "--model and --hf"
+        raise UserError(
+            f"--nproc tunes Tilewright's own GPT over several ranks, and {what} run in one process; leave --nproc out."
+        )
     if purpose != "train" and (not arguments or "=" in arguments[0] or model or hf):
         raise UserError(f"--for {purpose} needs the folder of a model: tilewright tune --for {purpose} path/to/llama")
     model = _model(model, model_arg, hf)
@@ -110,7 +118,7 @@ def tune(
             if purpose == "train":
                 answer = run(
                     *(arguments or []), model=model, search=search, numerics=numerics,
-                    precision_floor=precision_floor, gpu=gpu, **common,
+                    precision_floor=precision_floor, gpu=gpu, nproc=nproc, **common,
                 )  # fmt: skip
             else:
                 answer = tune_generating(*arguments, aim=purpose, unit=aim, quality=quality, **common)
@@ -222,7 +230,9 @@ def _recorded(on_gpu: Mapping[str, Any]) -> list[str]:
 
 def _predicted(on_gpu: Mapping[str, Any]) -> Table:
     """What the plan predicts for a GPU that is not here, called so."""
-    title, source = f"Predicted by the plan for one {on_gpu['gpu']}; not measured", f"By {on_gpu['rates']}."
+    from tilewright.tune.report.answer import gpus_of
+
+    title, source = f"Predicted by the plan for {gpus_of(on_gpu)}; not measured", f"By {on_gpu['rates']}."
     table = Table("model", "run", title=Text(title), caption=Text(source), title_justify="left", caption_justify="left")
     for heading in ("tokens/s", "ratio", "step", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -243,7 +253,8 @@ def _files(answer: Answer, folder: Path, page: Path) -> list[str]:
     if answer.generates:
         return [*files, f"Generate: {answer.ready}"] if answer.recommended and answer.ready else files
     if answer.recommended and (folder / "best.yaml").is_file():
-        train = f"Train: tilewright train {folder / 'best.yaml'}"
+        ranks = f" --nproc {answer.ranks}" if answer.ranks > 1 else ""
+        train = f"Train: tilewright train {folder / 'best.yaml'}{ranks}"
         files.append(f"Levers for your own training: {folder / 'best.yaml'}" if answer.own_model else train)
     if answer.own_model and answer.recommended and answer.best is not None:
         if answer.own_lines:

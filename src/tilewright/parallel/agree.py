@@ -57,7 +57,7 @@ class Lost(Exception):
 _GONE = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
-def _is_lost(error: BaseException | None) -> bool:
+def is_lost(error: BaseException | None) -> bool:
     """Whether an error comes from another rank that is gone, or does not answer."""
     while error is not None:
         network = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
@@ -73,7 +73,7 @@ def meeting(rank: int, ranks: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_lost(error):
+        if not is_lost(error):
             raise
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         why = (str(error).splitlines() or [""])[0].rstrip(".")
@@ -89,7 +89,7 @@ def told_once() -> Iterator[None]:
     try:
         yield
     except (UserError, RuntimeError) as error:
-        if dist.is_initialized() and _is_lost(error):
+        if dist.is_initialized() and is_lost(error):
             raise Lost(
                 f"Rank {dist.get_rank()} has lost another rank: it ended, or does not answer. See what that printed; "
                 "started again, the run goes on from its newest checkpoint."

@@ -33,6 +33,12 @@ class Links:
     node: int = 8  # GPUs
     link: float = 450e9  # to its neighbours in the node, by the datasheet
     network: float = 50e9  # between nodes
+    measured_round: float | None = None  # seconds of a round between nodes; None: as fitted
+
+    @property
+    def round_seconds(self) -> float:
+        """Seconds of a ring's round between nodes; within a node it takes a third."""
+        return FITTED["round seconds"] if self.measured_round is None else self.measured_round
 
     def rate(self, ranks: int, apart: int) -> float:
         """Of a ring over so many ranks, each `apart` GPUs from the next."""
@@ -50,7 +56,7 @@ class Links:
             return 0.0
         nodes = -(-ranks * apart // self.node)
         rounds = (ranks - 1 - (nodes - 1)) / 3 + (nodes - 1)
-        return size * (ranks - 1) / ranks / self.rate(ranks, apart) + rounds * FITTED["round seconds"]
+        return size * (ranks - 1) / ranks / self.rate(ranks, apart) + rounds * self.round_seconds
 
     def exchange(self, size: float, ranks: int, apart: int = 1) -> float:
         """Seconds in which each of the ranks sends the others `size` bytes in all, an equal part to each.
@@ -62,7 +68,7 @@ class Links:
             return 0.0
         near = max(1, min(ranks, self.node // apart))
         inside, outside = size * (near - 1) / ranks, size * (ranks - near) / ranks
-        late = FITTED["round seconds"] * (1 if ranks > near else 1 / 3)
+        late = self.round_seconds * (1 if ranks > near else 1 / 3)
         return inside / (LINK_SHARE * self.link) + outside / (LINK_SHARE * self.network) + late
 
 
@@ -109,7 +115,7 @@ def exposed(decoder: Decoder, training: Training, links: Links, phases: Phases) 
         sent = links.exchange(decoder.active_experts * one / t, training.expert, t)
         found["expert"] = micro_batches * sparse * ways * 2 * sent
     if p > 1:
-        late = FITTED["round seconds"] / (1 if p * t > links.node else 3)
+        late = links.round_seconds / (1 if p * t > links.node else 3)
         sent = 2 * (one / t / links.rate(p, t) + late)
         found["pipeline"] = micro_batches * training.interleave * sent
         waiting = sum(found.get(kind, 0.0) for kind in ("tensor", "context", "expert"))

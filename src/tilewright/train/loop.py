@@ -78,6 +78,7 @@ class Shown:
     profile: Callable[[dict[str, Any]], None] = lambda found: None
     end: Callable[[Outcome], None] = lambda outcome: None
     trace: bool = True  # whether a profile is to leave its trace
+    on_every_rank: bool = False  # not on rank zero alone
 
 
 @dataclass
@@ -175,7 +176,7 @@ class _Run:
         self.precision = precision_of(config, self.device)
         self.plan = planned(config, self.precision, self.sizes.micro, self.sizes.accumulation, layout)
         self.world = World.current(layout, self.device.type)
-        self.shown = shown if self.world.is_rank_zero else Shown()
+        self.shown = shown if self.world.is_rank_zero or shown.on_every_rank else Shown()
         self.policies = policies(config, self.plan)
         peak, self.peak_source = hardware.peak(
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,

@@ -225,11 +225,13 @@ class Log:
 
 
 def _micro_batches(run: Train) -> tuple[int, ...]:
-    """The whole batch at once, and what halving it again and again gives."""
+    """The whole batch at once, or all that a rank of dp takes of it, and what halving these again and again gives."""
     found = [run.global_batch]
-    while found[-1] > 1 and found[-1] % 2 == 0:
-        found.append(found[-1] // 2)
-    return tuple(found)
+    for size in (run.global_batch, run.global_batch // max(1, run.parallel.dp)):
+        found.append(size)
+        while found[-1] > 1 and found[-1] % 2 == 0:
+            found.append(found[-1] // 2)
+    return tuple(dict.fromkeys(found))
 
 
 def _thread_counts(run: Train) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
+import os
 import re
 import sys
 import time
@@ -17,10 +18,12 @@ from tilewright.train.fields import fields
 from tilewright.train.load_config import Configuration, read, split_arguments
 from tilewright.train.schema import Train
 from tilewright.tune.report.answer import Answer
+from tilewright.tune.search.layouts import LAYOUT
 
 if TYPE_CHECKING:
     from tilewright.tune.search.space import Space
 
+_MOST_ON_A_CPU = 8  # ranks, or as many as there are cores
 DEFAULT_BUDGET, REHEARSAL_BUDGET = "4m", "2m"  # on a GPU, and without one
 # What `tune` takes on a GPU where nothing is given: what `train` takes keeps no GPU busy.
 ON_A_GPU = ("model.preset=125m", "global_batch=32")
@@ -42,6 +45,7 @@ def tune(
     first: Sequence[str] = (),
     fresh: bool = False,
     gpu: str | None = None,
+    nproc: int = 1,
     out: str | Path = "runs/tune",
     shown: Any = None,
 ) -> Answer:
@@ -64,6 +68,7 @@ def tune(
         first: runs to try before any other: `name=value` of levers, several with commas between.
         fresh: measure again what was measured before.
         gpu: an accelerator to predict the same run for. By default an H100 where the study itself has no GPU.
+        nproc: ranks that every run is on, a GPU each; how they share the work is a lever, `parallel`.
         out: the folder of studies.
         shown: a `tune.settings.Shown`, told what happens.
 
@@ -82,10 +87,12 @@ def tune(
     from tilewright.tune.store.storage import checked, in_folder, reach
     from tilewright.tune.study import run
     from tilewright.tune.worker import forkserver
-    from tilewright.tune.worker.jobs import probe
+    from tilewright.tune.worker.jobs import probe, probe_links
 
     began = time.monotonic()
     refuse_while_importing()
+    if nproc != 1 and model:
+        raise UserError("A model of your own is tuned in one process; leave nproc out.")
     accelerator = find_gpu(gpu)
     own, folders = name_of(model) if callable(model) else (model, [])
     if own:
@@ -104,18 +111,24 @@ def tune(
         if not facts:
             raise UserError(f"The study {name} ended before its first trial; begin it again under another name.")
         space, begun_with_cap = _as_begun(name, facts, own)
+        if nproc not in (1, space.ranks):
+            raise UserError(f"The study {name} has --nproc {space.ranks}; leave --nproc out, or begin another study.")
+        check_ranks_here(space.ranks, space.device)
         cap = cap or begun_with_cap
         predicted = prediction_in(facts)
     else:
         configuration, device = _configuration(arguments, own)
-        space = open_space(configuration, device=device, of_any_model=bool(own), **limits)
+        check_ranks_here(nproc, device)
+        space = open_space(configuration, device=device, of_any_model=bool(own), ranks=nproc, **limits)
         if own and device == "cpu":
             predicted = {"gpu": accelerator.name, "rates": "", "rows": [], "recorded": nearest_recorded(0)}
         elif not own and (device == "cpu" or gpu is not None):
-            predicted = rehearsal(_on_a_gpu(configuration, arguments), accelerator, **limits)
+            predicted = rehearsal(_on_a_gpu(configuration, arguments, nproc), accelerator, ranks=nproc, **limits)
     path = (*folders, str(Path.cwd()), *(entry for entry in sys.path if entry)) if own else ()
     told = shown or Shown()
     told.rehearse(predicted, space.device == "cpu")
+    if space.device == "cuda" and space.ranks == 1 and not own and (gpus := _gpus()) > 1:
+        told.say(f"This machine has {gpus} GPUs, and every run is on one; --nproc {gpus} uses them all.")
     points = tuple(space.parse(text) for text in first)
     reach(place, "--out" if storage is None else "--storage")
     if storage is None:
@@ -127,6 +140,8 @@ def tune(
     micro_batch = space.start.micro_batch if continued else configuration.train.micro_batch  # 0: the whole batch
     first_step = dataclasses.replace(space.start, micro_batch=micro_batch)
     machine = probe(space.device if asked == "auto" else asked, own_model=own, path=path, run=first_step)
+    if space.ranks > 1:
+        machine["links"] = probe_links(space.ranks, space.start)
     if own and not continued:
         configuration = _with_batch(configuration, machine["own_model"])
         space = open_space(configuration, device=device, of_any_model=True, **limits)
@@ -137,6 +152,25 @@ def tune(
         own_model=own, path=path, fresh=fresh, first=points, on_gpu=predicted,
     )  # fmt: skip
     return run(settings, told)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def check_ranks_here(ranks: int, device: str) -> None:
+    """Refuse ranks that this machine has no room for."""
+    if ranks < 1:
+        raise UserError(f"--nproc is {ranks}; it is a number of ranks, 1 or more.")
+    if ranks == 1:
+        return
+    if device == "cuda" and ranks > (gpus := _gpus()):
+        has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        raise UserError(f"--nproc is {ranks}, and this machine has {has}; start at most as many ranks, or device=cpu.")
+    if device == "cpu" and ranks > (most := max(_MOST_ON_A_CPU, os.cpu_count() or 1)):
+        raise UserError(f"--nproc is {ranks}, and this machine has no room for them; start at most {most} ranks.")
 
 
 def check_begun(folder: Path, name: str, space: Any, own_model: str, *, resume: bool, of_any_model: bool) -> None:
@@ -226,8 +260,9 @@ def _as_begun(name: str, facts: Mapping[str, Any], model: str) -> tuple[Space, f
         raise UserError(f"The study {name} is not of a model of your own; leave --model out.")
     try:
         space, cap = space_of(dict(facts)), facts["ceilings"]["memory_cap"]
-        known = {lever for lever, field in fields().items() if field.lever is not None}
-        if not set(space.levers) <= known or not (cap is None or 0 < float(cap) < math.inf):
+        known = {lever for lever, field in fields().items() if field.lever is not None} | {LAYOUT}
+        refused = space.ranks > 1 and space.refusal(space.origin)
+        if not set(space.levers) <= known or refused or not (cap is None or 0 < float(cap) < math.inf):
             raise ValueError
         return space, cap
     except UserError:
@@ -255,19 +290,18 @@ def _configuration(arguments: Sequence[str], model: str) -> tuple[Configuration,
     return given, device
 
 
-def _on_a_gpu(configuration: Configuration, arguments: Sequence[str]) -> dict[str, Configuration]:
+def _on_a_gpu(configuration: Configuration, arguments: Sequence[str], ranks: int) -> dict[str, Configuration]:
     """The runs to predict for a GPU: this one, and where nothing is given what `tune` takes on a GPU."""
-    found = {_describe(configuration.train): configuration}
+    found = {_describe(configuration.train, ranks): configuration}
     if not arguments:
         on_gpu = _as_if_by_default(read(None, ON_A_GPU))
-        found.setdefault(_describe(on_gpu.train), on_gpu)
+        found.setdefault(_describe(on_gpu.train, ranks), on_gpu)
     return found
 
 
-def _describe(run: Train) -> str:
-
+def _describe(run: Train, ranks: int) -> str:
     shape = run.model.preset or f"{run.model.layers} layers of {run.model.width}"
-    return f"{shape}, {run.batch_sizes(1).global_} x {run.model.sequence}"
+    return f"{shape}, {run.batch_sizes(run.layout(ranks).dp).global_} x {run.model.sequence}"
 
 
 def _with_batch(configuration: Configuration, facts: Mapping[str, Any]) -> Configuration:

@@ -31,6 +31,7 @@ def facts_of(settings: Settings) -> dict[str, Any]:
         "start": start,
         "levers": {name: list(values) for name, values in settings.space.levers.items()},
         "own_model": settings.own_model,
+        "ranks": settings.space.ranks,
         "on_gpu": settings.on_gpu,
     }
 

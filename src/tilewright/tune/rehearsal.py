@@ -14,8 +14,11 @@ from typing import Any
 
 import tilewright
 from tilewright import hardware
+from tilewright.errors import UserError
 from tilewright.hardware import COPY_SHARE, Accelerator
+from tilewright.plan.calibration import FITTED
 from tilewright.plan.decoder import from_gpt
+from tilewright.plan.traffic import LINK_SHARE
 from tilewright.train.load_config import Configuration
 from tilewright.tune.search.predict import misfit, predict
 from tilewright.tune.search.search import Search
@@ -34,12 +37,15 @@ def find_gpu(name: str | None) -> Accelerator:
     return gpu
 
 
-def rehearsal(configurations: Mapping[str, Configuration], gpu: Accelerator, **limits: Any) -> dict[str, Any]:
-    """What the plan predicts for runs on one GPU, as `Answer.on_gpu` has it.
+def rehearsal(
+    configurations: Mapping[str, Configuration], gpu: Accelerator, *, ranks: int = 1, **limits: Any
+) -> dict[str, Any]:
+    """What the plan predicts for runs on one GPU, or a rank on each of several, as `Answer.on_gpu` has it.
 
     Args:
         configurations: the runs, by what to call each.
         gpu: the accelerator.
+        ranks: that share every run.
         limits: as `open_space` takes them.
 
     >>> from tilewright.train.load_config import read
@@ -50,27 +56,39 @@ def rehearsal(configurations: Mapping[str, Configuration], gpu: Accelerator, **l
     """
     rows, parameters = [], 0
     for name, configuration in configurations.items():
-        space = open_space(_on_any_device(configuration), device="cuda", **limits)
-        rows += [{"model": name, **row} for row in _rows(space, machine_of(gpu))]
+        space = open_space(_on_any_device(configuration), device="cuda", ranks=ranks, **limits)
+        rows += [{"model": name, **row} for row in _rows(space, machine_of(gpu, ranks))]
         parameters = from_gpt(space.start.model).parameters
     rates = f"{gpu.matmul('bf16').source}; {gpu.copy_source}"
-    return {"gpu": gpu.name, "rates": rates, "rows": rows, "recorded": nearest_recorded(parameters)}
+    if ranks > 1 and gpu.link_bytes_per_second is not None:
+        rates += f"; links of {gpu.link_bytes_per_second / 1e9:g} GB/s"
+    return {
+        "gpu": gpu.name, "ranks": ranks, "rates": rates, "rows": rows, "recorded": nearest_recorded(parameters),
+    }  # fmt: skip
 
 
-def machine_of(gpu: Accelerator) -> dict[str, Any]:
-    """What a probe would find on a machine with this GPU, by its datasheet."""
+def machine_of(gpu: Accelerator, ranks: int = 1) -> dict[str, Any]:
+    """What a probe would find on a machine with this GPU, or several, by its datasheet."""
+    if ranks > 1 and gpu.link_bytes_per_second is None:
+        raise UserError(f"The table has no link of {gpu.name} to predict {ranks} ranks by; choose another --gpu.")
+    links = {
+        "bytes_per_second": LINK_SHARE * (gpu.link_bytes_per_second or 0.0),
+        "round_seconds": FITTED["round seconds"] / 3,
+    }
     flops = {dtype: gpu.matmul(dtype).flops for dtype in ("bf16", "tf32", "fp32") if dtype in gpu.peak_flops}
     return {
         "device": "cuda", "host": {"cores": os.cpu_count() or 1}, "memory_bytes": gpu.usable_bytes,
         "copy_bytes_per_second": COPY_SHARE * gpu.bytes_per_second, "flops": {"tf32": flops["fp32"], **flops},
         "launch_seconds": _LAUNCH_SECONDS, "kernel_seconds": _KERNEL_SECONDS,
-    }  # fmt: skip
+    } | ({"links": links} if ranks > 1 else {})  # fmt: skip
 
 
 def _rows(space: Space, machine: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The baseline, torch.compile, and what the plan expects to be fastest."""
     search = Search(
-        space, lambda point: predict(space.at(point), machine), lambda prediction: misfit(prediction, machine)
+        space,
+        lambda point: predict(space.at(point), machine, space.ranks),
+        lambda prediction: misfit(prediction, machine),
     )
     points: dict[str, Point] = {"baseline": space.origin}
     compiled = {**space.origin, "compile": "default"}

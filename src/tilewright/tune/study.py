@@ -84,7 +84,10 @@ class _Study:
         self.signals = Signals(at_once=True)
         draws = machine.get("own_model", {}).get("draws")
         self.known = Known(self.space, ledger, cap or math.inf, settings.own_model, draws)
-        self.search = Search(self.space, self._predict, lambda found: misfit(found, machine, cap), cap or math.inf)
+        ranks = self.space.ranks
+        self.search = Search(
+            self.space, self._predict, lambda found: misfit(found, machine, cap, ranks), cap or math.inf
+        )
         self.untried = partial(untried, self.known, self.search)
         self.without_main_lever = partial(without_main_lever, self.known, self.search)
         self.reserve = Reserve(self.known, self.search, pace, machine)
@@ -98,7 +101,9 @@ class _Study:
         run, machine = self.space.at(point), self.settings.machine
         if isinstance(run, Generating):
             return predict_generating(run, machine)
-        return predict_own(run, self.space.start, machine) if self.settings.own_model else predict(run, machine)
+        if self.settings.own_model:
+            return predict_own(run, self.space.start, machine)
+        return predict(run, machine, self.space.ranks)
 
     def _least(self) -> float:
         """Seconds that the baseline, one other trial and the proof will take, by what is usual."""

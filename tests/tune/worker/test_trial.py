@@ -20,7 +20,8 @@ from tilewright.train.profile import TAKES
 from tilewright.tune.store.proof import Proof
 from tilewright.tune.store.record import OUTCOMES, PHASES, Measurement, read_gains
 from tilewright.tune.worker import trial
-from tilewright.tune.worker.trial import LOSSES, attempt
+from tilewright.tune.worker.meter import LOSSES
+from tilewright.tune.worker.trial import attempt
 from train.tiny import RUN, as_on_a_cpu  # noqa: F401
 
 pytestmark = [

@@ -12,6 +12,8 @@ First a batch: what each layer returns, and the gradient of each parameter. Then
 
 How far apart they may be is in `tune/proof/verdict.py`.
 
+All three are runs of one process. What the ranks of a run make of it is for `tune/proof/layout.py`.
+
 Hooks see nothing inside a graph that is compiled or recorded, nor in a block that is recomputed. So what layers return
 is taken from the run's own modules, eager and without backward. Gradients and losses are those of the run as it is.
 """
@@ -41,7 +43,7 @@ from tilewright.train.world import World
 from tilewright.tune import own_model
 from tilewright.tune.proof.verdict import Key, Seen, distance, judge
 from tilewright.tune.search.space import value_of
-from tilewright.tune.search.standard import float32, moves, standard
+from tilewright.tune.search.standard import alone, float32, moves, standard
 from tilewright.tune.store.proof import Proof
 
 TOKENS = 4096  # of a step: enough for the kernels that large batches have, few enough for float32
@@ -71,7 +73,7 @@ def prove(job: Mapping[str, Any], say: Say) -> Proof:
         say: is told {"event": "alive", ...} every step.
     """
     best = from_dict(job["configuration"])
-    best = dataclasses.replace(best, seed=job["seed"], model=dataclasses.replace(best.model, dropout=0.0))
+    best = dataclasses.replace(alone(best), seed=job["seed"], model=dataclasses.replace(best.model, dropout=0.0))
     own = job.get("own_model")
     device = device_of(best)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():

@@ -97,6 +97,8 @@ class BestProver:
         known.wrong.add(key(best.point))
         # Others that show the same need no proof of their own.
         known.wrong |= {key(r.point) for r in known.records if self._at_its_own_size(r, proof) is not proof}
+        if fault := own.at_fault:
+            known.wrong |= {key(r.point) for r in known.records if r.point.get(fault) == best.point.get(fault)}
         known.read_wrong()
         known.ledger.note("wrong", sorted(known.wrong))
         return False

@@ -27,6 +27,7 @@ from tilewright.tune.report.plots import (
     rich_lines,
     shown,
 )
+from tilewright.tune.search.layouts import LAYOUT, sizes_of
 from tilewright.tune.store.record import Prediction, Record
 
 IDLE = "#dfe3e8"
@@ -47,6 +48,9 @@ def configuration(answer: Answer) -> dict[str, Any]:
         return own_levers(answer)
     tree = copy.deepcopy(answer.start)
     for name, value in (answer.best.point if answer.best else {}).items():
+        if name == LAYOUT and isinstance(tree.get(name), dict):
+            tree[name] |= sizes_of(value)
+            continue
         *sections, last = name.split(".")
         at = tree
         for section in sections:

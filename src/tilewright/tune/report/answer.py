@@ -12,7 +12,7 @@ import yaml
 
 from tilewright.errors import UserError
 from tilewright.measure import checked
-from tilewright.measure.checked import Amount, Count, Like, Scalar
+from tilewright.measure.checked import Amount, Between, Count, Like, Scalar
 from tilewright.measure.markup import clean
 from tilewright.measure.results import write_text
 from tilewright.train.load_config import write_yaml
@@ -82,10 +82,11 @@ class Answer:
     elapsed: Amount = 0.0
     interrupted: bool = False
     own_model: str = ""  # package.module:factory, where it is not Tilewright's
+    ranks: Annotated[int, Between(1, 1e6)] = 1  # that every run was on
     on_gpu: dict[str, Any] = field(default_factory=dict)  # predicted for a GPU that is not here, by `tune.rehearsal`
     float32_losses: list[float] = field(default_factory=list)  # of the standard model in float32, the first few steps
     no_float32: str = ""  # why there are none
-    ready: str = ""  # of a study of generating: the command that generates so
+    ready: str = ""  # of a study of generating, or on several ranks: the command that runs the best
     sentences: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -238,9 +239,20 @@ def read_prediction(tree: Mapping[str, Any] | None) -> dict[str, Any]:
             | {name: float(row[name]) for name in ("seconds", "bytes")}
             for row in tree["rows"]
         ]
-        return {**{name: str(tree[name]) for name in ("gpu", "rates", "recorded")}, "rows": rows}
+        found = {name: str(tree[name]) for name in ("gpu", "rates", "recorded")}
+        return {**found, "ranks": int(tree.get("ranks", 1)), "rows": rows}
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError("on_gpu is no prediction.") from error
+
+
+def gpus_of(on_gpu: Mapping[str, Any]) -> str:
+    """The GPUs that a prediction is for, in words.
+
+    >>> gpus_of({"gpu": "H100-SXM5"}), gpus_of({"gpu": "H100-SXM5", "ranks": 8})
+    ('one H100-SXM5', '8 x H100-SXM5')
+    """
+    ranks = on_gpu.get("ranks", 1)
+    return f"{ranks} x {on_gpu['gpu']}" if ranks > 1 else f"one {on_gpu['gpu']}"
 
 
 def answered(space: Space, records: Sequence[Record], best: Record | None, **facts: Any) -> Answer:

@@ -89,7 +89,9 @@ def generate_command(run: Generating, folder: Path) -> str:
 
 
 def command_of(space: Space, best: Record | None, folder: Path) -> str:
-    """The command of the best run of a study of generating; nothing for another study."""
+    """The command of the best run of a study of generating, or on several ranks; nothing for another study."""
+    if best is not None and space.ranks > 1:
+        return f"tilewright train {shlex.quote(str(folder / 'best.yaml'))} --nproc {space.ranks}"
     if best is None or not isinstance(space, GeneratingSpace):
         return ""
     return generate_command(space.at(best.point), folder)

@@ -39,13 +39,14 @@ def facts(answer: Answer) -> dict[str, str]:
     gpu, found = answer.machine.get("gpu") or {}, answer.machine
     host = answer.ceilings.get("host") or {}
     outcomes = collections.Counter(record.outcome for record in answer.records)
+    ranks = f"{answer.ranks} ranks on " if answer.ranks > 1 else ""
     interrupted = ", interrupted" if answer.interrupted else ""
     time = f"{piece.clock(answer.elapsed)} of {piece.clock(answer.budget)}{interrupted}" if answer.budget else ""
     listed = {
         "Model": _model(answer),
         "Batch": _batch(answer),
         "Beside torch.compile": _beside_compile(answer),
-        "Machine": gpu.get("name") or host.get("cpu") or "CPU",
+        "Machine": ranks + (gpu.get("name") or host.get("cpu") or "CPU"),
         "Versions": ", ".join(f"{name} {found[name]}" for name in ("tilewright", "torch", "triton") if found.get(name)),
         "Date": str(found.get("date", ""))[:16].replace("T", " "),
         "Time": time,

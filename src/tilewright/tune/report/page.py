@@ -16,7 +16,7 @@ from tilewright.measure.markup import Element, Node, clean, tag
 from tilewright.measure.results import write_text
 from tilewright.tune.report import anatomy, plots
 from tilewright.tune.report import html as piece
-from tilewright.tune.report.answer import NOT_TRIED, Answer
+from tilewright.tune.report.answer import NOT_TRIED, Answer, gpus_of
 from tilewright.tune.report.head import badge, head, ratio, verdict
 from tilewright.tune.report.html import Form, Section, number, plot, section, sentence, table, words
 from tilewright.tune.report.plots import changes, has_speed, milliseconds, size
@@ -77,7 +77,7 @@ def _rehearsal(answer: Answer) -> list[Section]:
     ]  # fmt: skip
     if not rows:
         return [section("A rehearsal", note)]
-    source = tag("p", f"Predicted by the plan for one {answer.on_gpu['gpu']}, not measured:")
+    source = tag("p", f"Predicted by the plan for {gpus_of(answer.on_gpu)}, not measured:")
     header = ["Model", "Run", "Tokens/s", "Ratio", "Step", "Memory"]
     rates = tag("p", f"By {answer.on_gpu['rates']}.", class_="note")
     return [section("A rehearsal", note, source, table(header, rows), rates)]
@@ -402,7 +402,8 @@ def _best(answer: Answer) -> Section:
     whose = "The best run" if answer.recommended else "The fastest run, which is not recommended (see the proof)"
     if answer.best is None:
         whose = "The baseline, for no other can be recommended"
-    note = [f"{whose}, as ", tag("code", "tilewright train"), " takes it."]
+    ranks = f" --nproc {answer.ranks}" if answer.ranks > 1 else ""
+    note = [f"{whose}, as ", tag("code", f"tilewright train{ranks}"), " takes it."]
     if answer.generates:
         note = [f"{whose}: ", tag("code", answer.ready)]
     if answer.own_model:

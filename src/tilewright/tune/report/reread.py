@@ -132,4 +132,4 @@ def space_of(facts: dict[str, Any]) -> Space:
     if facts["start"].get("aim") in AIMS:
         start: Generating = checked.read(Generating, facts["start"], "start")
         return GeneratingSpace(start, levers, facts["ceilings"]["device"])
-    return Space(from_dict(facts["start"]), levers, facts["ceilings"]["device"])
+    return Space(from_dict(facts["start"]), levers, facts["ceilings"]["device"], facts.get("ranks", 1))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilewright.plan.step import CATEGORIES
-from tilewright.tune.search.predict import BEYOND
+from tilewright.tune.search.predict import BEYOND, COMMUNICATION
 from tilewright.tune.store.record import Difference, Measurement, Prediction
 
 _LITTLE = 0.02  # of the predicted: no difference worth a reason
@@ -54,7 +54,7 @@ def _time(prediction: Prediction, measurement: Measurement, device: str) -> list
     spent, idle, stretched = _without_profiler(profile, measurement.seconds, device)
     waited = min(measurement.data_wait, idle)
     rows = []
-    for name in dict.fromkeys((*CATEGORIES, *spent)):
+    for name in dict.fromkeys((*CATEGORIES, COMMUNICATION, *spent)):
         expected, actual = prediction.parts.get(name, 0.0), spent.get(name, 0.0)
         if expected or actual:
             rows.append(_kernels(name, expected, actual))

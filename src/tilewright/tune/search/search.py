@@ -128,7 +128,7 @@ class Search:
             better = [
                 (found.seconds, index, neighbour)
                 for index, (_, neighbour) in enumerate(self.space.neighbours(point))
-                if (found := self.prediction(neighbour)) is not None and self._runs(neighbour)
+                if self._runs(neighbour) and (found := self.prediction(neighbour)) is not None
                 if here is None or found.seconds < 0.999 * here.seconds or not self._runs(point)
             ]
             if here is None or not better or (min(better)[0] >= here.seconds and self._runs(point)):

@@ -1,7 +1,7 @@
 """What a search may change about a run: the levers of `train`, those the user leaves open, and what they rule out.
 
-A point is a value for every lever of the space, by the field's dotted name. What a user has set, in a file or on the
-command line, stays as it is; what they left to its default is open.
+A point is a value for every lever of the space, by the field's dotted name; of several ranks it also has their layout.
+What a user has set, in a file or on the command line, stays as it is; what they left to its default is open.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 
 from tilewright.errors import UserError
 from tilewright.plan.lever import NUMERICS
+from tilewright.train.check_ranks import check_ranks
 from tilewright.train.fields import fields
 from tilewright.train.load_config import Configuration, read
 from tilewright.train.schema import PRECISIONS, Train
+from tilewright.tune.search.layouts import LAYOUT, open_layouts, with_layout, word_of
 
 Point = dict[str, Any]
 
@@ -27,6 +29,7 @@ class Space:
     start: Train
     levers: dict[str, tuple[Any, ...]]  # the run's own value first
     device: str  # "cuda" or "cpu"
+    ranks: int = 1  # that every run is on
 
     @property
     def origin(self) -> Point:
@@ -43,9 +46,10 @@ class Space:
 
         from tilewright.train.engine import check_levers
 
-        run = self.at(point)
         try:
-            check_levers(run, torch.device(self.device), run.batch_sizes(1).accumulation)
+            run = self.at(point)
+            _, sizes = check_ranks(run, self.ranks)
+            check_levers(run, torch.device(self.device), sizes.accumulation)
         except UserError as error:
             return str(error)
         return None
@@ -67,10 +71,10 @@ class Space:
 
     def parse(self, text: str) -> Point:
         """The point that `name=value`, or several with commas between, makes of the baseline."""
-        overrides = [part.strip() for part in text.split(",")]
-        run, point = read(None, overrides).train, self.origin
-        for name in (part.partition("=")[0].strip() for part in overrides):
-            value = value_of(run, name)
+        given = {part.partition("=")[0].strip(): part.strip() for part in text.split(",")}
+        run, point = read(None, [part for name, part in given.items() if name != LAYOUT]).train, self.origin
+        for name, part in given.items():
+            value = part.partition("=")[2].strip() if name == LAYOUT else value_of(run, name)
             if name not in self.levers:
                 raise UserError(f"{name} is not open to the search; choose from {', '.join(self.levers)}.")
             if value not in self.levers[name]:
@@ -104,6 +108,7 @@ def open_space(
     precision_floor: str | None = None,
     search: Collection[str] = (),
     of_any_model: bool = False,
+    ranks: int = 1,
 ) -> Space:
     """The space around a run.
 
@@ -114,6 +119,7 @@ def open_space(
         precision_floor: no precision below this one; a run whose precision was left open begins with it.
         search: levers that are open although they were set; "all" for every one.
         of_any_model: leave out the levers that are built into Tilewright's own model.
+        ranks: that share every run.
 
     >>> from tilewright.train.load_config import read
     >>> found = open_space(read(None, ["compile=default", "global_batch=4"]), device="cpu", numerics="same")
@@ -124,7 +130,7 @@ def open_space(
         raise UserError(f"numerics is {numerics!r}; choose {', '.join(NUMERICS)}.")
     if precision_floor is not None and precision_floor not in PRECISIONS[1:]:
         raise UserError(f"The precision floor is {precision_floor!r}; choose {', '.join(PRECISIONS[1:])}.")
-    start, opened = _spelt_out(configuration.train, device), _opened(configuration, search)
+    start, opened = _spelt_out(configuration.train, device, ranks), _opened(configuration, search)
     if precision_floor and configuration.train.precision == "auto" and _is_below(start.precision, precision_floor):
         start = dataclasses.replace(start, precision=precision_floor)
     for name in ("precision", "model.residual"):
@@ -133,6 +139,8 @@ def open_space(
     allowed = list(NUMERICS)[: list(NUMERICS).index(numerics) + 1]
     levers = {}
     for name in opened:
+        if name == "threads" and ranks > 1:  # each has its share of the cores
+            continue
         field, own = fields()[name], value_of(start, name)
         lever = field.lever
         assert lever is not None
@@ -145,12 +153,16 @@ def open_space(
         kept = [v for v in kept if not _is_below(v, precision_floor)]
         if len(choices := tuple(dict.fromkeys((own, *kept)))) > 1:
             levers[name] = choices
+    if ranks > 1:
+        micro_batches = levers.get("micro_batch", (start.micro_batch,))
+        layouts = open_layouts(configuration, start, ranks, search, micro_batches)
+        levers |= {LAYOUT: layouts} if len(layouts) > 1 else {}
     if not levers:
         raise UserError(
             "The configuration fixes every lever, so there is nothing to try; leave some out of it, or open them with "
             "`--search all`."
         )
-    return Space(start, levers, device)
+    return Space(start, levers, device, ranks)
 
 
 def _is_below(value: Any, floor: str | None) -> bool:
@@ -161,17 +173,18 @@ def _is_below(value: Any, floor: str | None) -> bool:
 def _opened(configuration: Configuration, search: Collection[str]) -> list[str]:
     levers = [name for name, field in fields().items() if field.lever is not None]
     for name in search:
-        if name != "all" and name not in levers:
+        if name not in ("all", LAYOUT, *levers):
             raise UserError(f"{name!r} is no lever; choose all, or {', '.join(levers)}.")
     if "all" in search:
         return levers
     return [name for name in levers if name in search or configuration.origins[name] == "default"]
 
 
-def _spelt_out(run: Train, device: str) -> Train:
-    """A run whose batch and precision say what they are."""
-
-    sizes = run.batch_sizes(1)
+def _spelt_out(run: Train, device: str, ranks: int) -> Train:
+    """A run whose batch, precision and layout say what they are."""
+    layout, sizes = check_ranks(run, ranks)
+    if ranks > 1:
+        run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, dp=layout.dp))
     precision = run.precision if run.precision != "auto" else "bf16" if device == "cuda" else "fp32"
     return dataclasses.replace(
         run, precision=precision, global_batch=sizes.global_, micro_batch=sizes.micro, accumulation=0
@@ -179,7 +192,9 @@ def _spelt_out(run: Train, device: str) -> Train:
 
 
 def value_of(run: Train, name: str) -> Any:
-    """The value of a field, by its dotted name."""
+    """The value of a field, by its dotted name; of `parallel` the word for its layout."""
+    if name == LAYOUT:
+        return word_of(run.parallel)
     found: Any = run
     for part in name.split("."):
         found = getattr(found, part)
@@ -191,7 +206,9 @@ def with_values(run: Train, point: Mapping[str, Any]) -> Train:
     changes: dict[str, Any] = {}
     for name, value in point.items():
         section, _, field = name.rpartition(".")
-        if section:
+        if name == LAYOUT:
+            changes[name] = with_layout(run.parallel, value)
+        elif section:
             changes[section] = dataclasses.replace(changes.get(section, getattr(run, section)), **{field: value})
         else:
             changes[field] = value

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from tilewright.train import optimizers
 from tilewright.train.fields import fields
-from tilewright.train.schema import Train
+from tilewright.train.schema import Parallel, Train
 from tilewright.tune.search.generating import GeneratingSpace
 from tilewright.tune.search.space import Space, value_of, with_values
 from tilewright.tune.store.record import Record
 
 
 def float32(best: Train) -> Train:
-    """The standard model in float32, with the same rule of learning.
+    """The standard model in float32 in one process, with the same rule of learning.
 
     >>> from tilewright.train.schema import Model, Optimizer
     >>> best = Train(precision="bf16", optimizer=Optimizer(name="adamw_8bit"), model=Model(gpt_block="optimized"))
@@ -23,11 +24,21 @@ def float32(best: Train) -> Train:
     ('fp32', 'adamw', 'standard')
     """
     rule, _ = optimizers.KINDS[best.optimizer.name]
-    return with_values(best, _as_they_come() | {"precision": "fp32", "optimizer.name": rule})
+    return with_values(alone(best), _as_they_come() | {"precision": "fp32", "optimizer.name": rule})
+
+
+def alone(run: Train) -> Train:
+    """The run of one process.
+
+    >>> from tilewright.train.schema import Parallel
+    >>> alone(Train(parallel=Parallel(dp=2, zero=3))) == Train()
+    True
+    """
+    return dataclasses.replace(run, parallel=Parallel())
 
 
 def standard(best: Train) -> Train:
-    """The standard model with the levers that are meant to change numbers as the best run has them.
+    """The standard model in one process, with the levers that are meant to change numbers as the best run has them.
 
     >>> from tilewright.train.schema import Model
     >>> plain = standard(Train(precision="bf16", compile="default", model=Model(residual="bf16", loss="fused")))
@@ -36,7 +47,7 @@ def standard(best: Train) -> Train:
     """
     # Precision stays whatever it is: as it comes it is one thing on a CPU and another on a GPU.
     plain = {n: v for n, v in _as_they_come().items() if n != "precision" and moves(best, n) == "same"}
-    return with_values(best, plain)
+    return with_values(alone(best), plain)
 
 
 def _as_they_come() -> dict[str, Any]:
@@ -72,6 +83,6 @@ def float32_losses(
     names = ("micro_batch", "threads") if own_model else ("micro_batch",)
     same = {name: value_of(space.start, name) for name in names}
     plain = with_values(float32(space.start), same)
-    if plain == space.start and reference is not None:
+    if plain == space.start and space.ranks == 1 and reference is not None:
         return {"float32_losses": reference.losses}
     return noted if isinstance(noted, dict) else {}

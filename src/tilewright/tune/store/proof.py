@@ -43,6 +43,7 @@ class Proof:
     losses: dict[str, list[float]] = field(default_factory=dict)  # "float32", "standard", "best"; as far as they go
     curve: list[float] = field(default_factory=list)  # of the standard model in float32, on the batches of trials
     no_curve: str = ""  # why there is none
+    at_fault: str = ""  # of a run that is wrong, the lever whose value makes it so, where that is known
     phases: dict[str, Amount] = field(default_factory=dict)  # where its seconds went, by names of `record.PHASES`
 
     @classmethod

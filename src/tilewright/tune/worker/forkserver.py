@@ -252,9 +252,9 @@ def _become_trial(request: dict[str, str], pipes: Sequence[int]) -> None:
 
 
 def _remember_mapped_files() -> None:
-    from tilewright.tune.worker import trial
+    from tilewright.tune.worker import meter
 
-    trial.inherited_file_bytes = trial.host_bytes("RssFile")
+    meter.inherited_file_bytes = meter.host_bytes("RssFile")
 
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:

@@ -13,21 +13,21 @@ from tilewright.errors import UserError
 from tilewright.tune.outcome import outcome_of
 from tilewright.tune.proof.generating import Floor, build, compare, prove, text_tokens
 from tilewright.tune.search.generating import SAVED, Generating, saved_weights, tokens_of_step
-from tilewright.tune.worker import trial
+from tilewright.tune.worker import meter, trial
 
 if TYPE_CHECKING:
     from tilewright.generate import Generator
     from tilewright.train.metrics import Metrics
 
 
-def probe(job: trial.Job, say: trial.Say) -> tuple[str, dict[str, Any]]:
+def probe(job: meter.Job, say: meter.Say) -> tuple[str, dict[str, Any]]:
     """What the machine can do, what the model has, and what each format of weights and of the cache costs."""
     from tilewright.generate.tiles import why_not
     from tilewright.runtime import pdl
     from tilewright.tune.worker.probe import probe as measure_machine
 
     say({"event": "alive", "what": "starting"})
-    trial.begin_phase(say, "measure")
+    meter.begin_phase(say, "measure")
     run = Generating(**job["configuration"])
     found = measure_machine(job, say)
     say({"event": "alive", "what": f"loading {run.model}"})
@@ -78,26 +78,26 @@ def _model(generator: Generator) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(job: trial.Job, say: trial.Say) -> tuple[str, dict[str, Any]]:
+def measure(job: meter.Job, say: meter.Say) -> tuple[str, dict[str, Any]]:
     """Generate until the speed is known; the outcome, and a `Measurement`."""
     say({"event": "alive", "what": "starting"})
     run = Generating(**job["configuration"])
-    trial.begin_phase(say, "device")
+    meter.begin_phase(say, "device")
     trial.open_device(run, job["memory_cap"])
-    trial.begin_phase(say, "build")
+    meter.begin_phase(say, "build")
     generator = build(run)
     prompt = text_tokens(generator, run.prompt, run.seed)
-    trial.begin_phase(say, "first step")
-    meter = trial.Meter({**job, "profile": False}, 0, say)
+    meter.begin_phase(say, "first step")
+    watch = meter.Meter({**job, "profile": False}, 0, say)
     count = 1 if run.aim == "prefill" else run.tokens + 1
     try:
         for number in itertools.count(1):
             began = time.perf_counter()
             for _ in generator.steps([prompt] * run.batch, max_tokens=count, speculate=run.speculate):
                 pass
-            meter.step(_metrics(generator, run, number, time.perf_counter() - began), 0)
-    except trial.Enough as enough:
-        return str(enough), dataclasses.asdict(dataclasses.replace(meter.measurement(), losses=[]))
+            watch.step(_metrics(generator, run, number, time.perf_counter() - began), 0)
+    except meter.Enough as enough:
+        return str(enough), dataclasses.asdict(dataclasses.replace(watch.measurement(), losses=[]))
     raise AssertionError
 
 
@@ -118,13 +118,13 @@ def _metrics(generator: Generator, run: Generating, number: int, whole: float) -
     )  # fmt: skip
 
 
-def check(job: trial.Job, say: trial.Say) -> tuple[str, dict[str, Any]]:
+def check(job: meter.Job, say: meter.Say) -> tuple[str, dict[str, Any]]:
     """The proof of a run, and a folder of its quantized weights."""
     say({"event": "alive", "what": "starting"})
     run = Generating(**job["configuration"])
-    trial.begin_phase(say, "device")
+    meter.begin_phase(say, "device")
     trial.open_device(run)
-    trial.begin_phase(say, "proof: best")
+    meter.begin_phase(say, "proof: best")
     found = prove(job)
     if found.verdict == "different by design" and run.weights != SAVED:
         say({"event": "alive", "what": "writing the quantized folder"})

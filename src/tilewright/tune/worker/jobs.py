@@ -10,6 +10,7 @@ from typing import Any
 from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.train.schema import Train
+from tilewright.tune.proof.layout import STEPS, judge_layout, steps_of, together_and_alone, without_layout
 from tilewright.tune.search.choose import MOST_NOISE, NOISE, SHAKEN
 from tilewright.tune.search.explain import explain
 from tilewright.tune.search.generating import Generating, GeneratingSpace
@@ -24,6 +25,7 @@ from tilewright.tune.worker.process import Ended, Limits, run_child
 
 HOPELESS = 1.25  # a trial that takes this much longer than the best is ended early
 _RULES_SHARE = 0.75  # of a limit: what measures rules begins none that it may not end
+_LEAST_PROOF = 5.0  # seconds for each part of it
 _LOADING = 900.0  # seconds, at most, to load a model once for each format
 SILENCE = 300.0  # seconds; compiling a large model says nothing for minutes
 
@@ -51,6 +53,15 @@ def probe(
     if ended.value is None:
         what = f"{own_model} and the machine were" if own_model else "The machine was"
         raise UserError(ended.error if ended.outcome == "refused" else f"{what} not measured: {ended.error}")
+    return ended.value
+
+
+def probe_links(ranks: int, run: Train, command: Sequence[str] = TRIAL) -> dict[str, float]:
+    """What joins so many ranks on this machine, as `worker.links` measures it."""
+    job = {"kind": "links", "ranks": ranks, "configuration": dataclasses.asdict(run)}
+    ended = run_child(job, Limits(120.0, 120.0), command=command)
+    if ended.value is None:
+        raise UserError(f"{ranks} ranks did not meet on this machine: {ended.error}")
     return ended.value
 
 
@@ -162,13 +173,31 @@ class Jobs:
 
         more: dict[str, Any] = {"floor": self.settings.floor, "save": str(self.settings.folder)}
         more |= {"steps": 8, "seed": start.seed, "curve": curve, "start": dataclasses.asdict(start)}
-        ended = self._run({**self._job("prove", point), **more}, limit, limit, hear)
-        if proofs and ended.value is None:
-            why = f"the standard model in float32 did not run: {ended.error}"
-            return Proof.from_dict({**proofs[0], "no_curve": why, "phases": ended.phases})
+        ended = self._run({**self._job("prove", point), "ranks": 1, **more}, limit, limit, hear)
         if not proofs:
             self.pace.note_proof(self.pace.elapsed - began)
-        return dataclasses.replace(Proof.from_dict(ended.value, ended.error), phases=ended.phases)
+        if proofs and ended.value is None:
+            why = f"the standard model in float32 did not run: {ended.error}"
+            proof = Proof.from_dict({**proofs[0], "no_curve": why})
+        else:
+            proof = Proof.from_dict(ended.value, ended.error)
+        proof = dataclasses.replace(proof, phases=ended.phases)
+        if self.space.ranks == 1:
+            return proof
+        return self._prove_layout(point, proof, max(_LEAST_PROOF, limit - (self.pace.elapsed - began)))
+
+    def _prove_layout(self, point: Point, proof: Proof, limit: float) -> Proof:
+        """The proof, and whether the ranks of the run train what one process does."""
+        run, until = self.space.at(point), self.pace.elapsed + limit
+        found = []
+        for ranks, each in zip((self.space.ranks, 1), together_and_alone(run), strict=True):
+            job = {"kind": "first steps", "configuration": dataclasses.asdict(each), "ranks": ranks, "steps": STEPS}
+            seconds = max(_LEAST_PROOF, until - self.pace.elapsed)
+            ended = self._run({**job, "own_model": ""}, seconds, seconds)
+            if ended.value is None or not steps_of(ended.value):
+                return without_layout(proof, ended.error or "its steps make no sense.")
+            found.append(ended.value)
+        return judge_layout(proof, run, *found)
 
     def measure_rules(self, point: Point, limit: float) -> RuleGains | None:
         """What each rule of a run gives; None where that did not come to an end."""
@@ -196,7 +225,7 @@ class Jobs:
         return {
             "kind": f"{kind} generating" if isinstance(self.space, GeneratingSpace) else kind,
             "configuration": dataclasses.asdict(self.space.at(point)),
-            "own_model": settings.own_model, "path": list(settings.path),
+            "own_model": settings.own_model, "path": list(settings.path), "ranks": self.space.ranks,
         }  # fmt: skip
 
     def _run(

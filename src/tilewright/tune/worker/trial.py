@@ -11,47 +11,43 @@ object a line to standard output:
     {"event": "proof", "value": {...}}                                          where there is more to come
     {"event": "result", "outcome": "done", "error": null, "value": {...}}       the last one
 
+A job with `ranks` above 1 has this process fork the others (`tune.worker.ranks`), and be the first of them.
+
 It ends when its standard input does: its parent is gone then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import faulthandler
 import functools
 import json
+import math
 import os
 import resource
 import signal
-import statistics
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tilewright.measure.compile_cache import own_compile_cache
 from tilewright.tune.outcome import NotFinite, outcome_of
-from tilewright.tune.store.record import Measurement, spread
+from tilewright.tune.worker.meter import Enough, Job, Meter, Say, begin_phase, peak_of
+from tilewright.tune.worker.ranks import end_group, fork_ranks, has_lost_another, joined
 
 if TYPE_CHECKING:  # torch takes seconds to import: a process without a parent is to be gone before
     from tilewright.train.metrics import Metrics
     from tilewright.train.schema import Train
     from tilewright.tune.search.generating import Generating
 
-Job = dict[str, Any]
-Say = Callable[[dict[str, Any]], None]
-LOSSES = 20  # of the first steps, for a comparison of curves
 _FLOAT32_STEPS = 3  # of the standard model in float32, which may be slow ones
 _LONG = 10_000  # steps, before which whatever is to be known is known
-
-
-class Enough(Exception):
-    """Raised inside of a run to end it: its speed is known."""
 
 
 def main() -> None:
@@ -63,17 +59,22 @@ def main() -> None:
     line = b""
     while not line.endswith(b"\n") and (piece := os.read(source, 1 << 16)):
         line += piece
-    _end_with_parent(source, parent)
-
-    def say(event: dict[str, Any]) -> None:
-        events.write(json.dumps(event) + "\n")
-        events.flush()
-
-    begin_phase(say, "imports")
-    say(attempt(line.decode(errors="replace"), say))
+    text = line.decode(errors="replace")
+    rank = fork_ranks(_ranks_of(text), source, events, parent)  # before there is a thread, or torch
+    _end_with_parent(rank.source, rank.parent)
+    begin_phase(rank.say, "imports")
+    rank.conclude(attempt(text, rank.say, rank.number))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # at once: to shut down a compiler's workers takes seconds, and nobody needs them any more
+
+
+def _ranks_of(line: str) -> int:
+    """The ranks that a job asks for; what is wrong with a job is an outcome of its attempt."""
+    try:
+        return max(1, int(json.loads(line)["ranks"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return 1
 
 
 def _take_pipes() -> tuple[int, TextIO]:
@@ -97,68 +98,45 @@ def _end_with_parent(source: int, parent: int) -> None:
     def watch() -> None:
         while os.read(source, 1 << 16):
             pass
-        _end()
+        end_group()
 
     threading.Thread(target=watch, daemon=True).start()
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
         if os.getppid() != parent:  # it died before that
-            _end()
+            end_group()
 
 
-def _end() -> NoReturn:
-    if os.getpgrp() == os.getpid():  # its processes are in a group of their own
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
-
-
-def begin_phase(say: Say, name: str) -> None:
-    """Tell the parent that the trial's seconds belong to another phase from now on."""
-    say({"event": "phase", "name": name})
-
-
-def attempt(line: str, say: Say) -> dict[str, Any]:
-    """Do a job and return the event of its result; a traceback goes to standard error."""
+def attempt(line: str, say: Say, rank: int = 0) -> dict[str, Any]:
+    """Do a job, or one rank's part of it, and return the event of its result; a traceback goes to standard error."""
     kinds = {
         "measure": measure, "probe": _probe, "prove": _prove, "observe": observe, "rules": _rules,
+        "links": _links, "first steps": _first_steps,
         "probe generating": _generating, "measure generating": _generating, "prove generating": _generating,
     }  # fmt: skip
+    lost = False
     try:
-        job = json.loads(line)
-        with own_compile_cache():
+        job = {**json.loads(line), "rank": rank}
+        with own_compile_cache(), joined(job):
             outcome, value = kinds[job["kind"]](job, say)
         error = None
     except Exception as caught:
         traceback.print_exc()
         outcome, error = outcome_of(caught)
-        value = None
-    return {"event": "result", "outcome": outcome, "error": error, "value": value}
-
-
-inherited_file_bytes = 0  # that the process this one was forked from had mapped of files, libraries above all
-
-
-def host_bytes(name: str) -> int:
-    """A number of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
-
-
-def peak_host_bytes() -> int:
-    """The most memory this process has had at once.
-
-    What is mapped of files does not count in a child until it is touched there; a run that imports for itself has it.
-    """
-    if Path("/proc/self/status").exists():  # on Linux the number below is inherited from the parent where it had more
-        return host_bytes("VmHWM") + max(0, inherited_file_bytes - host_bytes("RssFile"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+        value, lost = None, has_lost_another(caught)
+    return {"event": "result", "outcome": outcome, "error": error, "value": value, "lost": lost}
 
 
 def measure(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     """Train by the real loop until its speed is known; the outcome, and a `Measurement`."""
     from tilewright.train.profile import TAKES
 
+    if job["rank"]:  # the first is to know how much memory this one takes
+        _train(
+            job, say, on_every_rank=True, step=lambda metrics, _: say({"event": "memory", "bytes": peak_of(metrics)})
+        )
+        return "done", {}
     meter = Meter(job, TAKES if job["profile"] else 0, say)
     try:
         _train(job, say, step=meter.step, profile=meter.profile)
@@ -205,7 +183,7 @@ def _is_compiled() -> bool:
     return bool(torch._dynamo.utils.counters["frames"]["ok"])
 
 
-def _train(job: Job, say: Say, **told: Callable[..., None]) -> None:
+def _train(job: Job, say: Say, on_every_rank: bool = False, **told: Callable[..., None]) -> None:
     """The run of a job; the one who is `told` of its steps ends it."""
     say({"event": "alive", "what": "starting"})
     from tilewright.train.load_config import from_dict
@@ -215,7 +193,7 @@ def _train(job: Job, say: Say, **told: Callable[..., None]) -> None:
         say({"event": "alive", "what": "the first step, which compiles"})
         begin_phase(say, "first step")
 
-    with tempfile.TemporaryDirectory(dir=job.get("folder"), ignore_cleanup_errors=True) as folder:
+    with _run_folder(job) as folder:
         config = _short_run(from_dict(job["configuration"]), folder, job["profile"])
         begin_phase(say, "device")
         open_device(config, job["memory_cap"])
@@ -231,9 +209,20 @@ def _train(job: Job, say: Say, **told: Callable[..., None]) -> None:
             begin=begin,
             say=lambda text: say({"event": "alive", "what": text}),
             trace=False,
+            on_every_rank=on_every_rank,
             **told,
         )
         run(config, shown)
+
+
+@contextlib.contextmanager
+def _run_folder(job: Job) -> Iterator[str]:
+    """A folder for what a run writes, the same for all ranks of a trial; then its parent removes it."""
+    if job.get("ranks", 1) > 1:
+        yield os.path.join(job["folder"], "run")
+        return
+    with tempfile.TemporaryDirectory(dir=job.get("folder"), ignore_cleanup_errors=True) as folder:
+        yield folder
 
 
 def _short_run(config: Train, folder: str, profile: bool) -> Train:
@@ -269,93 +258,21 @@ def open_device(config: Train | Generating, most: int = 0) -> None:
                 torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
 
 
-class Meter:
-    """Meter the steps of a run, and end it by `Enough` as soon as its speed is known.
-
-    Those that a profile takes, and the `warm` ones after them, do not count. What is known then is in `measurement`.
-    """
-
-    def __init__(self, job: Job, profiled: int, say: Say) -> None:
-        self._job, self._say, self._profiled = job, say, profiled
-        self._skipped = profiled + job["warm"]
-        self._counted: list[Metrics] = []
-        self._losses: list[float] = []
-        self._first = self._began = 0.0
-        self._profile: dict[str, Any] = {}
-        self.steps = 0
-
-    def step(self, metrics: Metrics, steps: int) -> None:
-        """Take note of a step, and decide whether there must be more."""
-        self.steps = metrics.step
-        if metrics.loss is None or metrics.gradient_norm is None:
-            what = "loss" if metrics.loss is None else "gradient's norm"
-            raise NotFinite(f"the {what} of step {metrics.step} is not a finite number.")
-        self._say({"event": "step", "step": metrics.step, "seconds": metrics.seconds, "loss": metrics.loss})
-        if metrics.step == 1:
-            self._first = metrics.seconds
-            begin_phase(self._say, "profile" if self._profiled else "warm up")
-        if metrics.step <= LOSSES:
-            self._losses.append(metrics.loss)
-        if metrics.step <= self._skipped:
-            self._began = time.monotonic()
-            if metrics.step == self._skipped:
-                begin_phase(self._say, "measure")
-            return
-        self._counted.append(metrics)
-        self._decide()
-
-    def _decide(self) -> None:
-        job, seconds = self._job, [metrics.seconds for metrics in self._counted]
-        if len(seconds) >= job["fewest"]:
-            if 0 < job["stop_above"] < statistics.median(seconds) * (1 - spread(seconds)):
-                raise Enough("stopped early")
-            if spread(seconds) <= job["spread"] and sum(seconds) >= job["least"]:
-                raise Enough("done")
-            if self._is_beaten(seconds):
-                raise Enough("done")
-        late = len(seconds) >= 3 and time.monotonic() - self._began >= job["seconds"]  # of two nobody knows the spread
-        if (len(seconds) >= job["most"] and sum(seconds) >= job["least"]) or late:
-            raise Enough("done")
-
-    def _is_beaten(self, seconds: list[float]) -> bool:
-        """Whether a run is slower than the best beyond doubt: how much slower decides nothing.
-
-        A GPU grows slower as it warms up, so what is too slow in its first steps stays so. By four standard deviations
-        of the median, and where that is known well enough to be shown.
-        """
-        wide = spread(seconds)
-        return wide <= self._job["widest"] and 0 < self._job["best"] < statistics.median(seconds) * (1 - 2 * wide)
-
-    def profile(self, found: dict[str, Any]) -> None:
-        self._profile = found
-        self._say({"event": "alive", "what": "profiled"})
-        begin_phase(self._say, "warm up")
-
-    def measurement(self) -> Measurement:
-        """Return the measurement that the counted steps make."""
-        last = self._counted[-1]
-        allocated = [one.memory_allocated for one in self._counted if one.memory_allocated is not None]
-        used = [(one.mfu, one.hfu) for one in self._counted if one.mfu is not None and one.hfu is not None]
-        return Measurement(
-            tokens_per_step=round(last.tokens_per_second * last.seconds),
-            step_seconds=[one.seconds for one in self._counted],
-            first_step_seconds=self._first,
-            data_wait=statistics.median(one.data_wait for one in self._counted),
-            losses=self._losses,
-            bytes=max(allocated, default=0) or peak_host_bytes(),
-            memory=self._profile.get("memory_measured", {}),
-            profile=self._profile.get("time"),
-            mfu=statistics.median(mfu for mfu, _ in used) if used else None,
-            hfu=statistics.median(hfu for _, hfu in used) if used else None,
-        )
-
-
 def _probe(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     say({"event": "alive", "what": "starting"})
     from tilewright.tune.worker.probe import probe
 
     begin_phase(say, "measure")
     return "done", probe(job, say)
+
+
+def _links(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
+    from tilewright.train.engine import device_of
+    from tilewright.train.load_config import from_dict
+    from tilewright.tune.worker.links import measure_links
+
+    begin_phase(say, "measure")
+    return "done", measure_links(device_of(from_dict(job["configuration"])))
 
 
 def _rules(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
@@ -402,21 +319,34 @@ def curve(job: Job, say: Say) -> list[float]:
     begin_phase(say, "losses in float32")
     run = from_dict(job["start"])
     run = in_small_parts(float32(run), run.batch_sizes(1).global_)
+    whole = {**job, "configuration": dataclasses.asdict(run), "steps": _FLOAT32_STEPS}
+    return _losses_and_norms(whole, say, job["curve"])[0]
+
+
+def _first_steps(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
+    """The losses and the gradient's norms of the first `steps` of a run."""
+    losses, norms = _losses_and_norms(job, say)
+    return "done", {"losses": losses, "norms": norms}
+
+
+def _losses_and_norms(job: Job, say: Say, seconds: float = math.inf) -> tuple[list[float], list[float]]:
     losses: list[float] = []
+    norms: list[float] = []
     began = time.monotonic()
 
     def step(metrics: Metrics, steps: int) -> None:
-        if metrics.loss is None:
-            raise NotFinite(f"the loss of step {metrics.step} is not a finite number.")
+        if metrics.loss is None or metrics.gradient_norm is None:
+            raise NotFinite(f"the loss or the gradient's norm of step {metrics.step} is not a finite number.")
         losses.append(metrics.loss)
-        if len(losses) == _FLOAT32_STEPS or time.monotonic() - began > job["curve"]:
+        norms.append(metrics.gradient_norm)
+        if len(losses) == job["steps"] or time.monotonic() - began > seconds:
             raise Enough("done")
 
     try:
-        whole = {**job, "configuration": dataclasses.asdict(run), "profile": False, "memory_cap": 0}
-        _train(whole, lambda event: say(event) if event["event"] != "phase" else None, step=step)
+        quiet = {**job, "profile": False, "memory_cap": 0}
+        _train(quiet, lambda event: say(event) if event["event"] != "phase" else None, step=step)
     except Enough:
-        return losses
+        return losses, norms
     raise RuntimeError("the run ended before its losses were known.")
 
 
