@@ -21,14 +21,14 @@ def test_every_implementation_steps_on_a_cpu(monkeypatch):
     monkeypatch.setattr(decode, "_ROOM", 2)
     monkeypatch.setitem(decode.MODELS, "tiny", TINY)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    for weights, kv_cache in (("bf16", "bf16"), ("int8", "int8"), ("int4", "fp8")):
-        case = {"model": "tiny", "batch": 2, "context": 6, "weights": weights, "kv_cache": kv_cache}
+    for batch, weights, kv_cache in ((1, "bf16", "bf16"), (2, "bf16", "bf16"), (2, "int8", "int8"), (2, "int4", "fp8")):
+        case = {"model": "tiny", "batch": batch, "context": 6, "weights": weights, "kv_cache": kv_cache}
         monkeypatch.setattr(decode, "why_no_pdl", lambda device, why="" if weights == "bf16" else "no": why)
         steps, failed = decode.prepare(case)
         assert not failed
-        both = {"tilewright", "tilewright, no PDL", "transformers, compile"}
-        names = both if weights == "bf16" else {"tilewright"}
-        assert set(steps["step"]) == names
+        all_ways = {"tilewright", "tilewright, no PDL", "transformers, compile"}
+        names = all_ways if weights == "bf16" else {"tilewright"}
+        assert set(steps["step"]) == names | ({"tilewright, tilesync"} if batch == 1 else set())
         for step in steps["step"].values():
             for _ in range(4):  # past the room that there is, where it begins anew
                 step()

@@ -12,7 +12,7 @@ from tilewright.tilesync import compile
     "case",
     [
         {"chain": "llama", "rows": 3, "width": 64, "inner": 24}, {"chain": "gpt3", "rows": 3, "width": 64, "inner": 24},
-        {"chain": "attention", "rows": 2, "width": 64, "heads": 2, "context": 9},
+        {"chain": "attention", "rows": 2, "width": 64, "heads": 4, "key_heads": 2, "context": 9},
         {"chain": "convolutions", "rows": 2, "side": 6, "channels": 8},
     ],
     ids=lambda case: case["chain"],

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ops.contract import DEVICE, on_hopper
 from tilesync.graphs import graphs, tensors
+from tilesync.test_attention import combine, of_inputs
 from tilesync.test_compiled import HALF, OURS, swiglu
 from tilesync.wrong import WRONG
 from tilewright.tilesync import Compiled, TilesyncError, chains, check, compile, launch, raise_if_failed
@@ -33,7 +34,8 @@ def test_every_mode_computes_the_same(graph, seed):
 
 
 LARGE = [("llama-mlp", 1), ("llama-mlp", 16), ("llama-mlp", 64), ("llama-mlp", 300), ("gpt3-mlp", 1), ("gpt3-mlp", 512),
-         ("attention", 2), ("conv-14", 4), ("conv-56", 2),
+         ("attention", 1), ("attention", 2), ("attention", 64), ("conv-7", 1), ("conv-14", 4), ("conv-28", 1),
+         ("conv-56", 2),
          ("decode", 1), ("decode", 4)]  # fmt: skip
 
 
@@ -64,6 +66,17 @@ def test_large_chains_replayed_1000_times_on_two_streams(name, rows):
                 torch.cuda.synchronize()
                 raise_if_failed()
         assert all(torch.equal(replay.output, y) for replay in captured), mode
+
+
+@on_hopper
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+@pytest.mark.parametrize("filled", [0, 1, 1000, 4096])
+def test_splits_of_a_long_cache_are_its_attention(size, filled):
+    graph = of_inputs(2, 4096, 4, 4, size, length="length", new=(16 * size, 20 * size), by_head=True, splits=16, tile=1)
+    inputs = tensors(graph, 1, HALF, DEVICE) | {"length": torch.tensor([filled], dtype=torch.int32, device=DEVICE)}
+    truth = combine(compute_plainly(check(graph), list(inputs.values()))[0], 16)
+    for mode in OURS:
+        assert near(combine(compile(graph, mode).run(list(inputs.values()))[0], 16), truth), mode
 
 
 @on_hopper

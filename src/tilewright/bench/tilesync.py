@@ -36,8 +36,15 @@ def cases(quick: bool) -> Iterator[Case]:
             yield {"chain": kind, "rows": rows, "width": width, "inner": inner}
     if quick:
         return
-    for rows, context in itertools.product((1, 2, 4), CONTEXTS):
-        yield {"chain": "attention", "rows": rows, "width": 2048, "heads": 32, "context": context}
+    for rows, context, key_heads in itertools.product((1, 2, 4), CONTEXTS, (32, 8)):
+        yield {
+            "chain": "attention",
+            "rows": rows,
+            "width": 2048,
+            "heads": 32,
+            "key_heads": key_heads,
+            "context": context,
+        }
     for (side, channels), images in itertools.product(CONVOLUTIONS, IMAGES):
         yield {"chain": "convolutions", "rows": images, "side": side, "channels": channels}
 
@@ -45,7 +52,9 @@ def cases(quick: bool) -> Iterator[Case]:
 def graph_of(case: Case) -> tilesync.Graph:
     """Return the graph of a case."""
     if case["chain"] == "attention":
-        return chains.attention_block(case["rows"], case["width"], case["heads"], 64, case["context"])
+        return chains.attention_block(
+            case["rows"], case["width"], case["heads"], 64, case["context"], case["key_heads"]
+        )
     if case["chain"] == "convolutions":
         return chains.convolutions(case["rows"], case["side"], case["channels"])
     gated = case["chain"] == "llama"
@@ -63,7 +72,7 @@ def _gpt3(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 def _attention(x: Tensor, query: Tensor, k: Tensor, v: Tensor, project: Tensor) -> Tensor:
     q, k, v = (t.view(1, len(t), -1, 64).transpose(1, 2) for t in (F.linear(x, query), k, v))
-    y = F.scaled_dot_product_attention(q, k, v)
+    y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     return x + F.linear(y.transpose(1, 2).reshape(len(x), -1), project)
 
 
@@ -131,7 +140,7 @@ def _label(case: Case) -> str:
     if case["chain"] == "convolutions":
         return f"convolutions {case['channels']} of {case['side']} x {case['side']}, {case['rows']} images"
     if case["chain"] == "attention":
-        return f"attention over {case['context']}, {case['rows']} rows"
+        return f"attention over {case['context']}, {case['rows']} rows, {case['key_heads']} key heads"
     return f"{case['chain']} mlp {case['width']} x {case['inner']}, {case['rows']} rows"
 
 

@@ -14,6 +14,48 @@ constexpr int WARP_ROWS = ROWS / 2, WARP_COLUMNS = COLUMNS / 4;
 constexpr int TOTALS_LINE = COLUMNS + 8;  // numbers
 static_assert(WARP_ROWS % 16 == 0 && WARP_COLUMNS % 16 == 0 && WARPS == 8, "warps are 2 x 4");
 
+// x of a tile, or, of a convolution, the pixels beside its own: each thread copies the same 16 bytes of every step's lines.
+// Steps follow each other, so the tap of the kernel and the channel that they are at go on without a division.
+struct Left {
+  static constexpr int COPIES = ROWS * 8 / THREADS, APART_ROWS = THREADS / 8;
+  const Stage& stage;
+  const u16* x;
+  int first, at, end, channel, down, right;  // of a tap: lines and columns from the middle
+  int line[COPIES], column[COPIES];          // of a pixel in its image
+
+  __device__ __forceinline__ Left(const Stage& stage, const Task& task, const Tensors& tensors)
+      : stage(stage), x((const u16*)tensors.at[stage.x]) {
+    first = task.row * stage.tile_rows + threadIdx.x / 8;
+    at = split_begin(stage, task.split) + threadIdx.x % 8 * 8, end = split_begin(stage, task.split + 1);
+    channel = down = right = 0;
+    if (!stage.kernel) return;
+    const int tap = at / stage.channels;
+    channel = at % stage.channels, down = tap / stage.kernel - stage.kernel / 2, right = tap % stage.kernel - stage.kernel / 2;
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+      const int row = first + i * APART_ROWS;
+      line[i] = row / stage.width % stage.height, column[i] = row % stage.width;
+    }
+  }
+  __device__ __forceinline__ void load(char* to) {
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+      const int row = first + i * APART_ROWS;
+      bool there = row < stage.rows && at < end;
+      long long from = (long long)row * stage.inner + at;
+      if (stage.kernel) {
+        there = there && (u32)(line[i] + down) < (u32)stage.height && (u32)(column[i] + right) < (u32)stage.width;
+        from = (long long)(row + down * stage.width + right) * stage.channels + channel;
+      }
+      copy_sixteen(to + (threadIdx.x / 8 + i * APART_ROWS) * LINE + threadIdx.x % 8 * 16, x + (there ? from : 0), there);
+    }
+    at += INNER;
+    if (!stage.kernel) return;
+    for (channel += INNER; channel >= stage.channels; channel -= stage.channels)
+      if (++right > stage.kernel / 2) right = -(stage.kernel / 2), down++;
+  }
+};
+
 struct ManyRows {
   int slot = 0;           // of the ring, where the tile's first step is
   bool begun = false;     // whether its first weights are on their way
@@ -27,24 +69,6 @@ struct ManyRows {
       const bool there = row < sum_columns(stage) && at < end;
       copy_sixteen(to + LEFT_BYTES + line * LINE + i % 8 * 16,
                    weight_row(stage, tensors, there ? row : 0, stage.gated ? line / 8 % 2 : 0) + (there ? at : 0), there);
-    }
-  }
-  __device__ __forceinline__ static void load_left(const Stage& stage, const Task& task, const Tensors& tensors, char* to,
-                                                   int step) {
-    const int inner = split_begin(stage, task.split) + step * INNER, end = split_begin(stage, task.split + 1);
-    for (int i = threadIdx.x; i < ROWS * 8; i += THREADS) {
-      const int row = task.row * stage.tile_rows + i / 8, at = inner + i % 8 * 8;
-      bool there = row < stage.rows && at < end;
-      long long from = (long long)row * stage.inner + at;
-      if (stage.kernel && there) {  // the pixel beside this one, of this image
-        const int tap = at / stage.channels, half = stage.kernel / 2;
-        const int line = row / stage.width % stage.height + tap / stage.kernel - half;
-        const int column = row % stage.width + tap % stage.kernel - half;
-        there = line >= 0 && line < stage.height && column >= 0 && column < stage.width;
-        const int pixel = row + (tap / stage.kernel - half) * stage.width + tap % stage.kernel - half;
-        from = (long long)pixel * stage.channels + at % stage.channels;
-      }
-      copy_sixteen(to + i / 8 * LINE + i % 8 * 16, (const u16*)tensors.at[stage.x] + (there ? from : 0), there);
     }
   }
   __device__ __forceinline__ static int steps_of(const Stage& stage, const Task& task) {
@@ -65,9 +89,10 @@ struct ManyRows {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = steps_of(stage, task);
     const int warp_row = warp / 4 * WARP_ROWS, warp_column = warp % 4 * WARP_COLUMNS;
     float sums[WARP_ROWS / 16][WARP_COLUMNS / 8][4] = {};
+    Left left(stage, task, tensors);
     const int next_steps = next ? steps_of(*next_stage, *next) : 0;
     for (int i = 0; i < STAGES - 1; i++) {
-      if (i < steps) load_left(stage, task, tensors, memory + (slot + i) % STAGES * STAGE_BYTES, i);
+      if (i < steps) left.load(memory + (slot + i) % STAGES * STAGE_BYTES);
       commit_copies();
     }
     for (int step = 0; step < steps; step++) {
@@ -77,23 +102,23 @@ struct ManyRows {
       char* free = memory + (slot + later) % STAGES * STAGE_BYTES;
       if (later < steps) {
         load_weight(stage, task, tensors, free, later);
-        load_left(stage, task, tensors, free, later);
+        left.load(free);
       } else if (later - steps < next_steps) {
         load_weight(*next_stage, *next, tensors, free, later - steps);
       }
       commit_copies();
-      const char* left = memory + (slot + step) % STAGES * STAGE_BYTES;
-      const char* right = left + LEFT_BYTES;
+      const char* lines = memory + (slot + step) % STAGES * STAGE_BYTES;
+      const char* columns = lines + LEFT_BYTES;
 #pragma unroll
       for (int k = 0; k < INNER / 16; k++) {
         u32 a[WARP_ROWS / 16][4];
 #pragma unroll
         for (int i = 0; i < WARP_ROWS / 16; i++)
-          read_matrices(left + (warp_row + i * 16 + lane % 16) * LINE + k * 32 + lane / 16 * 16, a[i]);
+          read_matrices(lines + (warp_row + i * 16 + lane % 16) * LINE + k * 32 + lane / 16 * 16, a[i]);
 #pragma unroll
         for (int j = 0; j < WARP_COLUMNS / 16; j++) {
           u32 b[4];
-          read_matrices(right + (warp_column + j * 16 + lane / 16 * 8 + lane % 8) * LINE + k * 32 + lane / 8 % 2 * 16, b);
+          read_matrices(columns + (warp_column + j * 16 + lane / 16 * 8 + lane % 8) * LINE + k * 32 + lane / 8 % 2 * 16, b);
 #pragma unroll
           for (int i = 0; i < WARP_ROWS / 16; i++) {
             multiply(sums[i][2 * j], a[i], b[0], b[1]);

@@ -267,8 +267,6 @@ class Conv2d(Stage):
     def work(self, tile: Tile) -> Work:
         inner = self.kernel**2 * self.channels[0]
         weight_bytes = 2.0 * self.tile[1] * inner
-        return Work(
-            2.0 * self.tile[0] * self.tile[1] * inner,
-            weight_bytes + 2.0 * self.tile[0] * self.channels[0],
-            weight_bytes,
-        )
+        x_bytes = L2_SHARE * 2.0 * self.tile[0] * inner  # each pixel for every tap
+        written = 2.0 * self.tile[0] * self.tile[1]
+        return Work(2.0 * self.tile[0] * self.tile[1] * inner, weight_bytes + x_bytes + written, weight_bytes)
