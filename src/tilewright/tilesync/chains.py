@@ -12,7 +12,7 @@ from typing import Any
 
 from tilewright.tilesync.check import check
 from tilewright.tilesync.graph import Graph, GraphError, Stage, Work
-from tilewright.tilesync.policies import Conv2DSync
+from tilewright.tilesync.policies import Conv2DSync, NoSync, Policy
 from tilewright.tilesync.simulate import Machine, predict
 from tilewright.tilesync.stages import Attention, Combined, Conv2d, Gemm, Normed, Rotation
 from tilewright.tilesync.stages.attention import QUERIES
@@ -172,6 +172,11 @@ def decode_step(
     rotation = Rotation("cos", "sin", "length", head_dim, q + kv)
     stages: list[Stage] = []
     x = "x"
+
+    def implied(residual: str) -> dict[str, Policy]:
+        """What a tile reads besides was finished before the whole stages that it waits for: one wait does."""
+        return {} if residual == "x" else {residual: NoSync()}
+
     for layer in range(layers):
         names = "norm_a norm_b qkv o gate up down k v r c y h x"
         n = {name: f"{name}{layer}" for name in names.split()}
@@ -186,10 +191,10 @@ def decode_step(
                       head_dim=head_dim, length="length", new=(q, q + kv), by_head=True, splits=splits,
                       tile=attention_rows(heads, key_heads)),
             matmul(n["y"], n["c"], n["o"], (rows, width, q), prologue=Combined(heads, splits) if splits > 1 else None,
-                   residual=x),
+                   residual=x, sync=implied(x)),
             matmul(n["h"], n["y"], (n["gate"], n["up"]), (rows, inner, width), prologue=Normed(n["norm_b"], eps),
                    activation="silu", gated=True),
-            matmul(n["x"], n["h"], n["down"], (rows, width, inner), residual=n["y"]),
+            matmul(n["x"], n["h"], n["down"], (rows, width, inner), residual=n["y"], sync=implied(n["y"])),
         ]  # fmt: skip
         x = n["x"]
     inputs |= {"norm": (width,), "head": (vocabulary, width)}

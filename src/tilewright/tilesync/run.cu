@@ -63,12 +63,14 @@ struct Blocks {
     }
     return true;
   }
+  // By the first warp, whose lanes each look at other semaphores.
   __device__ __forceinline__ bool wait(u32 number, const Task& task) const {
-    for (int i = 0; i < task.waits; i++) {
+    bool over = true;
+    for (int i = threadIdx.x; over && i < task.waits; i += 32) {
       const Wait& it = program.waits[task.first_wait + i];
-      if (!wait_at(semaphores() + (long long)it.semaphore * APART, it, number)) return false;
+      over = wait_at(semaphores() + (long long)it.semaphore * APART, it, number);
     }
-    return true;
+    return all_of_warp(over);
   }
   __device__ __forceinline__ void post(const Task& task) const {
     for (int i = 0; i < task.posts; i++) {
@@ -153,9 +155,9 @@ tilewright_tilesync_run(const __grid_constant__ Program program, const __grid_co
       if (stage.kind == ATTEND) Attend(stage, task, tensors, blocks.memory).begin();
 #endif
     }
-    if (threadIdx.x == 0) {
-      blocks.head->waited = !blocks.stopped && (!(program.flags & WAITS) || blocks.wait(number, task));
-      blocks.head->ticket = blocks.next_task();
+    if (threadIdx.x < 32) {
+      const bool over = !blocks.stopped && (!(program.flags & WAITS) || blocks.wait(number, task));
+      if (threadIdx.x == 0) blocks.head->waited = over, blocks.head->ticket = blocks.next_task();
     }
     if (is_first && program.flags & DEPENDENT) wait_for_previous_kernel();
     is_first = false;

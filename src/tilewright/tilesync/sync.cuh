@@ -78,6 +78,7 @@ __device__ __forceinline__ void read_matrices_turned(const char* at, u32 (&x)[4]
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared(at)) : "memory");
 }
+__device__ __forceinline__ bool all_of_warp(bool x) { return __all_sync(0xFFFFFFFFu, x); }
 // Of lanes 4 i to 4 i + 3.
 __device__ __forceinline__ float sum_of_four(float x) {
   x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);

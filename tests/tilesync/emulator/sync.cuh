@@ -115,6 +115,11 @@ inline void read_matrices_turned(const char* at, u32 (&x)[4]) {
       memcpy((char*)&x[i] + 2 * j, rows[8 * i + current % 4 * 2 + j] + current % 32 / 4 * 2, 2);
   gather(3000 + current / 32, 32);
 }
+inline bool all_of_warp(bool x) {
+  for (bool each : from_lanes(x))
+    if (!each) return false;
+  return true;
+}
 inline float sum_of_four(float x) {
   const auto all = from_lanes(x);
   const int first = current % 32 / 4 * 4;
