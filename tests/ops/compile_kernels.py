@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -52,12 +53,32 @@ def compiled(launch: dispatch.Launch, types: list[str | None], **options: Any) -
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.warps, **options})
 
 
+def look_into(binary: Any, *options: str) -> str:
+    """What `cuobjdump` prints of a binary."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def usage_of(binary: Any, printed: str) -> dict[str, int]:
+    """Registers, spilled bytes and shared memory."""
+    usage = dict(part.split(":")[:2] for part in printed.split() if part.startswith(("REG:", "STACK:")))
+    return {"registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "shared": binary.metadata.shared}
+
+
 def code(launch: dispatch.Launch, types: list[str | None]) -> dict[str, Any]:
-    """The PTX of a kernel in a chain, and the names of its arguments there, None for those that are no tensors."""
+    """The PTX of a kernel in a chain, the names of its arguments there, None for those that are no tensors, and the
+    instructions on global memory that the assembler has put before the wait.
+    """
     names = [n for n, t in zip(launch.kernel.arg_names, types, strict=False) if t]
     pointers = [name if t.startswith("*") else None for name, t in zip(names, filter(None, types), strict=True)]
     binary = compiled(launch.in_chain, types, launch_pdl=True)
-    return {"name": launch.name, "arguments": pointers, "ptx": binary.asm["ptx"], "pdl": binary.metadata.launch_pdl}
+    printed = look_into(binary, "--dump-resource-usage", "--dump-sass")
+    early = re.findall(r"\b(LDG\w*|STG|UBLKPF|ATOM\w*|RED\w*)\b", printed.partition("ACQBULK")[0])
+    known = {"name": launch.name, "arguments": pointers, "ptx": binary.asm["ptx"], **usage_of(binary, printed)}
+    return {**known, "early": early, "pdl": binary.metadata.launch_pdl}
 
 
 def resources(launch: dispatch.Launch, types: list[str | None], vectors: bool = False) -> dict[str, Any]:
@@ -67,14 +88,8 @@ def resources(launch: dispatch.Launch, types: list[str | None], vectors: bool = 
     if asked[0] == IN_CHAIN:
         return code(launch, types) if launch.is_chained else {}
     binary = compiled(launch, types)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", *["--dump-sass"][:vectors], file.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage = dict(part.split(":")[:2] for part in printed.split() if part.startswith(("REG:", "STACK:")))
-    numbers = {"registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "shared": binary.metadata.shared}
-    numbers["pdl"] = "griddepcontrol" in binary.asm["ptx"]
+    printed = look_into(binary, "--dump-resource-usage", *["--dump-sass"][:vectors])
+    numbers = {**usage_of(binary, printed), "pdl": "griddepcontrol" in binary.asm["ptx"]}
     return numbers | ({"vectors": printed.count("LDG.E.128")} if vectors else {})
 
 

@@ -163,17 +163,20 @@ PARAMETERS = {"weight", "bias", "scale", "zero"}  # that no kernel of a chain wr
     ids=str,
 )
 def test_in_a_chain_parameters_alone_are_read_before_the_wait_and_nothing_is_written(case, fetched, compiled):
-    """The rule of `runtime/pdl.py`, in the order that the compiler has given instructions."""
+    """The rule of `runtime/pdl.py`, in the order that the compiler has given instructions, and the assembler."""
     kernels = [kernel for kernel in compiled(("in_chain", *case)) if "ptx" in kernel]
     assert kernels
     for kernel in kernels:
-        assert kernel["pdl"]
+        assert kernel["pdl"] and kernel["spilled"] <= 96 and kernel["shared"] <= 232_448, kernel["name"]
         found = order(kernel["ptx"], kernel["arguments"])
         label = kernel["name"], found.before
         assert found.is_straight and found.triggers < found.waits, label
         for access in found.before:
             assert access.line > found.triggers and access.tensors and access.tensors <= PARAMETERS, label
             assert re.match(r"ld\.global|cp\.async\.bulk\.prefetch", access.instruction), label
+        loads = [access for access in found.before if access.instruction.startswith("ld.")]
+        prefetches = len(found.before) - len(loads)
+        assert sorted(kernel["early"]) == ["LDG"] * len(loads) + ["UBLKPF"] * prefetches, label
         if kernel["kernel"] not in ("join", "whole"):
             assert frozenset().union(*(access.tensors for access in found.before)) == fetched, label
         others = frozenset().union(*(access.tensors for access in found.after))
