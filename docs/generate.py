@@ -231,7 +231,7 @@ def decode_attention(result: dict[str, Any]) -> str:
 def few_rows_linear(result: dict[str, Any]) -> str:
     """Every size and number of rows."""
     return _op(
-        result, "bf16: rows, features in, out", ("eager", "compile"),
+        result, "bf16: rows, features in, out", ("tilewright-pdl", "eager", "compile"),
         lambda case: f"{case['rows']}, {case['width']}, {case['out']}",
     )  # fmt: skip
 

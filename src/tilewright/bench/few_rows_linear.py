@@ -1,6 +1,6 @@
 """few_rows_linear against cuBLAS and torch.compile, in one run with the GPU's own ceilings.
 
-"tilewright, PDL" has each call begin while the one before it in the graph ends (`runtime/pdl.py`), as decoding has it.
+"tilewright-pdl" has each call begin while the one before it in the graph ends (`runtime/pdl.py`), as decoding has it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def prepare(case: Case) -> Prepared:
         "tilewright": few_rows_linear, "eager": reference, "compile": torch.compile(reference, dynamic=False)
     }  # fmt: skip
     if not pdl.why_not(x.device):
-        functions["tilewright, PDL"] = partial(_in_chain, pdl.Chain())
+        functions["tilewright-pdl"] = partial(_in_chain, pdl.Chain())
     return build({name: partial(_pass, function, x, weights) for name, function in functions.items()})
 
 
