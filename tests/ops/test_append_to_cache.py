@@ -1,7 +1,9 @@
+import functools
 import sys
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ops.contract import DEVICE, DTYPES, assert_near_truth, randn
 from tilewright import ops
@@ -86,6 +88,14 @@ def test_codes_are_the_nearest(sizes, dtype, cache):
         written = given[4][row, :, there : there + sizes[1]].float()
         assert torch.equal(written, codes[row].float().transpose(0, 1))
         assert torch.equal(scales["v_scale"][row, :, there : there + sizes[1]], scale[row].t())
+
+
+def test_scales_are_quotients_on_every_device():
+    """Divided by a number, PyTorch multiplies by its reciprocal on a GPU: another scale than the kernel's."""
+    for cache in eight_bits.LARGEST:
+        graph = make_fx(functools.partial(eight_bits.quantize, dtype=cache))(torch.randn(2, 3)).graph
+        quotients = [node for node in graph.nodes if node.target == torch.ops.aten.div.Tensor]
+        assert len(quotients) == 2 and all(isinstance(node.args[1], torch.fx.Node) for node in quotients)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")

@@ -32,7 +32,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     most = LARGEST[dtype]
     x = x.float()
-    scale = x.abs().amax(-1) / most
+    scale = x.abs().amax(-1) / x.new_full((), most)  # by a number, a GPU would multiply by the reciprocal
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
     codes = (x / scale[..., None]).clamp(-most, most).nan_to_num(0.0)
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
