@@ -409,11 +409,13 @@ def test_tiles_that_come_after_others_have_the_same_bits(processors, shape, way,
 def test_the_first_thing_that_a_thread_does():
     """Autograd's thread has no context before the runtime has done something in it."""
     code = (
-        "import torch; from tilewright.ops import gelu_mlp; from tilewright.runtime import cublaslt\n"
-        "cublaslt.WORTH_CHOOSING = 0\n"
+        "import sys, torch; from tilewright.ops import explain, gelu_mlp; from tilewright.runtime import cublaslt\n"
+        "op = sys.modules['tilewright.ops.gelu_mlp.op']\n"
+        "cublaslt.WORTH_CHOOSING = 0; op.HOST_BOUND = op._LEAST_BUSY = -1\n"
         "shapes = (256, 64), (192, 64), (64, 192)\n"
         "x, up, down = (torch.randn(s, device='cuda').bfloat16().requires_grad_() for s in shapes)\n"
-        "y = gelu_mlp(x, up, None, down); g = torch.randn_like(y)\n"
+        "with explain() as paths: y = gelu_mlp(x, up, None, down)\n"
+        "assert [path.ran for path in paths if path.op == 'gelu_mlp'] == ['kernel']; g = torch.randn_like(y)\n"
         "torch.autograd.grad(y, x, g); torch.cuda.synchronize()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
