@@ -43,6 +43,9 @@ def test_levers_sizes_and_stages_explain_themselves():
     pieces = ("train", "1b", "--pipeline", "4", "--accumulation", "8", "--micro-batch", "4")
     assert data(*pieces, "--interleave", "2")["total"] > data(*pieces)["total"]  # more micro batches are in flight
     assert "24 layers do not fill 4 pipeline stages of 7 pieces" in str(run(*pieces, "--interleave", "7").exception)
+    groups = ("7b", "--data", "64", "--zero", "3", "--replicate", "8")
+    assert data("train", *groups)["total"] == data("train", "7b", "--data", "8", "--zero", "3")["total"]
+    assert data("step", *groups, "--gpu", "H100-SXM5")["training"]["replicate"] == 8
 
 
 def test_serve_counts_the_cache(tmp_path):
@@ -247,6 +250,7 @@ def test_a_run_is_sized_in_days_hours_dollars_and_energy():
         (("--network", "-1"), "--network"),
         (("--ep", "2", "--data", "2"), "has no experts"),
         (("--cp", "3",), "two pieces a rank"),
+        (("--data", "8", "--replicate", "2"), "need ZeRO 2 or 3; zero is 0"),
         (("--lora", "8", "--precision", "half"), "precision is 'half'"),
         (("--tokens", "lots"), "not a number"),
         (("--tokens", "1T", "--goodput", "0"), "goodput of 0 to 1"),

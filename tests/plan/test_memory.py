@@ -233,6 +233,7 @@ def test_groups_of_fsdp_share_among_their_own_ranks():
     groups, alone = (dataclasses.replace(how, **few) for few in ({"replicate": 8}, {"data": 8}))
     assert memory.train(model, groups) == memory.train(model, alone)
     assert memory.train(model, groups)["optimizer"] == 8 * memory.train(model, how)["optimizer"]
+    assert "zero: 1" not in dict(memory.levers(model, groups))  # which groups are not for
 
 
 def test_fsdp_in_a_pipeline_has_a_stage_or_three_pieces_of_it():

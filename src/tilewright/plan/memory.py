@@ -489,7 +489,7 @@ def levers(decoder: Decoder, training: Training) -> list[tuple[str, float]]:
             ("attention", ("flash",)),
             ("loss", ("fused", "linear_fused")),
             ("precision", ("bf16_stochastic",)),
-            ("zero", (1, 2, 3) if training.data > 1 else ()),
+            ("zero", () if training.data == 1 else (1, 2, 3) if training.replicate == 1 else (2, 3)),
         )
         for value in values
     }
