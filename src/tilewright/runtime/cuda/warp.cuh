@@ -18,7 +18,7 @@ __device__ __forceinline__ void read_once(const void* from, u32 (&to)[2]) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
 }
 
-// Programmatic dependent launch. Without it both do nothing.
+// Programmatic dependent launch, whose rule is in pdl.py. Without it both do nothing.
 __device__ __forceinline__ void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
