@@ -3,6 +3,7 @@ import torch
 
 from tilewright import ops
 from tilewright.nn import FusedMLP, GatedMLP, GeluMLP
+from tilewright.tilesync import compiled
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh"])
@@ -51,6 +52,16 @@ def test_under_autocast_the_gradients_are_those_of_layers_in_16_bits(gated):
     (narrow, exact, mine, _) = found
     for other, truth, own in zip(narrow, exact, mine, strict=True):
         assert 0 < (own - truth).norm() < 1.5 * (other - truth).norm()
+
+
+def test_a_graph_is_described_once_and_not_in_each_call(monkeypatch):
+    described = []
+    monkeypatch.setattr(compiled, "fingerprint", lambda graph, fingerprint=compiled.fingerprint: (
+        described.append(graph), fingerprint(graph))[1])  # fmt: skip
+    mlp, x = FusedMLP(24, 40), torch.randn(3, 24)
+    for _ in range(3):
+        mlp(x)
+    assert len(described) == 1
 
 
 def test_layers_that_are_hooked_or_replaced_are_called():

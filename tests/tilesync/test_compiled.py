@@ -334,6 +334,27 @@ def test_streams_fork_one_behind_the_others_first_kernel_and_join_the_callers(mo
     assert [each.cell for each in launches] == [0, 1, 2] and {each.blocks for each in launches} == {9}
 
 
+def test_what_is_proved_of_streams_is_proved_once(monkeypatch):
+    program, proofs = check(swiglu(8, 32, 64)), []
+
+    def prove(*given):
+        proofs.append(given)
+        return [1, 1]
+
+    monkeypatch.setattr(launch, "blocks_of_streams", prove)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    runner = launch.Runner.__new__(launch.Runner)
+    runner.lowered, runner.places, runner.blocks = launch.device.lower(program, HALF), 132, 9
+    runner.device, runner.tables, runner.spare, runner.captured = torch.device("cpu"), [torch.zeros(1)] * 4, [], []
+    runner.failure, runner.reported = torch.zeros(1), [{"is_there": 0}]
+    runner.report, runner._run_on_streams = torch.zeros(1), lambda launches, blocks, tensors: None
+    inputs = tensors(program.graph, 1, HALF)
+    for _ in range(2):
+        (y,) = runner.run("streams", inputs)
+        assert y.shape == (8, 32)
+    assert proofs == [(program, 132)]
+
+
 def test_threads_on_one_stream_launch_all_stages_one_after_the_other(monkeypatch):
     """They have the same semaphores, and the stages of one would take the tickets of the other's."""
     runner, done = launch.Runner.__new__(launch.Runner), []

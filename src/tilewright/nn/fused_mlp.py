@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,10 +20,15 @@ _ACTIVATIONS = {"swiglu": ("silu", True), "geglu": ("gelu", True), "geglu_tanh":
                 "gelu": ("gelu", False), "gelu_tanh": ("gelu_tanh", False)}  # fmt: skip
 
 
+@functools.lru_cache(256)  # to describe a graph takes longer than to launch it
+def _compile_once(mode: str, *sizes: Any) -> str:
+    return tilesync.compile(chains.mlp(*sizes), mode).name
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _compile(mode: str, *sizes: Any) -> str:
     """Return the name of the compiled graph; under torch.compile, when it is traced."""
-    return tilesync.compile(chains.mlp(*sizes), mode).name
+    return _compile_once(mode, *sizes)
 
 
 class FusedMLP(torch.nn.Module):

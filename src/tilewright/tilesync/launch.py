@@ -9,6 +9,7 @@ Nothing of a runner is ever freed, since a captured graph may read it whenever i
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,11 @@ class Runner:
         self.places = dispatch.multiprocessors(on)  # a block takes all of one's shared memory or registers
         self.blocks = min(self.places, len(program.tasks))
 
+    @functools.cached_property
+    def _blocks_of_streams(self) -> list[int]:
+        """The blocks of each stage, which take a millisecond to prove for thousands of tiles."""
+        return blocks_of_streams(self.lowered.program, self.places)
+
     def _zeroed_controls(self) -> list[Tensor]:
         sizes = SPARE + 1, self.lowered.control_words
         return list(torch.zeros(sizes, dtype=torch.int32, device=self.device))
@@ -120,7 +126,7 @@ class Runner:
         flags = _FLAGS[mode] | (TIMES if times is not None else 0)
         blocks = [min(self.blocks, count) for _, count in parts]
         if mode == "streams":
-            blocks = blocks_of_streams(lowered.program, self.places)
+            blocks = self._blocks_of_streams
         control = self._control(mode).data_ptr() if flags & WAITS else 0
         addresses = [table.data_ptr() for table in self.tables]
         addresses += [
