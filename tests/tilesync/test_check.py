@@ -1,8 +1,10 @@
 """What `check` proves: random graphs pass, wrong ones are refused with the right tile named."""
 
 import functools
+import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,6 +34,8 @@ from tilewright.tilesync import (
     check_queues,
     check_residency,
 )
+from tilewright.tilesync.check import _overlapping
+from tilewright.tilesync.graph import overlaps
 
 WRONG_NUMBER = 997.0  # finite: what causal attention hides is multiplied by 0
 
@@ -338,3 +342,21 @@ def test_stages_on_streams_get_blocks_or_are_refused():
     many = [Gemm(f"t{i + 1}", f"t{i}" if i else "x", "w", (8, 8, 8), tile=(8, 8)) for i in range(17)]
     with pytest.raises(GraphError, match="17 stages are more than 16 streams"):
         blocks_of_streams(check(Graph({"x": (8, 8), "w": (8, 8)}, many, ["t17"])), 132)
+
+
+def test_boxes_that_overlap_are_found_as_by_comparing_all(monkeypatch):
+    chance, compared = np.random.default_rng(0), []
+    for dimensions in (1, 2, 3):
+        for _ in range(60):
+            starts = chance.integers(0, 12, (chance.integers(1, 9), dimensions))
+            boxes = np.stack((starts, starts + chance.integers(1, 4, starts.shape)), -1)
+            every = itertools.combinations(range(len(boxes)), 2)
+            pairs = [[i, j] for i, j in every if len(overlaps(boxes[[i]], boxes[j])[0])]
+            found = _overlapping(boxes)
+            assert found in pairs if pairs else not found
+    monkeypatch.setitem(
+        _overlapping.__globals__, "overlaps", lambda boxes, box: (compared.append(len(boxes)), overlaps(boxes, box))[1]
+    )
+    rows, columns = np.indices((50, 40)).reshape(2, -1) * 8
+    _overlapping(np.stack((np.stack((rows, columns), -1), np.stack((rows + 8, columns + 8), -1)), -1))
+    assert max(compared) < 50  # of 2000

@@ -225,16 +225,30 @@ def _check_writes(graph: Graph, tensor: str, producers: Sequence[Stage]) -> None
         every.append(boxes)
         owners += [(stage, stage.tiles[tile]) for tile in tiles]
     boxes = np.concatenate(every)
-    for number in range(1, len(boxes)):
-        found, _ = overlaps(boxes[:number], boxes[number])
-        if len(found):
-            (stage, tile), (other, before) = owners[number], owners[found[0]]
-            raise GraphError(
-                f"Tile {tile} of stage {stage.name} writes part of {tensor} that tile {before} of stage {other.name} "
-                "writes, too; every number has one writer."
-            )
+    if pair := _overlapping(boxes):
+        (other, before), (stage, tile) = (owners[number] for number in pair)
+        raise GraphError(
+            f"Tile {tile} of stage {stage.name} writes part of {tensor} that tile {before} of stage {other.name} "
+            "writes, too; every number has one writer."
+        )
     if tensor not in graph.inputs and sum(volume(box) for box in boxes.tolist()) < shape.prod():
         raise GraphError(f"Stage {producers[-1].name}: some of {tensor} is written by no tile.")
+
+
+def _overlapping(boxes: np.ndarray) -> list[int]:
+    """Find two boxes that overlap, the first one first; empty where there are none.
+
+    A box is compared with those alone that begin near it, along the dimension that has the most beginnings.
+    """
+    across = max(range(boxes.shape[1]), key=lambda dimension: len(np.unique(boxes[:, dimension, 0])), default=0)
+    order = np.argsort(boxes[:, across, 0], kind="stable")
+    starts, longest = boxes[order, across, 0], (boxes[:, across, 1] - boxes[:, across, 0]).max()
+    near = np.searchsorted(starts, starts - longest, side="right")
+    for number in range(1, len(boxes)):
+        found, _ = overlaps(boxes[order[near[number] : number]], boxes[order[number]])
+        if len(found):
+            return sorted((int(order[near[number] + found[0]]), int(order[number])))
+    return []
 
 
 def _say(box: np.ndarray) -> str:
