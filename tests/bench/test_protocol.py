@@ -1,7 +1,11 @@
+import contextlib
+import copy
 import importlib
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 from ops.contract import on_gpu
 from tilewright import ops
@@ -20,8 +24,6 @@ def test_every_width_norm_and_dropout_is_measured():
 
 @on_gpu
 def test_an_impossible_figure_is_an_error_and_a_failing_peer_shows_its_error():
-    import torch
-
     x = torch.randn(2**24, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         measured = protocol.measure_case(
@@ -37,6 +39,36 @@ def test_an_impossible_figure_is_an_error_and_a_failing_peer_shows_its_error():
         measured = protocol.measure_case(functions, Cost(0, x.nbytes, x.nbytes), Ceilings(1e14, 1e15), from_graph=True)
     assert measured["implementations"]["broken"] == {"error": "ValueError: no such kernel"}
     assert measured["implementations"]["copy"]["median"] > 0
+
+
+def test_a_case_has_none_of_the_memory_of_the_one_before(monkeypatch):
+    """A decoder and its cache may fill more than half of a GPU."""
+    earlier = []
+
+    class Weights:
+        def __call__(self):
+            return None
+
+    def prepare(case):
+        assert not any(weights() for weights in earlier)
+        weights = Weights()
+        earlier.append(weakref.ref(weights))
+        return {"step": {"tilewright": weights}}, {}
+
+    measured = {"implementations": {"tilewright": {"median": 1.0, "limit_share": 0.5}}}
+    monkeypatch.setattr(protocol, "head", lambda *_: {})
+    monkeypatch.setattr(protocol, "measure_ceilings", lambda: Ceilings(1e12, 1e14))
+    monkeypatch.setattr(protocol, "measure_case", lambda *_, **how: copy.deepcopy(measured))
+    monkeypatch.setattr(protocol, "_peak", lambda run: 7)
+    monkeypatch.setattr(protocol, "_line", lambda *_: "")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    limits, cases = {"step": Cost(1, 1, 1)}, [{"size": size} for size in range(3)]
+    found = protocol.run_cases(
+        "some", cases, prepare, lambda case: limits, str, peers=(), ask=protocol.Ask(print, print), with_memory=True
+    )
+    assert [case["step"]["implementations"]["tilewright"]["peak_bytes"] for case in found["cases"]] == [7] * 3
 
 
 OPS = sorted(path.parent.name for path in Path(ops.__file__).parent.glob("*/op.py"))

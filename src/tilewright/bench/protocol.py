@@ -181,22 +181,28 @@ def run_cases(
     with torch.cuda.stream(torch.cuda.Stream()):
         for case in cases:
             torch.compiler.reset()
-            steps, failed = prepare(case)
-            measured = dict(case)
-            for step, limit in limits(case).items():
-                functions = steps.get(step, {})
-                graph = from_graph(case, step)
-                measured[step] = measure_case(functions, limit, ceilings, from_graph=graph)
-                measured[step]["implementations"].update(failed)
-                if with_memory:
-                    for peer, run in functions.items():
-                        measured[step]["implementations"][peer]["peak_bytes"] = _peak(run)
+            measured = _measure_steps(case, prepare(case), limits(case), ceilings, from_graph, with_memory)
             result["cases"].append(measured)
             ask.progress(_line(label(case), measured, list(limits(case))))
             ask.save(result)
-            steps.clear()
             torch.cuda.empty_cache()
     return result
+
+
+def _measure_steps(
+    case: Case, prepared: Prepared, limits: dict[str, Cost], ceilings: Ceilings,
+    from_graph: Callable[[Case, str], bool], with_memory: bool,
+) -> Case:  # fmt: skip
+    """Measure the steps of a case. Nothing keeps what they use when it returns: the next case may need its memory."""
+    (steps, failed), measured = prepared, dict(case)
+    for step, limit in limits.items():
+        functions = steps.get(step, {})
+        measured[step] = measure_case(functions, limit, ceilings, from_graph=from_graph(case, step))
+        measured[step]["implementations"].update(failed)
+        if with_memory:
+            for peer, run in functions.items():
+                measured[step]["implementations"][peer]["peak_bytes"] = _peak(run)
+    return measured
 
 
 def measure_case(functions: dict[str, Pass], cost: Cost, ceilings: Ceilings, *, from_graph: bool) -> dict[str, Any]:
