@@ -127,9 +127,15 @@ def test_what_does_not_know_experts_says_so(tmp_path):
     graphs = dataclasses.replace(run, cuda_graphs=True)
     with pytest.raises(UserError, match="do not wait for the host .the standard loop waits"):
         check_levers(graphs, torch.device("cuda"), 1)
-    for name in ("tp", "pp"):
-        with pytest.raises(UserError, match=f"parallel.{name} does not know model.experts"):
-            check_ranks(tiny(tmp_path, model={"experts": 4}, global_batch=4, micro_batch=1, parallel={name: 2}), 2)
+    for parallel, words in [
+        ({"tp": 2}, "parallel.tp does not know model.experts"),
+        ({"ep": 2, "zero": 3, "reshard": 2}, "parallel.reshard does not know parallel.ep"),
+        ({"ep": 2, "zero": 3, "dp_replicate": 2}, "parallel.dp_replicate does not know parallel.ep"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            check_ranks(tiny(tmp_path, model={"experts": 4}, global_batch=4, micro_batch=1, parallel=parallel), 4)
+    with pytest.raises(UserError, match="cuda_graphs does not go together with parallel .dp 2, ep 2"):
+        check_ranks(dataclasses.replace(graphs, parallel=dataclasses.replace(run.parallel, ep=2), micro_batch=2), 2)
     with pytest.raises(UserError, match="not written for transformers"):
         to_json(SMALL)
     with pytest.raises(UserError, match="generate does not run"):

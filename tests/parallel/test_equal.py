@@ -1,6 +1,7 @@
 """Twenty losses of a run on several ranks are those of one process, dropout on, whatever the mesh is."""
 
 import dataclasses
+import itertools
 import json
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +22,7 @@ from tilewright.train.checkpoint import read
 from tilewright.train.loop import train
 from tilewright.train.memory_plan import planned
 from tilewright.train.schema import Checkpoint, Parallel, Schedule
-from train.tiny import as_on_a_cpu, losses, tiny  # noqa: F401
+from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -35,6 +36,11 @@ MODELS = {
         "dropout": 0.1, "gpt_block": "optimized", "loss": "linear_fused", "position": "rope", "activation": "swiglu",
         "norm": "rms", "bias": False, "kv_heads": 2, "heads": 4, "tied": False, "recompute": "selective",
     },
+    "experts": {
+        "dropout": 0.1, "gpt_block": "optimized", "activation": "swiglu", "experts": 4, "balance_rate": 0.01,
+        "recompute": "selective",
+    },
+    "standard experts": {"dropout": 0.1, "experts": 6, "recompute": "full"},
 }  # fmt: skip
 # By the number of ranks: the section `parallel` of a run.
 MESHES = {
@@ -48,6 +54,8 @@ MESHES = {
         "cp": {"cp": 2},
         "pp": {"pp": 2},
         "pp, 2 pieces": {"pp": 2, "pieces": 2},
+        "ep": {"ep": 2},
+        "zero 3, ep": {"zero": 3, "ep": 2},
     },
     4: {
         "ddp x tp": {"tp": 2},
@@ -58,26 +66,39 @@ MESHES = {
         "zero 3 x pp, 2 pieces": {"zero": 3, "pp": 2, "pieces": 2},
         "zero 2 x cp": {"zero": 2, "cp": 2},
         "zero 3 in 2 groups x cp": {"zero": 3, "cp": 2, "dp_replicate": 2},
+        "ddp x ep": {"dp": 4, "ep": 2},
+        "ddp x pp, 2 pieces, ep": {"dp": 2, "pp": 2, "pieces": 2, "ep": 2, "overlap": False},
+        "zero 3 x pp, ep": {"zero": 3, "pp": 2, "ep": 2},
+        "zero 3 x ep": {"dp": 4, "zero": 3, "ep": 2},
+        "zero 2 x cp, ep": {"zero": 2, "cp": 2, "ep": 4},
     },
 }  # fmt: skip
 ALONE = Parallel(dropout="position")
+DENSE = ("standard", "optimized")
+# What sends here does not look at the model.
+ONE_IS_ENOUGH = ("ddp, no overlap", "ddp x tp", "ddp x pp", "ddp x pp, 2 pieces")
+MODELS_OF = dict.fromkeys(ONE_IS_ENOUGH, DENSE[:1]) | {
+    "pp": (*DENSE, "experts"), "ep": ("experts", "standard experts"), "zero 3, ep": ("experts",),
+    "ddp x ep": ("experts",), "zero 3 x ep": ("standard experts",), "zero 2 x cp, ep": ("experts",),
+    "zero 3 x pp, ep": ("experts",), "ddp x pp, 2 pieces, ep": ("experts",),
+}  # fmt: skip
 # A mesh of each number of ranks: what one of them has saved, the others go on with.
-SAVERS = {1: {}, 2: {"tp": 2, "sp": True}, 4: {"zero": 3, "tp": 2}}
+SAVERS = {
+    "optimized": {1: {}, 2: {"tp": 2, "sp": True}, 4: {"zero": 3, "tp": 2}},
+    "experts": {1: {}, 2: {"ep": 2}, 4: {"zero": 3, "cp": 2, "ep": 2}},
+}
 GROUPS = {"tp": 1, "cp": 2, "dp_replicate": 2}  # what else the four may be
 SAVED, MORE = 6, 4
 
 
-# What sends here does not look at the model.
-ONE_IS_ENOUGH = ("ddp, no overlap", "ddp x tp", "ddp x pp", "ddp x pp, 2 pieces")
-
-
 def models_of(mesh):
-    return list(MODELS)[: 1 if mesh in ONE_IS_ENOUGH else None]
+    return MODELS_OF.get(mesh, DENSE)
 
 
 def run_of(folder, model, **parallel):
-    small = parallel.get("pp") and (parallel.get("zero") or parallel.get("dp"))  # each stage needs one of its own
-    micro = 1 if small or parallel.get("dp_replicate") else 2
+    # Each stage needs a micro batch of its own.
+    staged = parallel.get("pp") and (parallel.get("zero") or parallel.get("dp"))
+    micro = 1 if staged or parallel.get("dp_replicate") or parallel.get("dp") == 4 else 2
     layers = 2 * parallel.get("pieces", 1)
     return tiny(
         folder, steps=STEPS, micro_batch=micro, global_batch=4, model={**MODELS[model], "layers": layers},
@@ -90,15 +111,16 @@ def read_last(run):
     return read(Path(run.out) / "checkpoints" / f"step-{STEPS:08d}", "model")[0]
 
 
-def saver(folder, ranks, **changes):
-    run = run_of(folder, "optimized", **SAVERS[ranks])
+def saver(folder, model, ranks, **changes):
+    run = run_of(folder, model, **SAVERS[model][ranks])
     return dataclasses.replace(run, steps=SAVED, schedule=Schedule(name="constant", warmup=2), **changes)
 
 
-def go_on(folder, ranks, saved_by, name="", **parallel):
+def go_on(folder, model, ranks, saved_by, name="", **parallel):
     """The losses after a checkpoint that so many ranks have saved; on their own mesh, or by `parallel` on another."""
-    path = folder / f"saved-{saved_by}" / "checkpoints" / f"step-{SAVED:08d}"
-    resumed = saver(folder / (name or f"{saved_by}-on-{ranks}"), ranks, checkpoint=Checkpoint(resume=str(path)))
+    path = folder / f"{model}-saved-{saved_by}" / "checkpoints" / f"step-{SAVED:08d}"
+    name = name or f"{model}-{saved_by}-on-{ranks}"
+    resumed = saver(folder / name, model, ranks, checkpoint=Checkpoint(resume=str(path)))
     resumed = dataclasses.replace(resumed, parallel=dataclasses.replace(resumed.parallel, **parallel))
     return losses(dataclasses.replace(resumed, steps=SAVED + MORE))
 
@@ -109,7 +131,11 @@ class Traffic(TorchDispatchMode):
     bytes = 0.0
 
     def __torch_dispatch__(self, op, types, inputs=(), options=None):
-        if op.namespace == "c10d":
+        if op.namespace == "_c10d_functional" and op.overloadpacket.__name__ == "all_to_all_single":
+            tensor, _, sent, group = inputs
+            own = sent[dist.get_rank(dist.distributed_c10d._resolve_process_group(group))]
+            self.bytes += tensor.nbytes * (1 - own / sum(sent)) if sum(sent) else 0
+        elif op.namespace == "c10d":
             objects = [each for each in inputs if isinstance(each, torch.ScriptObject)]
             (group,) = [each for each in objects if each._type().name() == "ProcessGroup"]
             ring = 1 - 1 / dist.ProcessGroup.unbox(group).size()
@@ -127,7 +153,7 @@ class Traffic(TorchDispatchMode):
 
 
 def counted(run, step=3):
-    """Losses of a run, and the bytes that this rank sent in a step."""
+    """Losses, norms of gradients and largest shares of a run, and the bytes that this rank sent in a step."""
     found, launch = [], loop._Run._launch_step
 
     def watched(self):
@@ -140,7 +166,13 @@ def counted(run, step=3):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop._Run, "_launch_step", watched)
-        return losses(run), *found
+        return *curves(run), *found
+
+
+def curves(run):
+    """Losses, norms of gradients and largest shares of a run."""
+    steps = trained(run)
+    return [[getattr(one, name) for one in steps] for name in ("loss", "gradient_norm", "largest_share")]
 
 
 def limits_seen(found, go):
@@ -173,11 +205,12 @@ def _rank(rank, folder):
                     found[f"{mesh}: {model}"] = counted(run_of(folder / f"{mesh}-{model}", model, **parallel))
             with pytest.MonkeyPatch.context() as patch:  # every group that a run has made has its limit
                 patch.setattr(loop._Run, "go", limits_seen(found, loop._Run.go))
-                losses(saver(folder / f"saved-{ranks}", ranks))
-        for saved_by in ((1, 2), (1, 2, 4), (4,))[phase]:
-            found[f"{saved_by} on {ranks}"] = go_on(folder, ranks, saved_by)
+                for model in SAVERS:
+                    losses(saver(folder / f"{model}-saved-{ranks}", model, ranks))
+        for saved_by, model in itertools.product(((1, 2), (1, 2, 4), (4,))[phase], SAVERS):
+            found[f"{model}: {saved_by} on {ranks}"] = go_on(folder, model, ranks, saved_by)
         if ranks == 4:
-            found["2 on 4 in groups"] = go_on(folder, 4, 2, name="2-in-groups", **GROUPS)
+            found["2 on 4 in groups"] = go_on(folder, "optimized", 4, 2, name="2-in-groups", **GROUPS)
     (folder / f"losses-{rank}.json").write_text(json.dumps(found))
 
 
@@ -185,7 +218,8 @@ def _rank(rank, folder):
 def everything(tmp_path_factory):
     """The folder of all runs, and the losses of those on several ranks."""
     folder = tmp_path_factory.mktemp("everything")
-    losses(saver(folder / "saved-1", 1))
+    for model in SAVERS:
+        losses(saver(folder / f"{model}-saved-1", model, 1))
     run_ranks(_rank, 4, str(folder))
     return folder, [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(4)]
 
@@ -201,9 +235,12 @@ def test_losses_are_those_of_one_process(everything, model, tmp_path):
         same = run.micro_batch, run.model.layers
         if same not in alone:
             run = dataclasses.replace(run, out=str(tmp_path / "{}-{}".format(*same)), parallel=ALONE)
-            alone[same] = losses(run), read_last(run)
+            alone[same] = curves(run), read_last(run)
         expected, weights = alone[same]
-        assert found[f"{mesh}: {model}"][0] == pytest.approx(expected, abs=1e-5, rel=0), mesh
+        *curve, shares, _ = found[f"{mesh}: {model}"]
+        for one, other in zip(curve, expected, strict=False):
+            assert one == pytest.approx(other, abs=1e-5, rel=0), mesh
+        assert shares == expected[-1], mesh
         saved = read_last(run_of(folder / f"{mesh}-{model}", model))
         assert saved.keys() == weights.keys(), mesh
         assert all((saved[key] - value).abs().max() < 2e-4 for key, value in weights.items()), mesh
@@ -220,7 +257,7 @@ def test_a_step_sends_what_the_plan_says(everything, tmp_path, model):
             sizes = run.batch_sizes(layout.dp)
             plan = planned(run, "fp32", sizes.micro, sizes.accumulation, layout)
             expected = sum(sent(from_gpt(run.model), plan).values())
-            measured = sum(each[f"{mesh}: {model}"][1] for each in found[:ranks]) / ranks
+            measured = sum(each[f"{mesh}: {model}"][-1] for each in found[:ranks]) / ranks
             if measured != pytest.approx(expected, rel=0.05):
                 wrong[mesh] = (measured, expected)
     assert not wrong
@@ -237,12 +274,14 @@ def test_all_groups_have_the_limit_of_the_run(everything):
     assert found["limits"] == [444.0]
 
 
-def test_every_mesh_goes_on_with_what_every_other_has_saved(everything, tmp_path):
+@pytest.mark.parametrize("model", SAVERS)
+def test_every_mesh_goes_on_with_what_every_other_has_saved(everything, model, tmp_path):
     folder, (found, *_) = everything
-    whole = dataclasses.replace(saver(tmp_path, 1), steps=SAVED + MORE)
+    whole = dataclasses.replace(saver(tmp_path, model, 1), steps=SAVED + MORE)
     expected = losses(whole)[SAVED:]
-    for saved_by in SAVERS:
-        for ranks in SAVERS:
-            after = go_on(folder, 1, saved_by) if ranks == 1 else found[f"{saved_by} on {ranks}"]
+    for saved_by in SAVERS[model]:
+        for ranks in SAVERS[model]:
+            after = go_on(folder, model, 1, saved_by) if ranks == 1 else found[f"{model}: {saved_by} on {ranks}"]
             assert after == pytest.approx(expected, abs=1e-5, rel=0), (saved_by, ranks)
-    assert found["2 on 4 in groups"] == pytest.approx(expected, abs=1e-5, rel=0)
+    if model == "optimized":
+        assert found["2 on 4 in groups"] == pytest.approx(expected, abs=1e-5, rel=0)

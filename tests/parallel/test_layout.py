@@ -20,6 +20,7 @@ MODEL = GPTConfig(width=48, layers=4, heads=6, kv_heads=3, vocabulary=96, sequen
     (8, {"dp": 2, "tp": 2, "pp": 2}, Layout(dp=2, tp=2, pp=2)),
     (8, {"zero": 3, "dp_replicate": 2}, Layout(dp=8, zero=3, dp_replicate=2)),
     (8, {"cp": 4, "sp": True, "tp": 2}, Layout(cp=4, tp=2, sp=True)),
+    (8, {"cp": 2, "ep": 4}, Layout(dp=4, cp=2, ep=4)),
 ])  # fmt: skip
 def test_what_is_left_out_follows(ranks, given, expected):
     found = derive(ranks, **given)
@@ -29,7 +30,6 @@ def test_what_is_left_out_follows(ranks, given, expected):
 @pytest.mark.parametrize("ranks, given, words", [
     (6, {"tp": 4}, "6 processes do not divide by tp 4"),
     (8, {"dp": 2, "tp": 2}, "are 4 ranks, and there are 8 processes"),
-    (2, {"ep": 2}, "cannot share experts yet"),
     (2, {"sp": True}, "tp is 1"),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit_the_processes(ranks, given, words):
@@ -48,10 +48,22 @@ def test_sizes_that_do_not_fit_the_processes(ranks, given, words):
     (Layout(dp=4, dp_replicate=2), "adamw", "2 groups that each share the weights need ZeRO 2 or 3; zero is 0"),
     (Layout(dp=4, zero=3, dp_replicate=4), "adamw", "4 data and context ranks do not make 4 groups of several"),
     (Layout(dp=4, zero=3, dp_replicate=3), "adamw", "do not make 3 groups"),
+    (Layout(dp=2, ep=2), "adamw", "The model has no experts"),
 ])  # fmt: skip
 def test_layouts_that_the_model_does_not_allow(layout, optimizer, words):
     with pytest.raises(UserError, match=words):
         check(layout, from_gpt(MODEL), Training(accumulation=2), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("layout, optimizer, words", [
+    (Layout(dp=3, ep=3), "adamw", "4 experts do not divide by expert parallel 3"),
+    (Layout(dp=3, cp=2, ep=4), "adamw", "6 data and context ranks do not divide by expert parallel 4"),
+    (Layout(dp=2, ep=2), "adafactor", "means over whole rows"),
+])  # fmt: skip
+def test_experts_that_cannot_be_shared_so(layout, optimizer, words):
+    with pytest.raises(UserError, match=words):
+        check(layout, from_gpt(dataclasses.replace(MODEL, experts=4)), Training(), optimizer=optimizer)
+    assert str(layout).endswith(f", ep {layout.ep}") and not layout.is_replicated
 
 
 def test_layouts_that_the_model_allows():

@@ -101,7 +101,7 @@ def run_region(how: str, region: Any, *inputs: Any) -> Any:
 
 
 def _keeps(context: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """Keep a matmul that widens, and attention's output; the rest is computed again."""
+    """Keep a matmul that widens, attention's output, and what experts' ranks sent; the rest is computed again."""
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         left, right = arguments[-2:]
         keep = right.shape[1] > left.shape[1]
@@ -110,5 +110,5 @@ def _keeps(context: Any, op: Any, *arguments: Any, **options: Any) -> Checkpoint
     elif op == torch.ops.tilewright.linear.default:
         keep = arguments[1].shape[0] > arguments[1].shape[1]
     else:
-        keep = "scaled_dot_product" in op.name()
+        keep = "scaled_dot_product" in op.name() or "all_to_all" in op.name()
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,1 +1,1 @@
-"""One training run over many ranks, on torch.distributed: meshes, DDP, FSDP2, tensor, context and pipeline parallel."""
+"""One training run over many ranks, on torch.distributed: DDP, FSDP2, tensor, context, pipeline, expert parallel."""

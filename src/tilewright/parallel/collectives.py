@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 
 # Named anew in PyTorch 2.13, which warns of the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -61,3 +64,17 @@ def leave(x: Tensor, group: Any, in_parts: bool) -> Tensor:
 def gather_sequence(x: Tensor, group: Any) -> Tensor:
     """The whole of a sequence of which each rank has a part and, later, the gradient of a part."""
     return _Message.apply(x, group, gather, scatter)
+
+
+def exchange(x: Tensor, sent: Sequence[int], came: Sequence[int], group: Any) -> Tensor:
+    """The rows that every rank has for this one; so many go to each rank, and so many come from each."""
+    return _Message.apply(x, group, _exchanging(sent, came), _exchanging(came, sent))
+
+
+def _exchanging(sent: Sequence[int], came: Sequence[int]) -> Any:
+    return functools.partial(_exchange, sent=list(sent), came=list(came))
+
+
+def _exchange(x: Tensor, group: Any, sent: list[int], came: list[int]) -> Tensor:
+    # Functional: selective recompute can keep what it returns.
+    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), came, sent, group))

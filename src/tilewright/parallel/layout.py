@@ -32,6 +32,7 @@ class Layout:
     sp: bool = False
     pieces: int = 1  # of a pipeline stage
     dp_replicate: int = 1  # groups of replicas, each of which shares the weights among its ranks
+    ep: int = 1  # of the replicas, those that share experts
 
     @property
     def ranks(self) -> int:
@@ -55,15 +56,15 @@ class Layout:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank has the whole model and sequences of its own."""
-        return self.ranks == self.dp and not self.is_sharded
+        return self.ranks == self.dp and not self.is_sharded and self.ep == 1
 
     def __str__(self) -> str:
         sizes = [f"pp {self.pp}{f' in {self.pieces} pieces' if self.pieces > 1 else ''}"] if self.pp > 1 else []
         sizes += [f"{name} {size}" for name, size in (("dp", self.dp), ("cp", self.cp)) if size > 1]
         sizes += [f"tp {self.tp}{' with sp' if self.sp else ''}"] if self.tp > 1 else []
-        zero = f", zero {self.zero}" if self.is_sharded else ""
-        groups = f" in {self.dp_replicate} groups" if self.dp_replicate > 1 else ""
-        return " x ".join(sizes or ["one rank"]) + zero + groups
+        found = " x ".join(sizes or ["one rank"]) + (f", zero {self.zero}" if self.is_sharded else "")
+        found += f" in {self.dp_replicate} groups" if self.dp_replicate > 1 else ""
+        return found + (f", ep {self.ep}" if self.ep > 1 else "")
 
 
 def derive(
@@ -73,10 +74,8 @@ def derive(
     """The layout of so many processes; `dp` 0 takes those that the other sizes leave.
 
     >>> derive(8, tp=2, zero=3)
-    Layout(dp=4, tp=2, pp=1, cp=1, zero=3, sp=False, pieces=1, dp_replicate=1)
+    Layout(dp=4, tp=2, pp=1, cp=1, zero=3, sp=False, pieces=1, dp_replicate=1, ep=1)
     """
-    if ep > 1:
-        raise UserError(f"parallel.ep is {ep}, and ranks cannot share experts yet; leave it out.")
     if ranks % (tp * pp * cp):
         raise UserError(
             f"parallel: {_count(ranks)} do not divide by tp {tp} x pp {pp} x cp {cp}; start a multiple of "
@@ -90,7 +89,7 @@ def derive(
     if sp and tp == 1:
         raise UserError("parallel.sp shares the sequence among the ranks of tp, and tp is 1; set tp, or leave it out.")
     dp = solve(gpus=ranks, tensor=tp * cp, pipeline=pp).data
-    return Layout(dp, tp, pp, cp, zero, sp, pieces, dp_replicate)
+    return Layout(dp, tp, pp, cp, zero, sp, pieces, dp_replicate, ep)
 
 
 def check(layout: Layout, decoder: Decoder, training: Training, *, optimizer: str) -> None:
@@ -114,7 +113,7 @@ def check(layout: Layout, decoder: Decoder, training: Training, *, optimizer: st
             f"A pipeline of {p} stages needs at least {p} micro batches a step, and accumulation is "
             f"{training.accumulation or 1}; take a smaller micro_batch."
         )
-    if optimizer == "adafactor" and (t > 1 or layout.is_sharded):
+    if optimizer == "adafactor" and (t > 1 or layout.ep > 1 or layout.is_sharded):
         raise UserError(
             "optimizer.name=adafactor takes means over whole rows and columns, and here each rank has a part of them; "
             "choose adamw or lion, or dp alone."
@@ -125,7 +124,7 @@ def split(training: Training, layout: Layout) -> Training:
     """The run as `plan` knows it, split by a layout."""
     return dataclasses.replace(
         training, data=layout.dp, context=layout.cp, zero=layout.zero, tensor=layout.tp, sequence_parallel=layout.sp,
-        pipeline=layout.pp, interleave=layout.pieces, replicate=layout.dp_replicate,
+        pipeline=layout.pp, interleave=layout.pieces, replicate=layout.dp_replicate, expert=layout.ep,
     )  # fmt: skip
 
 

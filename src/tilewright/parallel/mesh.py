@@ -29,6 +29,7 @@ class Mesh:
         self.replicas: DeviceMesh | None = None
         self.sharding: DeviceMesh | None = None  # what FSDP2 takes: replicas, or groups of them that have the same
         self._weights: DeviceMesh | None = None  # what weights are cut over
+        self.experts: DeviceMesh | None = None
         if layout.ranks == 1:
             return
         sizes = (layout.pp, layout.dp, layout.cp, layout.tp)
@@ -40,6 +41,9 @@ class Mesh:
             groups = layout.pp, layout.dp_replicate, layout.shards, layout.tp
             self._weights = init_device_mesh(device_type, groups, mesh_dim_names=("pp", *GROUPS, "tp"))
             self.sharding = self._weights[GROUPS]
+        if layout.ep > 1:  # the same ranks, once more: neighbours share experts, those of `copies` have the same
+            cut = (layout.pp, layout.replicas // layout.ep, layout.ep, layout.tp)
+            self.experts = init_device_mesh(device_type, cut, mesh_dim_names=("pp", "copies", "ep", "tp"))
 
     def __deepcopy__(self, memo: Any) -> Mesh:
         return self  # there is one, whatever is copied that knows it
@@ -52,6 +56,11 @@ class Mesh:
         """The mesh along one dimension, for weights that are cut along it."""
         assert self._weights is not None
         return self._weights[dimension]
+
+    def of_experts(self, *dimensions: str) -> DeviceMesh:
+        """The mesh along dimensions of what ranks that share experts are: "copies", "ep" and "tp"."""
+        assert self.experts is not None
+        return self.experts[dimensions]
 
     def group(self, dimension: str) -> Any:
         """The process group along a dimension; None where it has one rank."""

@@ -25,7 +25,7 @@ class Part:
     whole: nn.Parameter
     local: nn.Parameter
     copies: int  # ranks that have this very part
-    is_split: bool  # among the ranks of tp
+    cut: frozenset[str]  # dimensions of the mesh among whose ranks it is cut
 
 
 class Shards:
@@ -41,18 +41,23 @@ class Shards:
         self.parts = [self._part(name, p) for name, p in model.named_parameters()]
 
     def _part(self, name: str, parameter: nn.Parameter) -> Part:
-        layout, cuts, is_split = self.mesh.layout, 1, False
+        layout, cuts, cut = self.mesh.layout, 1, set()
         data: Any = parameter.data
         if isinstance(data, DTensor):
             for dimension, placement in enumerate(data.placements):
                 if not placement.is_replicate():  # of a dimension that is cut twice, one cut is no plain Shard
                     cuts *= data.device_mesh.size(dimension)
-                    is_split |= (data.device_mesh.mesh_dim_names or ())[dimension] == "tp"
+                    cut.add((data.device_mesh.mesh_dim_names or ())[dimension])
             local = nn.Parameter(data.to_local().detach(), requires_grad=parameter.requires_grad)
         else:
             local = parameter
         copies = layout.ranks // layout.pp // cuts * (2 if name == self.twice else 1)
-        return Part(name, parameter, local, copies, is_split)
+        return Part(name, parameter, local, copies, frozenset(cut))
+
+    def gradients(self, *, of_experts: bool = False) -> list[Tensor]:
+        """The gradients of experts that ranks share, or of all else."""
+        gradients = (part.local.grad for part in self.parts if ("ep" in part.cut) == of_experts)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def gradient(self, name: str) -> Tensor:
         """The gradient of a parameter's part."""
@@ -60,17 +65,12 @@ class Shards:
         assert found is not None
         return found
 
-    def take_gradients(self) -> list[Tensor]:
-        """Give each local parameter its gradient; all of them."""
-        found = []
+    def take_gradients(self) -> None:
+        """Give each local parameter its gradient."""
         for part in self.parts:
             gradient: Any = part.whole.grad
-            if gradient is None:
-                continue
-            if part.local is not part.whole:
-                part.local.grad = gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            found.append(gradient)
-        return found
+            if gradient is not None and part.local is not part.whole:
+                part.local.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     def drop_gradients(self) -> None:
         """Set all gradients to None."""

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright.models import GPT
-from tilewright.parallel import replicas, tensor
+from tilewright.parallel import experts, replicas, tensor
 from tilewright.parallel.compiled import compile_blocks
 from tilewright.parallel.context import ContextAttention
 from tilewright.parallel.mesh import Mesh
@@ -35,6 +35,8 @@ def split(model: GPT, mesh: Mesh, device: torch.device) -> tuple[list[Any], dict
             attention.__class__ = ContextAttention
             attention.join(mesh)
     orders = tensor.cut(model, mesh, device) if mesh.layout.tp > 1 else {}
+    if mesh.layout.ep > 1:
+        experts.share(model, mesh, device)
     model.mesh = mesh  # type: ignore[assignment]
     model.to(device)
     return roots, orders
@@ -63,6 +65,10 @@ class Spread:
             length = model.config.sequence
             rows = own_rows(mesh, length)
             self.roots, self.orders = split(model, mesh, device)
+        elif layout.ep > 1:
+            experts.share(model, mesh, device)
+            if not layout.is_sharded:
+                model.to(device)
         self.positions = philox.Positions(device, rows, length) if by_position else None
         tied = layout.pp > 1 and isinstance(model, GPT) and model.config.tied
         self.ends = ends_group(mesh) if tied else None
@@ -116,17 +122,29 @@ class Spread:
 
     def reduce_gradients(self) -> None:
         """Complete what all micro batches have added up; divided by `divisor` it is a mean over the replicas."""
-        found = self.shards.take_gradients()
+        self.shards.take_gradients()
         if self.mesh.layout.sp:  # what every rank of tp has whole saw a part of the tokens on each
             for part in self.shards.parts:
-                if part.local.grad is not None and not part.is_split:
+                if part.local.grad is not None and "tp" not in part.cut:
                     dist.all_reduce(part.local.grad, group=self.mesh.group("tp"))
         table = getattr(self.model, "token", None)
         if self.ends is not None and table is not None:
             dist.all_reduce(self.shards.gradient("token.weight"), group=self.ends)
         if self.divisor > 1:
-            for gradient in found:
+            for gradient in self.shards.gradients():
                 dist.all_reduce(gradient, group=self.mesh.replicas.get_group())  # type: ignore[union-attr]
+        if self.mesh.layout.ep > 1:
+            self._reduce_gradients_of_experts()
+
+    def _reduce_gradients_of_experts(self) -> None:
+        """The same for experts that ranks share, whose gradients are sums over the rows of those ranks."""
+        layout, copies = self.mesh.layout, self.mesh.of_experts("copies")
+        gradients = self.shards.gradients(of_experts=True)
+        if copies.size() > 1 and not layout.is_sharded:
+            for gradient in gradients:
+                dist.all_reduce(gradient, group=copies.get_group())
+        if self.divisor == 1:  # FSDP2 has taken the mean over copies, and DDP does not know them
+            torch._foreach_div_(gradients, layout.ep if layout.is_sharded else layout.replicas)
 
     def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What a checkpoint is to hold, in place: the parts of this rank."""

@@ -187,6 +187,10 @@ def sent(decoder: Decoder, training: Training) -> dict[str, float]:
         keys = 2 * tokens * context * decoder.kv_heads_on(t) * decoder.head_dim * training.compute_bytes
         times = 2 if training.recompute == "none" else 3
         found["context"] = micro_batches * layers * times * _ring(float(keys), context)
+    sparse = layers * (1 - decoder.dense_layers / decoder.layers)
+    if training.expert > 1:  # with selective recompute what came is kept
+        ways = 3 if training.recompute == "full" else 2
+        found["expert"] = micro_batches * sparse * ways * 2 * _ring(decoder.active_experts * one, training.expert)
     twice = decoder.head_weights if decoder.tied and p > 1 else 0  # on the first stage and on the last
     if p > 1:
         shares = t if training.sequence_parallel else 1
@@ -194,22 +198,36 @@ def sent(decoder: Decoder, training: Training) -> dict[str, float]:
         held = twice / t / (s if training.zero >= 2 else 1) * training.gradient_bytes
         found["pipeline"] += ends * 2 * _ring(held, 2)
     if d > 1:
-        here = (decoder.parameters + twice) / t / p
+        experts = decoder.expert_parameters(decoder.layers) / t / p if training.expert > 1 else 0.0
         ends_alone = (decoder.embedding_parameters + twice) / t / p
-        gathered, scattered = training.compute_bytes, training.gradient_bytes
-        if training.zero >= 2:
-            # A pipeline's schedule scatters gradients once a step, and keeps weights from one backward to the next.
-            each, scatters = (2 * micro_batches, micro_batches) if p == 1 else (micro_batches + 1, 1)
-            gathers = here
-            if training.interleave > 1:
-                gathers = here * piece_gathers(p, training.interleave, micro_batches)
-            elif training.zero == 3:
-                gathers = each * (here - ends_alone) + ends_alone * (micro_batches if p == 1 else 1)
-            found["data"] = _ring(gathers * gathered + scatters * here * scattered, s)
-            found["data"] += 2 * _ring(here / s * scattered, training.replicate)
-        else:
-            found["data"] = 2 * _ring(here * scattered, d)
+        dense = (decoder.parameters + twice) / t / p - experts
+        found["data"] = _replicas_sent(training, dense, ends_alone, s, training.replicate)
+        if training.expert > 1:
+            shared = experts / training.expert  # of which those of a stage's last layer stay gathered
+            found["data"] += _replicas_sent(training, shared, shared / sparse, d // training.expert)
     return found
+
+
+def _replicas_sent(training: Training, here: float, ends: float, ranks: int, groups: int = 1) -> float:
+    """Bytes that DDP or FSDP sends of so many parameters, of which `ends` stay gathered.
+
+    Args:
+        ranks: that have them or, by FSDP, share them.
+        groups: of such ranks, that have the same.
+    """
+    micro_batches, gathered, scattered = training.accumulation or 1, training.compute_bytes, training.gradient_bytes
+    if training.zero < 2:
+        return 2 * _ring(here * scattered, ranks * groups)
+    # A pipeline's schedule scatters gradients once a step, and keeps weights from one backward to the next.
+    staged = training.pipeline > 1
+    each, scatters = (micro_batches + 1, 1) if staged else (2 * micro_batches, micro_batches)
+    gathers = here
+    if training.interleave > 1:
+        gathers = here * piece_gathers(training.pipeline, training.interleave, micro_batches)
+    elif training.zero == 3:
+        gathers = each * (here - ends) + ends * (1 if staged else micro_batches)
+    within = _ring(gathers * gathered + scatters * here * scattered, ranks)
+    return within + 2 * _ring(here / ranks * scattered, groups)
 
 
 def piece_gathers(ranks: int, pieces: int, micro_batches: int) -> float:

@@ -38,9 +38,8 @@ def _check_together(config: Train, layout: Layout) -> None:
     how = "cuda_graphs" if config.cuda_graphs else how
     if how and not layout.is_replicated:  # what is recorded does not move, and weights that are gathered do
         raise UserError(f"{how} does not go together with parallel ({layout}); leave it out, or use dp alone.")
-    for name in ("tp", "pp"):
-        if config.model.experts and getattr(layout, name) > 1:
-            raise UserError(f"parallel.{name} does not know model.experts yet; leave it out.")
+    if config.model.experts and layout.tp > 1:
+        raise UserError("parallel.tp does not know model.experts yet; leave it out.")
     if layout.cp > 1 and config.model.attention not in ("auto", *OWN_ATTENTION):
         raise UserError("parallel.cp takes its own attention to all ranks' keys; choose model.attention=auto.")
 
@@ -58,6 +57,9 @@ def _check_sharding(config: Train, layout: Layout) -> None:
             "parallel.reshard keeps weights from forward to backward, and with parallel.pieces the pipeline's schedule "
             "says how long they stay; leave one of them out."
         )
+    for name in ("reshard", "dp_replicate"):
+        if layout.ep > 1 and getattr(settings, name) > 1:
+            raise UserError(f"parallel.{name} does not know parallel.ep yet; leave one of them out.")
     if settings.reshard and layout.is_sharded and layout.shards % settings.reshard:
         raise UserError(
             f"parallel.reshard is {settings.reshard}, and {layout.shards} ranks share the weights; choose a divisor."
@@ -83,4 +85,4 @@ def with_fewer_ranks(config: Train, ranks: int) -> tuple[str, ...]:
 def keeps_its_ranks(config: Train, ranks: int) -> bool:
     """Whether a checkpoint of so many ranks is for as many alone: states in 8 bits have scales of a rank's part."""
     layout, _ = check_ranks(config, ranks)
-    return config.optimizer.name == "adamw_8bit" and (layout.is_sharded or layout.tp > 1)
+    return config.optimizer.name == "adamw_8bit" and (layout.is_sharded or layout.tp > 1 or layout.ep > 1)

@@ -163,7 +163,8 @@ class Engine:
         _set_global_modes(config, self.precision)
         torch.manual_seed(config.seed)
         # What is cut is made on the host: a rank's GPU need not hold all of it.
-        where = torch.device("cpu") if layout.is_sharded or layout.tp > 1 or layout.pp > 1 else device
+        is_cut = layout.is_sharded or layout.tp > 1 or layout.pp > 1 or layout.ep > 1
+        where = torch.device("cpu") if is_cut else device
         self.model = _gpt(config, where, policies) if model is None else model
         dtype, _ = optimizers.PRECISIONS[self.precision]
         for parameter in self.model.parameters():  # and not buffers: a table of angles needs its bits
