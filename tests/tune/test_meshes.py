@@ -17,6 +17,7 @@ from tilewright.tune.report.anatomy import configuration
 from tilewright.tune.report.answer import Answer
 from tilewright.tune.report.page import page
 from tilewright.tune.report.reread import reread
+from tilewright.tune.search.pace import Pace
 from tilewright.tune.search.space import open_space
 from tilewright.tune.settings import Settings, Shown
 from tilewright.tune.store.proof import VERDICTS
@@ -95,6 +96,11 @@ def test_no_layout_is_recommended_where_its_ranks_were_not_compared(tmp_path):
         answer = run(given)
     assert not answer.recommended and answer.proof.verdict == "not proven"
     assert answer.proof.why == "its ranks were not compared with one process: no such thing"
+
+
+def test_time_is_kept_to_compare_the_ranks_with_one_process():
+    alone, shared = (Pace(600.0, "cuda", 10**9, ranks=ranks) for ranks in (1, 8))
+    assert shared.proof() >= alone.proof() + alone.expected("none")
 
 
 # As a user says it
@@ -182,5 +188,6 @@ def test_a_real_study_of_two_ranks_recommends_a_layout_with_proof(monkeypatch, t
     assert all(each == pytest.approx(losses[0], abs=1e-4) for each in losses)
     assert answer.best is not None and answer.ready.endswith("best.yaml --nproc 2")
     if answer.changes:
+        assert answer.phases["proof: layout"] > 0.0
         assert answer.proof.verdict in VERDICTS[:3] and "are those of one process" in answer.proof.why
     assert (tmp_path / "two/best.yaml").is_file()

@@ -72,7 +72,7 @@ def _pace(settings: Settings) -> Pace:
         return Pace(settings.budget, space.device, settings.machine["model"]["parameters"])
     if settings.own_model:
         return Pace(settings.budget, space.device, own.get("parameters", 0), own.get("tensors", 0))
-    return Pace(settings.budget, space.device, from_gpt(space.start.model).parameters)
+    return Pace(settings.budget, space.device, from_gpt(space.start.model).parameters, ranks=space.ranks)
 
 
 class _Study:

@@ -19,6 +19,7 @@ _KERNELS = (0.0, 12.0)  # more than without it: seconds that the optimized block
 # 43 at 1b. On a CPU, or where the size is not known, so many trials' if that is longer. Compiling comes on top.
 _PROOF, _PROOF_PARAMETERS, _PROOF_TRIALS = (12.0, 6.0), 22.0, 2.0
 _PROOF_SPARE = 2.0, 0.15  # of a proof that has not run yet: so many times what is usual, up to this share of the budget
+_LAYOUT_TRIALS = 2.0  # that a layout takes to be compared with one process
 _MARGIN = 1.2
 _OVERRUN = 10.0, 0.08  # seconds, or a share of the budget where that is longer, by which a study may overrun
 
@@ -42,11 +43,12 @@ class Pace:
         device: "cuda" or "cpu".
         parameters: of the model.
         tensors: that a user's own model has its parameters in; 0: not known.
+        ranks: that share every run.
     """
 
-    def __init__(self, budget: float, device: str, parameters: int = 0, tensors: int = 0) -> None:
+    def __init__(self, budget: float, device: str, parameters: int = 0, tensors: int = 0, ranks: int = 1) -> None:
         self.budget, self._on_gpu, self._parameters, self._tensors = budget, device == "cuda", parameters, tensors
-        self.began = time.monotonic()
+        self._ranks, self.began = ranks, time.monotonic()
         self._trials: dict[str, list[float]] = {}  # seconds, by kind
         self._proof = 0.0  # seconds, the longest
 
@@ -92,6 +94,8 @@ class Pace:
         if self._on_gpu and self._parameters:
             usual = _PROOF[True] + _PROOF_PARAMETERS * self._parameters / 1e9
         usual += _MARGIN * first_step
+        if self._ranks > 1:
+            usual += _LAYOUT_TRIALS * self.expected("none")
         usual = max(usual, min(_PROOF_SPARE[0] * usual, _PROOF_SPARE[1] * self.budget))
         return min(0.4 * self.budget, _MARGIN * self._proof or usual)
 

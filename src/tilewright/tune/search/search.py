@@ -91,7 +91,12 @@ class Search:
             return guess
         moves = self._moves(records)
         near = [point for _, point in self.space.neighbours(best.point)]
-        pairs = (second for point in near for _, second in self.space.neighbours(point))
+        pairs = (
+            both
+            for name, point in self.space.neighbours(best.point)
+            for other, both in self.space.neighbours(point)
+            if other > name  # each pair of levers once, of which one may have a hundred values
+        )
         known = {(name, value) for record in records for name, value in record.point.items()}
         new = [point for name, point in self.space.neighbours(best.point) if (name, point[name]) not in known]
         for points, limit in ((near, HOPELESS), (pairs, _WORTH), (new, UNTRIED)):

@@ -33,10 +33,10 @@ OUTCOMES = {
     "lost": "its worker is gone",
     "duplicate": "somebody else runs the same",
 }
-# Where the seconds of a child go, in order; of a proof the next to last are those of its runs.
+# Where the seconds of a child go, in order; of a proof those before the last are of its runs.
 PHASES = (
     "start", "imports", "device", "build", "first step", "profile", "warm up", "measure", "observe", "proof: float32",
-    "proof: standard", "proof: best", "losses in float32", "exit",
+    "proof: standard", "proof: best", "losses in float32", "proof: layout", "exit",
 )  # fmt: skip
 CONFIRMATION = "confirmation"
 PURPOSES = ("search", "reference", "ablation", CONFIRMATION)

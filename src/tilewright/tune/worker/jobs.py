@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -184,16 +185,20 @@ class Jobs:
         proof = dataclasses.replace(proof, phases=ended.phases)
         if self.space.ranks == 1:
             return proof
-        return self._prove_layout(point, proof, max(_LEAST_PROOF, limit - (self.pace.elapsed - began)))
+        found = self._prove_layout(point, proof, limit - (self.pace.elapsed - began))
+        self.pace.note_proof(sum(found.phases.values()))
+        return found
 
     def _prove_layout(self, point: Point, proof: Proof, limit: float) -> Proof:
         """The proof, and whether the ranks of the run train what one process does."""
         run, until = self.space.at(point), self.pace.elapsed + limit
-        found = []
+        found, phases = [], Counter(proof.phases)
         for ranks, each in zip((self.space.ranks, 1), together_and_alone(run), strict=True):
             job = {"kind": "first steps", "configuration": dataclasses.asdict(each), "ranks": ranks, "steps": STEPS}
             seconds = max(_LEAST_PROOF, until - self.pace.elapsed)
             ended = self._run({**job, "own_model": ""}, seconds, seconds)
+            phases.update(ended.phases)  # which adds
+            proof = dataclasses.replace(proof, phases=dict(phases))
             if ended.value is None or not steps_of(ended.value):
                 return without_layout(proof, ended.error or "its steps make no sense.")
             found.append(ended.value)

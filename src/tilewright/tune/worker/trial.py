@@ -325,6 +325,7 @@ def curve(job: Job, say: Say) -> list[float]:
 
 def _first_steps(job: Job, say: Say) -> tuple[str, dict[str, Any]]:
     """The losses and the gradient's norms of the first `steps` of a run."""
+    begin_phase(say, "proof: layout")
     losses, norms = _losses_and_norms(job, say)
     return "done", {"losses": losses, "norms": norms}
 
