@@ -14,6 +14,7 @@ from ops.test_quantized_linear import layer
 from tilewright.ops.quantized_linear import few_rows
 from tilewright.ops.quantized_linear.launch import group_of
 from tilewright.ops.quantized_linear.reference import dequantize
+from tilewright.runtime import nvrtc
 
 BF16, FP16 = torch.bfloat16, torch.float16
 EMULATOR = Path(__file__).with_name("hopper_emulator")
@@ -54,7 +55,17 @@ def emulated(tmp_path_factory):
             shutil.copy(few_rows._SOURCE, folder / "kernel.cu")
             (folder / "run.cpp").write_text(WRAPPER)
             macros = [f"-D{name}={value}" for name, value in config.macros.items()]
-            command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{EMULATOR}", *macros]
+            command = [
+                "g++",
+                "-std=c++17",
+                "-O1",
+                "-w",
+                "-shared",
+                "-fPIC",
+                f"-I{EMULATOR}",
+                f"-I{nvrtc._HEADERS}",
+                *macros,
+            ]
             subprocess.run([*command, "-o", folder / "run.so", folder / "run.cpp"], check=True)
             built[config] = ctypes.CDLL(str(folder / "run.so"))
             built[config].run.restype = c_char_p

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tilewright.runtime import nvrtc
 from tilewright.tilesync import Rope, device
 
 FOLDER = Path(__file__).parent / "emulator"
@@ -35,8 +36,8 @@ extern "C" const char* run(int count, const Program* asked, const int* blocks, c
 }
 """
 # One build for all graphs of the tests: each has fewer tensors, and none larger tiles.
-MACROS = {"TENSORS": 64, "HALF": 0, "X_BYTES": 140 * 1024, "FEW_TILES": 4, "MANY_ROWS": 64, "MANY_COLUMNS": 64,
-          "COMBINES": 1, "NORMS": 1, "ATTENTION": 64, "HAS_USER_STAGES": 1}  # fmt: skip
+MACROS = {"TENSORS": 64, "HALF": 0, "X_BYTES": 140 * 1024, "FEW_TILES": 4, "LAYOUTS": 63, "MANY_ROWS": 64,
+          "MANY_COLUMNS": 64, "COMBINES": 1, "NORMS": 1, "ATTENTION": 64, "HAS_USER_STAGES": 1}  # fmt: skip
 
 
 HEAD_DIM, ROTATED = 8, 48  # of the decoder of the tests
@@ -54,7 +55,7 @@ def build(folder, **macros):
     (folder / "run.cpp").write_text(WRAPPER)
     (folder / "user_stages.cuh").write_text(device._user_stages([SOURCE, rope_source()]))
     hopper = FOLDER.parent.parent / "ops" / "hopper_emulator"
-    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{hopper}"]
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{hopper}", f"-I{nvrtc._HEADERS}"]
     command += [f"-D{name}={value}" for name, value in {**MACROS, **macros}.items()]
     subprocess.run([*command, "-o", folder / "run.so", folder / "run.cpp"], check=True)
     library = ctypes.CDLL(str(folder / "run.so"))

@@ -136,11 +136,22 @@ def _reversed(grid):
     return list(itertools.product(*map(range, grid)))[::-1]
 
 
+def packed(name, shape, dtype, generator):
+    """A part of a packed weight: bits without NaN, zero points, or scales such that no sum grows."""
+    if name.endswith("_scale"):
+        return ((torch.rand(shape, generator=generator) + 0.1) / 1024).to(dtype)
+    bits = torch.randint(0, 16 if name.endswith("_zero") else 256, shape, generator=generator, dtype=torch.uint8)
+    return bits if dtype == torch.uint8 else torch.where(bits & 127 == 127, 0, bits).view(dtype)
+
+
 def tensors(graph, seed=0, dtype=torch.float32, device="cpu"):
     """Random inputs of a graph; weights are scaled so that nothing grows."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for name, shape in graph.inputs.items():
+        if name in graph.packed:
+            made[name] = packed(name, shape, graph.packed[name], generator).to(device)
+            continue
         x = torch.randn(shape, generator=generator) / (1.0 if name == "x" else max(1, shape[-1]) ** 0.5)
         if name not in graph.floats:
             x = torch.full(shape, 7, dtype=torch.int32) if name in graph.integers else x.to(dtype)

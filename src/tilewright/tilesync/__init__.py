@@ -28,6 +28,7 @@ from tilewright.tilesync.stages import (
     Gemm,
     Norm,
     Normed,
+    Packing,
     QuantizedGemm,
     Reduction,
     Rope,
@@ -36,8 +37,8 @@ from tilewright.tilesync.stages import (
 
 __all__ = [
     "MODES", "Attention", "Combined", "Compiled", "Conv2DSync", "Conv2d", "Custom", "DerivedSync", "Edge",
-    "Elementwise", "Gemm", "Graph", "GraphError", "GroupSync", "NoSync", "Norm", "Normed", "Policy", "Program",
-    "QuantizedGemm", "Reduction", "Region", "Rope", "Rotation", "RowSync", "Spec", "SplitKSync", "Stage", "StageSync",
-    "StridedSync", "TileSync", "TilesyncError", "Work", "blocks_of_streams", "check", "check_queues",
+    "Elementwise", "Gemm", "Graph", "GraphError", "GroupSync", "NoSync", "Norm", "Normed", "Packing", "Policy",
+    "Program", "QuantizedGemm", "Reduction", "Region", "Rope", "Rotation", "RowSync", "Spec", "SplitKSync", "Stage",
+    "StageSync", "StridedSync", "TileSync", "TilesyncError", "Work", "blocks_of_streams", "check", "check_queues",
     "check_residency", "compile", "derive_policy", "edges", "find", "raise_if_failed",
 ]  # fmt: skip

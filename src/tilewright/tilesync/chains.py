@@ -14,7 +14,7 @@ from tilewright.tilesync.check import check
 from tilewright.tilesync.graph import Graph, GraphError, Stage, Work
 from tilewright.tilesync.policies import Conv2DSync, NoSync, Policy
 from tilewright.tilesync.simulate import Machine, predict
-from tilewright.tilesync.stages import Attention, Combined, Conv2d, Gemm, Normed, Rotation
+from tilewright.tilesync.stages import Attention, Combined, Conv2d, Gemm, Normed, Packing, QuantizedGemm, Rotation
 from tilewright.tilesync.stages.attention import QUERIES
 from tilewright.tilesync.stages.common import FEW_COLUMNS, L2_SHARE, MOST_FEW_ROWS
 
@@ -22,16 +22,51 @@ Tile2 = tuple[int, int]
 LEAST_KEYS = 64  # of a split: 16 for each of 4 warps
 
 
-def tiles(rows: int, gated: bool = False) -> list[Tile2]:
+def tiles(rows: int, gated: bool = False, packing: Packing | None = None) -> list[Tile2]:
     """Return the tiles that the kernel has for so many rows; gated, a tile has half as many columns.
+
+    Of packed weights those of few rows, several below each other where there are more.
 
     >>> tiles(1), tiles(1, gated=True)[0], tiles(100)[0]
     ([(8, 16), (64, 64)], (8, 8), (64, 64))
     """
     share = 1 + gated
-    few = [(-(-rows // 8) * 8, 16 // share)] if rows <= MOST_FEW_ROWS else []
+    few = [(min(-(-rows // 8) * 8, MOST_FEW_ROWS), 16 // share)] if rows <= MOST_FEW_ROWS or packing else []
+    if packing:
+        return few
     many = [(64, 64 // share)] if rows <= 64 else [(64, 64 // share), (128, 64 // share), (128, 128 // share)]
     return few + many
+
+
+def enter(
+    inputs: dict[str, tuple[int, ...]], weight: str | tuple[str, str], outputs: int, width: int,
+    packing: Packing | None = None,
+) -> None:  # fmt: skip
+    """Enter a weight, or each of two, among the inputs of a graph; a packed one has several parts.
+
+    >>> enter(inputs := {}, "w", 4, 8, Packing("int8"))
+    >>> inputs
+    {'w': (4, 8), 'w_scale': (4,)}
+    """
+    if packing is None or isinstance(weight, tuple):
+        inputs |= dict.fromkeys([weight] if isinstance(weight, str) else weight, (outputs, width))
+    else:
+        inputs |= {_part(weight, part): shape for part, shape in packing.shapes(outputs, width).items()}
+
+
+def _part(weight: str, part: str) -> str:
+    return weight if part == "weight" else f"{weight}_{part}"
+
+
+def gemm(
+    output: str, x: str, weight: str | tuple[str, str], sizes: tuple[int, int, int], *, packing: Packing | None = None,
+    **options: Any,
+) -> Gemm:  # fmt: skip
+    """Return a matmul by a weight of 16 bits, or by a packed one as `enter` names its parts."""
+    if packing is None or isinstance(weight, tuple):
+        return Gemm(output, x, weight, sizes, **options)
+    zero = _part(weight, "zero") if packing.zeros else None
+    return QuantizedGemm(output, x, weight, sizes, packing=packing, scale=_part(weight, "scale"), zero=zero, **options)
 
 
 def few_rows_gemm(
@@ -47,7 +82,7 @@ def few_rows_gemm(
     share = 1 + options.get("gated", False)
 
     def stage(columns: int) -> Gemm:
-        return Gemm(output, x, weight, sizes, tile=(-(-sizes[0] // 8) * 8, columns), **options)
+        return gemm(output, x, weight, sizes, tile=(-(-sizes[0] // 8) * 8, columns), **options)
 
     def seconds(stage: Gemm) -> float:
         waves = -(-math.prod(stage.grid) // machine.sms)
@@ -94,25 +129,30 @@ def _best(candidates: list[Graph], machine: Machine) -> Graph:
 @functools.lru_cache(256)
 def mlp(
     rows: int, width: int, inner: int, activation: str = "silu", gated: bool = True, bias: bool = False,
-    machine: Machine | None = None,
+    machine: Machine | None = None, packing: Packing | None = None,
 ) -> Graph:  # fmt: skip
     """Return ``down(activation(x @ gate^T) * (x @ up^T))``, or ``down(activation(up(x)))`` where it is not gated.
 
+    With a `packing` the weights have 8 or 4 bits. The gate's rows then lie before the other's in `up`.
+
     >>> [stage.tile for stage in mlp(1, 8192, 2752).stages]
     [(8, 8), (8, 16)]
+    >>> list(mlp(1, 256, 512, packing=Packing("int8")).inputs.items())[1:3]
+    [('up', (1024, 256)), ('up_scale', (1024,))]
     """
     inputs: dict[str, tuple[int, ...]] = {"x": (rows, width)}
-    inputs |= {"gate": (inner, width)} if gated else {}
-    inputs |= {"up": (inner, width), "down": (width, inner)}
+    weight = ("gate", "up") if gated and packing is None else "up"
+    enter(inputs, weight, inner * (2 if gated and packing else 1), width, packing)
+    enter(inputs, "down", width, inner, packing)
     inputs |= {"up_bias": (inner,), "down_bias": (width,)} if bias else {}
     names = {name: name if bias else None for name in ("up_bias", "down_bias")}
     candidates = []
-    for up_tile, down_tile in zip(tiles(rows, gated), tiles(rows), strict=True):
-        weight = ("gate", "up") if gated else "up"
-        up = Gemm("h", "x", weight, (rows, inner, width), tile=up_tile, activation=activation, gated=gated,
-                  bias=names["up_bias"])  # fmt: skip
-        down = Gemm("y", "h", "down", (rows, width, inner), tile=down_tile, bias=names["down_bias"])
-        candidates.append(Graph(inputs, [up, down], ["y"], f"mlp-{rows}x{width}x{inner}"))
+    for up_tile, down_tile in zip(tiles(rows, gated, packing), tiles(rows, packing=packing), strict=True):
+        up = gemm("h", "x", weight, (rows, inner, width), packing=packing, tile=up_tile, activation=activation,
+                  gated=gated, bias=names["up_bias"])  # fmt: skip
+        down = gemm("y", "h", "down", (rows, width, inner), packing=packing, tile=down_tile, bias=names["down_bias"])
+        kind = f"{packing.format}-" if packing else ""
+        candidates.append(Graph(inputs, [up, down], ["y"], f"{kind}mlp-{rows}x{width}x{inner}"))
     return _best(candidates, machine or Machine())
 
 
@@ -150,12 +190,16 @@ def attention_block(
 def decode_step(
     layers: int, width: int, inner: int, heads: int, key_heads: int, head_dim: int, vocabulary: int, context: int,
     rows: int = 1, eps: float = 1e-5, machine: Machine | None = None,
+    packings: tuple[tuple[str, Packing], ...] = (),
 ) -> Graph:  # fmt: skip
     """Return a step of a Llama-shaped decoder for some new tokens of one sequence, the last norm and the head included.
 
     Inputs, beside x and the weights: tables of cosines and sines (`Rope`), and for each layer a cache of `context` keys
     and values, head by head, of which the first `length` are filled. Outputs: the logits, and for each layer the new
     tokens' queries, keys and values, of which the caller appends the latter two to the cache.
+
+    `packings` has weights of 8 or 4 bits by name: qkv0, o0, up0, down0 and so on, and head. The gate's rows then lie
+    before the other's in up0.
 
     >>> graph = decode_step(2, 64, 96, 4, 2, 16, 100, 32)
     >>> len(graph.stages), graph.outputs
@@ -168,7 +212,14 @@ def decode_step(
     splits = attention_splits(rows, context, heads, key_heads, head_dim, machine)
     inputs: dict[str, tuple[int, ...]] = {"x": (rows, width), "length": (1,)}
     inputs |= {"cos": (context + rows, head_dim // 2), "sin": (context + rows, head_dim // 2)}
-    matmul = functools.partial(few_rows_gemm, machine=machine)
+    packing = dict(packings)
+
+    def matmul(output: str, x: str, weight: str | tuple[str, str], sizes: tuple[int, int, int], **options: Any) -> Gemm:
+        found = packing.pop(weight if isinstance(weight, str) else weight[1], None)
+        weight = weight if isinstance(weight, str) or found is None else weight[1]
+        enter(inputs, weight, sizes[1] * (2 if found and options.get("gated") else 1), sizes[2], found)
+        return few_rows_gemm(output, x, weight, sizes, machine=machine, packing=found, **options)
+
     rotation = Rotation("cos", "sin", "length", head_dim, q + kv)
     stages: list[Stage] = []
     x = "x"
@@ -180,10 +231,8 @@ def decode_step(
     for layer in range(layers):
         names = "norm_a norm_b qkv o gate up down k v r c y h x"
         n = {name: f"{name}{layer}" for name in names.split()}
-        inputs |= {n["norm_a"]: (width,), n["qkv"]: (q + 2 * kv, width), n["k"]: (key_heads * context, head_dim)}
-        inputs[n["v"]] = (key_heads * context, head_dim)
-        inputs |= {n["o"]: (width, q), n["norm_b"]: (width,), n["gate"]: (inner, width), n["up"]: (inner, width)}
-        inputs[n["down"]] = (width, inner)
+        inputs |= {n["norm_a"]: (width,), n["norm_b"]: (width,)}
+        inputs |= dict.fromkeys((n["k"], n["v"]), (key_heads * context, head_dim))
         stages += [
             matmul(n["r"], x, n["qkv"], (rows, q + 2 * kv, width), prologue=Normed(n["norm_a"], eps),
                    rotation=rotation),
@@ -197,8 +246,10 @@ def decode_step(
             matmul(n["x"], n["h"], n["down"], (rows, width, inner), residual=n["y"], sync=implied(n["y"])),
         ]  # fmt: skip
         x = n["x"]
-    inputs |= {"norm": (width,), "head": (vocabulary, width)}
+    inputs["norm"] = (width,)
     stages.append(matmul("logits", x, "head", (rows, vocabulary, width), prologue=Normed("norm", eps)))
+    if packing:
+        raise GraphError(f"packings names {next(iter(packing))}, which is no matmul of the step.")
     return Graph(inputs, stages, ["logits", *(f"r{layer}" for layer in range(layers))], f"decode-{layers}x{width}")
 
 

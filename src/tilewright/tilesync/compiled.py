@@ -99,6 +99,8 @@ class Compiled:
                 raise GraphError(
                     f"{graph.name}: {name} has shape {tuple(x.shape)}, but {graph.inputs[name]} is needed."
                 )
+            if x.dtype != graph.packed.get(name, x.dtype):
+                raise GraphError(f"{graph.name}: {name} is {x.dtype}, but {graph.packed[name]} is needed.")
             if x.device != ordered[0].device:
                 raise GraphError(f"{graph.name}: {name} is on {x.device}, but {ordered[0].device} is needed.")
         return ordered

@@ -25,6 +25,7 @@ from tilewright.tilesync.stages import (
     Gemm,
     Norm,
     Normed,
+    QuantizedGemm,
     Reduction,
 )
 from tilewright.tilesync.stages.common import MOST_FEW_ROWS
@@ -37,6 +38,8 @@ X_BYTES = 160 * 1024  # of shared memory, for x of few rows
 FEW, MANY, COMBINE, NORM, ATTEND, USER = range(6)
 WAITS, DEPENDENT, TIMES, STREAMS = 1, 2, 4, 8
 NORMED, COMBINED = 1, 2  # prologues of a matmul
+LAYOUTS = ("", "int8", "fp8", "int4-32", "int4-64", "int4-128")  # of weights of few rows: 16 bits first
+_SCALES = (torch.bfloat16, torch.float16, torch.float32)
 _HEAD_BYTES = 128
 _MOST_TENSORS = 400  # of a launch's arguments
 
@@ -46,7 +49,8 @@ STAGE = np.dtype(
         "residual", "y", "gated", "height", "width", "channels", "kernel")]
     + [("eps", "f4"), ("more", "i4", 5), ("extra", "i4", 3)]
     + [(name, "i4") for name in (
-        "early", "prologue", "norm", "heads", "parts", "head", "rotated", "cos", "sin", "place")]
+        "early", "prologue", "norm", "heads", "parts", "layout", "unit", "scale", "zero",
+        "scale_kind", "head", "rotated", "cos", "sin", "place")]
 )  # fmt: skip
 TASK = np.dtype([(name, "i4") for name in (
     "stage", "split", "row", "column", "first_wait", "waits", "first_post", "posts")])  # fmt: skip
@@ -174,7 +178,7 @@ def _why_no_stage(stage: Stage, produced: Iterable[str]) -> str:
         if not stage.source:
             return f"Stage {stage.name} has no source for the GPU; give `source`."
         return f"Stage {stage.name} has more than 5 inputs." if len(stage.inputs) > 5 else ""
-    if type(stage) not in (Gemm, Conv2d, Reduction, Elementwise, Norm, Attention):
+    if type(stage) not in (Gemm, QuantizedGemm, Conv2d, Reduction, Elementwise, Norm, Attention):
         return f"The kernel has no stage such as {stage.name} ({type(stage).__name__})."
     if isinstance(stage, Elementwise) and (not isinstance(stage.function, str) or len(stage.inputs) > 2):
         return f"Stage {stage.name}: the kernel has activations of one or two inputs, no other functions."
@@ -182,10 +186,13 @@ def _why_no_stage(stage: Stage, produced: Iterable[str]) -> str:
         return f"Stage {stage.name}: the kernel has heads of up to 256, not {stage.head_dim}."
     if isinstance(stage, Gemm | Conv2d):
         inner = stage.sizes[2] if isinstance(stage, Gemm) else stage.channels[0]
-        if inner % 8:
-            return f"Stage {stage.name}: {inner} inputs are no multiple of 8."
-        if {stage.weight, getattr(stage, "second", None)} & set(produced):
+        is_packed = isinstance(stage, QuantizedGemm)
+        if inner % (8 << is_packed):
+            return f"Stage {stage.name}: {inner} inputs are no multiple of {8 << is_packed}."
+        if {stage.weight, getattr(stage, "second", None), *stage.packed} & set(produced):
             return f"Stage {stage.name}: its weight {stage.weight} is computed by another stage."
+        if is_packed and not _is_few(stage):
+            return f"Stage {stage.name}: a tile of a packed weight has up to {MOST_FEW_ROWS} rows."
         if isinstance(stage, Gemm) and stage.prologue and not _is_few(stage):
             return f"Stage {stage.name}: x is normed or combined in tiles of up to {MOST_FEW_ROWS} rows only."
         if isinstance(stage, Gemm) and isinstance(stage.prologue, Combined) and inner // stage.prologue.heads % 8:
@@ -203,13 +210,15 @@ def _gated(stage: Gemm | Conv2d) -> bool:
 
 def _is_few(stage: Stage) -> bool:
     """Whether the tile is one of `few_rows.cuh`, as wide as it may be."""
-    return type(stage) is Gemm and stage.tile[0] <= MOST_FEW_ROWS
+    return isinstance(stage, Gemm) and stage.tile[0] <= MOST_FEW_ROWS
 
 
 def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any]:
     """Return the fields of a stage that are not 0."""
     row: dict[str, Any] = {"y": slot[stage.name], "splits": getattr(stage, "splits", 1)}
-    row |= {name: slot.get(getattr(stage, name, None) or "", -1) for name in ("x", "weight", "bias", "residual")}
+    slots = ("x", "weight", "bias", "residual", "scale", "zero")
+    row |= {name: slot.get(getattr(stage, name, None) or "", -1) for name in slots}
+    row["unit"] = getattr(stage, "unit", 64)
     row["activation"] = list(ACTIVATIONS).index(getattr(stage, "activation", "none"))
     tile = stage.tile if isinstance(stage.tile, tuple) else (stage.tile, 1)  # type: ignore[attr-defined]
     row["tile_rows"], row["tile_columns"] = tile
@@ -218,6 +227,8 @@ def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any
         row["rows"], row["columns"], row["inner"] = stage.sizes
         if stage.second:
             row["more"] = (slot[stage.second] + 1, 0, 0, 0, 0)
+        if isinstance(stage, QuantizedGemm):
+            row["layout"], row["scale_kind"] = _layout(stage), _SCALES.index(stage.packing.scale)
         row |= _describe_prologue(stage, slot)
         if stage.rotation:
             turn = stage.rotation
@@ -252,6 +263,11 @@ def _describe(stage: Stage, slot: dict[str, int], graph: Graph) -> dict[str, Any
     return row
 
 
+def _layout(stage: QuantizedGemm) -> int:
+    packing = stage.packing
+    return LAYOUTS.index(f"{packing.format}-{packing.group}" if packing.group else packing.format)
+
+
 def _describe_prologue(stage: Gemm, slot: dict[str, int]) -> dict[str, Any]:
     if isinstance(stage.prologue, Normed):
         return {"prologue": NORMED, "norm": slot[stage.prologue.weight], "eps": stage.prologue.eps}
@@ -268,6 +284,7 @@ def _macros(stages: np.ndarray, dtype: torch.dtype, tensors: int) -> dict[str, i
     return {
         "TENSORS": tensors, "HALF": int(dtype == torch.float16), "X_BYTES": X_BYTES,
         "FEW_TILES": next(count for count in (1, 2, 4) if rows.max() <= 8 * count) if len(few) else 0,
+        "LAYOUTS": sum(1 << layout for layout in set(few["layout"].tolist())),
         "MANY_ROWS": (64 if many["tile_rows"].max() <= 64 else 128) if len(many) else 0,
         "MANY_COLUMNS": (64 if columns.max() <= 64 else 128) if len(many) else 0,
         "COMBINES": int(COMBINE in kinds), "NORMS": int(NORM in kinds),

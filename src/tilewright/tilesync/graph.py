@@ -20,9 +20,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tilewright.errors import UserError
@@ -82,6 +84,7 @@ class Stage:
     shared_bytes = 0  # of shared memory that a tile takes
     integers: tuple[str, ...] = ()  # inputs of int32
     floats: tuple[str, ...] = ()  # inputs of float32, whatever dtype the data has
+    packed: Mapping[str, torch.dtype] = MappingProxyType({})  # inputs that are parts of a packed weight
     early: tuple[str, ...] = ()  # inputs that a tile fetches before it waits, if no stage writes them
 
     def __init__(
@@ -187,6 +190,11 @@ class Graph:
     def floats(self) -> frozenset[str]:
         """The inputs of float32, whatever dtype the data has."""
         return frozenset(name for stage in self.stages for name in stage.floats)
+
+    @functools.cached_property
+    def packed(self) -> dict[str, torch.dtype]:
+        """The inputs that are parts of packed weights, and their dtypes."""
+        return {name: dtype for stage in self.stages for name, dtype in stage.packed.items()}
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""

@@ -185,7 +185,7 @@ def why_no_kernel(program: Program, inputs: Sequence[Tensor]) -> str:
     if not hopper.is_hopper(first.device):
         return "The GPU is no Hopper, or NVRTC is missing."
     graph = program.graph
-    kinds = {**dict.fromkeys(graph.integers, torch.int32), **dict.fromkeys(graph.floats, torch.float32)}
+    kinds = {**dict.fromkeys(graph.integers, torch.int32), **dict.fromkeys(graph.floats, torch.float32), **graph.packed}
     wanted = [kinds.get(name, first.dtype) for name in graph.inputs]
     if any(x.dtype != dtype for x, dtype in zip(inputs, wanted, strict=True)) or any(
         not x.is_contiguous() or x.data_ptr() % 16 or x.is_neg() for x in inputs

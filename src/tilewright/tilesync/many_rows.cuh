@@ -68,7 +68,8 @@ struct ManyRows {
       const int row = task.column * stage.tile_columns + (stage.gated ? line / 16 * 8 + line % 8 : line);
       const bool there = row < sum_columns(stage) && at < end;
       copy_sixteen(to + LEFT_BYTES + line * LINE + i % 8 * 16,
-                   weight_row(stage, tensors, there ? row : 0, stage.gated ? line / 8 % 2 : 0) + (there ? at : 0), there);
+                   weight_row(stage, tensors, there ? row : 0, stage.gated ? line / 8 % 2 : 0, stage.inner * 2LL) +
+                       (there ? at * 2 : 0), there);
     }
   }
   __device__ __forceinline__ static int steps_of(const Stage& stage, const Task& task) {

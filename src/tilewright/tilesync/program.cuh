@@ -21,6 +21,8 @@ struct Stage {
   int extra[3];  // of attention while decoding: the slot of the cache's length, first columns of new keys and values
   int early;     // of attention: whether no stage writes keys and values
   int prologue, norm, heads, parts;  // of a matmul's x: what makes it, of which weight, or of how many heads and splits
+  // Of a matmul's weight: see `few_rows.cuh`; inputs that no split divides; slots of scales and zero points, the scales' kind.
+  int layout, unit, scale, zero, scale_kind;
   int head, rotated, cos, sin, place;  // of a matmul whose first columns are rotated: numbers of a head, columns, slots
 };
 struct Task { int stage, split, row, column, first_wait, waits, first_post, posts; };
@@ -61,15 +63,17 @@ __device__ __forceinline__ int column_of_pair(const Stage& stage, int pair) {
   return pair / (stage.head / 2) * stage.head + pair % (stage.head / 2);
 }
 
-// Where a row of the weight begins; the rows of a gated matmul's other half are behind the gate's, or a tensor of their own.
-__device__ __forceinline__ const u16* weight_row(const Stage& stage, const Tensors& tensors, int row, int half) {
-  if (stage.head) {
-    const int column = column_of_pair(stage, row) + half * stage.head / 2;
-    return (const u16*)tensors.at[stage.weight] + (long long)column * stage.inner;
-  }
-  const int other = stage.gated && half ? stage.more[0] : 0;
-  const u16* rows = (const u16*)tensors.at[other ? other - 1 : stage.weight];
-  return rows + (long long)(row + (half && !other ? stage.columns : 0)) * stage.inner;
+// The row of the weight that a column of sums is of, and the row of its pair's second half: behind all rows of the gate, or
+// half a head further.
+__device__ __forceinline__ int weight_output(const Stage& stage, int column, int half) {
+  if (stage.head) return column_of_pair(stage, column) + half * stage.head / 2;
+  return column + (half ? stage.columns : 0);
+}
+// Where that row begins, of so many bytes; the other half of a gated matmul may be a tensor of its own.
+__device__ __forceinline__ const char* weight_row(const Stage& stage, const Tensors& tensors, int column, int half, long long bytes) {
+  const int other = half && stage.gated ? stage.more[0] : 0;
+  if (other) return (const char*)tensors.at[other - 1] + column * bytes;
+  return (const char*)tensors.at[stage.weight] + weight_output(stage, column, half) * bytes;
 }
 
 // What a stage of the user's own is given: where its tile begins, how large it is, and how wide the output.
@@ -117,7 +121,7 @@ struct Epilogue {
   }
 };
 
-// Where a split begins, in steps of 64 of the inner dimension.
+// Where a split begins, in units of the inner dimension.
 __device__ __forceinline__ int split_begin(const Stage& stage, int split) {
-  return min(stage.inner, (stage.inner + 63) / 64 * split / stage.splits * 64);
+  return min(stage.inner, (stage.inner + stage.unit - 1) / stage.unit * split / stage.splits * stage.unit);
 }

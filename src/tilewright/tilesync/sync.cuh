@@ -56,6 +56,22 @@ __device__ __forceinline__ float read_number(const float* from) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
   return x;
 }
+// Numbers of a weight, as they are stored.
+__device__ __forceinline__ u32 read_once(const u8* from) {
+  u32 x;
+  asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+__device__ __forceinline__ u32 read_once(const u16* from) {
+  u16 x;
+  asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(x) : "l"(from));
+  return x;
+}
+__device__ __forceinline__ u32 read_once(const u32* from) {
+  u32 x;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
 __device__ __forceinline__ void write_number(u16* to, u16 x) { *to = x; }
 __device__ __forceinline__ void write_number(float* to, float x) { *to = x; }
 
@@ -88,6 +104,7 @@ __device__ __forceinline__ float largest_of_four(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
 }
+__device__ __forceinline__ u32 from_lane(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 __device__ __forceinline__ float sum_of_warp(float x) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);

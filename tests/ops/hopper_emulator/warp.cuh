@@ -77,6 +77,11 @@ inline float __uint_as_float(u32 bits) {
   memcpy(&x, &bits, 4);
   return x;
 }
+inline u32 __float_as_uint(float x) {
+  u32 bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
 inline float widen_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
 inline float widen_f16(u16 x) { return (float)*(const _Float16*)&x; }
 inline float widen(u16 x) { return HALF ? widen_f16(x) : widen_bf16(x); }
@@ -89,34 +94,23 @@ inline u16 narrow(float x) {
   memcpy(&bits, &x, 4);
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
+inline float element(u32 word, int at) { return widen((u16)(word >> 16 * at)); }
 inline u32 pair(float low, float high) { return narrow(low) | (u32)narrow(high) << 16; }
-inline u8 byte(u32 word, int at) { return word >> 8 * at; }
-
-inline void unpack_int8(u32 word, u32& first, u32& second) {
-  first = pair((int8_t)byte(word, 0), (int8_t)byte(word, 1));
-  second = pair((int8_t)byte(word, 2), (int8_t)byte(word, 3));
+inline u32 put_into(u32 x, u32 mask, u32 base) { return x & mask | base; }
+inline u32 add_pairs(u32 x, u32 y) { return pair(element(x, 0) + element(y, 0), element(x, 1) + element(y, 1)); }
+inline u32 multiply_pairs(u32 x, u32 y) { return pair(element(x, 0) * element(y, 0), element(x, 1) * element(y, 1)); }
+inline u32 __byte_perm(u32 x, u32 y, int order) {
+  const uint64_t both = x | (uint64_t)y << 32;
+  u32 bytes = 0;
+  for (int i = 0; i < 4; i++) bytes |= (u32)(both >> 8 * (order >> 4 * i & 7) & 255) << 8 * i;
+  return bytes;
 }
-inline float from_e4m3(u8 x) {
-  const int exponent = x >> 3 & 15, mantissa = x & 7;
-  const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
-  return x & 128 ? -size : size;
-}
-inline void unpack_fp8(u32 word, u32& first, u32& second) {
-  first = pair(from_e4m3(byte(word, 0)), from_e4m3(byte(word, 1)));
-  second = pair(from_e4m3(byte(word, 2)), from_e4m3(byte(word, 3)));
-}
-inline u32 negative_zero(u32 zero) { return zero; }
-inline void unpack_int4(u32 word, int nibble, u32 zero, u32& first, u32& second) {
-  float codes[4];
-  for (int i = 0; i < 4; i++) codes[i] = (float)(byte(word, i) >> 4 * nibble & 15) - (float)zero;
-  first = pair(codes[0], codes[1]), second = pair(codes[2], codes[3]);
-}
+#include "unpack.cuh"
 
 struct Operands {
   float* sum;
   u32 a[4], b[2];
 };
-inline float element(u32 word, int at) { return widen((u16)(word >> 16 * at)); }
 inline void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {  // by the last lane that comes, for all
   static std::map<int, std::array<Operands, 32>> warps;
   std::array<Operands, 32>& warp = warps[current / 32];

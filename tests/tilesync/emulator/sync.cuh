@@ -44,6 +44,11 @@ inline uint4 read_four(const void* from) {
   if ((uintptr_t)from % 16) throw std::runtime_error("a read is not aligned");
   return *(const uint4*)from;
 }
+template <typename T>
+inline u32 read_once(const T* from) {
+  if ((uintptr_t)from % sizeof(T)) throw std::runtime_error("a read is not aligned");
+  return *from;
+}
 
 static u64 now;
 static int lost_post = -1, posts_done;  // which post of all gets lost
@@ -130,6 +135,7 @@ inline float largest_of_four(float x) {
   const int first = current % 32 / 4 * 4;
   return max(max(all[first], all[first + 1]), max(all[first + 2], all[first + 3]));
 }
+inline u32 from_lane(u32 x, int lane) { return from_lanes(x)[lane]; }
 inline float sum_of_warp(float x) {
   float sum = 0;
   for (float each : from_lanes(x)) sum += each;

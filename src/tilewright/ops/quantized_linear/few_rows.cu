@@ -153,7 +153,7 @@ tilewright_quantized_linear_few_rows(const char* weight, const void* scale, cons
     const int input = first * STEP + at * 8;
     uint4 eight = make_uint4(0, 0, 0, 0);
     if (input < sizes.inner) eight = *(const uint4*)(x + row * sizes.x_row + input);
-    *(uint4*)(memory + row * x_bytes + at * 16) = eight;
+    *(uint4*)(memory + row * x_bytes + at * 16) = FORMAT == WIDE ? eight : interleave(eight);
   }
   __syncthreads();
 

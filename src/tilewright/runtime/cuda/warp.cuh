@@ -1,4 +1,4 @@
-// What kernels of few rows have in common: matmuls of a warp, packed weights in registers, clusters of blocks.
+// What kernels of few rows have in common: matmuls of a warp, numbers of 16 bits in pairs, clusters of blocks.
 // HALF is 0 for bfloat16 and 1 for float16.
 #pragma once
 
@@ -50,10 +50,11 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four bytes of a word as two pairs of 16 bits: each byte low in its half, `high` above it.
-__device__ __forceinline__ void spread(u32 word, u32 high, u32& first, u32& second) {
-  first = __byte_perm(word, high, 0x4140);
-  second = __byte_perm(word, high, 0x4342);
+// What `unpack.cuh` is made of: x & mask | base in one instruction, and two numbers of 16 bits at a time.
+__device__ __forceinline__ u32 put_into(u32 x, u32 mask, u32 base) {
+  u32 y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(y) : "r"(x), "r"(mask), "r"(base));
+  return y;
 }
 __device__ __forceinline__ u32 add_pairs(u32 x, u32 y) {
   u32 sum;
@@ -64,46 +65,16 @@ __device__ __forceinline__ u32 add_pairs(u32 x, u32 y) {
 #endif
   return sum;
 }
-
-// int8: byte k of the word is number k.
-__device__ __forceinline__ void unpack_int8(u32 word, u32& first, u32& second) {
-#if HALF  // 1024 + (x + 128), less 1152
-  spread(word ^ 0x80808080, 0x64646464, first, second);
-  first = add_pairs(first, 0xE480E480), second = add_pairs(second, 0xE480E480);
-#else  // 128 + the low 7 bits, less 128, or 256 where the sign is set: that is the exponent's last bit
-  spread(word, 0, first, second);
-  first = add_pairs(first & 0x007F007F | 0x43004300, first & 0x00800080 | 0xC300C300);
-  second = add_pairs(second & 0x007F007F | 0x43004300, second & 0x00800080 | 0xC300C300);
-#endif
-}
-
-// e4m3: the bits in their places, and the exponent's bias by a multiplication.
-__device__ __forceinline__ u32 widen_fp8(u32 pair) {  // each in the high byte of its half
-  u32 x;
+__device__ __forceinline__ u32 multiply_pairs(u32 x, u32 y) {
+  u32 z;
 #if HALF
-  x = pair & 0x80008000 | pair >> 1 & 0x3F803F80;
-  asm("mul.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x5C005C00));
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
 #else
-  x = pair & 0x80008000 | pair >> 4 & 0x07F007F0;
-  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(0x7B807B80), "r"(0x80008000));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000));
 #endif
-  return x;
+  return z;
 }
-__device__ __forceinline__ void unpack_fp8(u32 word, u32& first, u32& second) {
-  first = widen_fp8(__byte_perm(word, 0, 0x1404));
-  second = widen_fp8(__byte_perm(word, 0, 0x3424));
-}
-
-// int4: nibbles of the word's four bytes, less a zero point. A nibble in the low bits of 128, or of 1024, is both together.
-__device__ __forceinline__ u32 negative_zero(u32 zero) {  // what takes off the zero point, and the 128 or 1024
-  const u32 one = (HALF ? 0xE400 : 0xC300) + zero;
-  return one | one << 16;
-}
-__device__ __forceinline__ void unpack_int4(u32 word, int nibble, u32 zero, u32& first, u32& second) {
-  const u32 base = HALF ? 0x64006400 : 0x43004300;
-  spread(word >> 4 * nibble, 0, first, second);
-  first = add_pairs(first & 0x000F000F | base, zero), second = add_pairs(second & 0x000F000F | base, zero);
-}
+#include "unpack.cuh"
 
 __device__ __forceinline__ float widen_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
 __device__ __forceinline__ float widen_f16(u16 x) {

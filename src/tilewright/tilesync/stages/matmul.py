@@ -19,7 +19,7 @@ from tilewright.tilesync.stages.common import (
     tiles,
     widen,
 )
-from tilewright.tilesync.stages.fused import Normed, Prologue, Rotation
+from tilewright.tilesync.stages.fused import Combined, Prologue, Rotation
 
 
 class Gemm(Stage):
@@ -34,6 +34,8 @@ class Gemm(Stage):
     splits. A `rotation` turns heads of columns by their rows' positions, behind the bias; a tile then has both halves
     of so many pairs of columns.
     """
+
+    unit = 64  # inputs that no split divides
 
     def __init__(
         self, output: str, x: str, weight: str | tuple[str, str], sizes: tuple[int, int, int], *, tile: tuple[int, int],
@@ -68,9 +70,10 @@ class Gemm(Stage):
         super().__init__({output: spec}, inputs, grid if splits == 1 else (splits, *grid), order, sync)
 
     def part(self, split: int) -> tuple[int, int]:
-        """Return where a split begins and ends along the inner dimension, in steps of 64."""
-        steps, inner = -(-self.sizes[2] // 64), self.sizes[2]
-        return min(inner, steps * split // self.splits * 64), min(inner, steps * (split + 1) // self.splits * 64)
+        """Return where a split begins and ends along the inner dimension, in whole units."""
+        units, inner = -(-self.sizes[2] // self.unit), self.sizes[2]
+        first, last = (min(inner, units * each // self.splits * self.unit) for each in (split, split + 1))
+        return first, last
 
     def _place(self, tile: Tile) -> tuple[int, tuple[int, int], tuple[int, int]]:
         split, row, column = (0, *tile) if self.splits == 1 else tile
@@ -105,12 +108,10 @@ class Gemm(Stage):
 
     def compute(self, *inputs: Tensor) -> Tensor:
         given = dict(zip(self.inputs, inputs, strict=True))
-        x, weight = given[self.x], given[self.weight]
+        x = given[self.x]
         if self.prologue:
-            dtype = x.dtype if isinstance(self.prologue, Normed) else weight.dtype
-            x = self.prologue.compute(x, dtype, *(given[name] for name in self.prologue.inputs))
-        if self.second:
-            weight = torch.cat((weight, given[self.second]))
+            x = self.prologue.compute(x, given[self.like].dtype, *(given[name] for name in self.prologue.inputs))
+        weight = self.matrix(given, torch.float64 if x.dtype == torch.float64 else torch.float32)
         if self.splits > 1:
             parts = [slice(*self.part(split)) for split in range(self.splits)]
             return torch.stack([_multiply(x[:, part], weight[:, part]) for part in parts])
@@ -118,6 +119,16 @@ class Gemm(Stage):
         if self.rotation:
             y = self.rotation.rotate(y, *(given[name] for name in (*self.floats, *self.integers)))
         return y.to(x.dtype)
+
+    @property
+    def like(self) -> str:
+        """The input that has the dtype of the data."""
+        return self.weight if isinstance(self.prologue, Combined) else self.x
+
+    def matrix(self, given: Mapping[str, Tensor], wide: torch.dtype) -> Tensor:
+        """Return the whole weight; gated, the gate's rows first. One that is packed becomes numbers of a wide dtype."""
+        weight = given[self.weight]
+        return torch.cat((weight, given[self.second])) if self.second else weight
 
     def work(self, tile: Tile) -> Work:
         split, rows, columns = self._place(tile)
@@ -139,37 +150,6 @@ class Gemm(Stage):
         """Three stages of 64 of the inner dimension, for both operands; of few rows for a group of columns."""
         width = self.tile[1] * (1 + self.gated)
         return 3 * 64 * 2 * (self.tile[0] + (min(width, FEW_COLUMNS) if self.tile[0] <= MOST_FEW_ROWS else width))
-
-
-class QuantizedGemm(Gemm):
-    """A `Gemm` whose weight is packed, as `ops.int8_linear`, `fp8_linear` and `int4_linear` take it."""
-
-    def __init__(
-        self, output: str, x: str, weight: str, sizes: tuple[int, int, int], *, scale: str, zero: str | None = None,
-        bits: int = 8, **options: object,
-    ) -> None:  # fmt: skip
-        super().__init__(output, x, weight, sizes, **options)  # type: ignore[arg-type]
-        self.scale, self.zero, self.bits = scale, zero, bits
-        self.inputs = (*self.inputs, *filter(None, (scale, zero)))
-
-    def reads(self, tile: Tile) -> Iterable[Region]:
-        return (region for region in super().reads(tile) if region.tensor != self.weight)
-
-    def compute(self, *inputs: Tensor) -> Tensor:
-        from tilewright.ops.quantized_linear.reference import dequantize
-
-        given = dict(zip(self.inputs, inputs, strict=True))
-        compute = torch.float64 if given[self.x].dtype == torch.float64 else torch.float32
-        scale, zero = given.pop(self.scale), given.pop(self.zero) if self.zero else None
-        given[self.weight] = dequantize(given[self.weight], scale, zero, compute)
-        names, self.inputs = self.inputs, tuple(given)
-        try:
-            return super().compute(*given.values())
-        finally:
-            self.inputs = names
-
-    def weight_bytes(self, numbers: int) -> float:
-        return numbers * self.bits / 8
 
 
 class Reduction(Stage):
@@ -211,7 +191,7 @@ class Reduction(Stage):
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight^T, wide. For a gradient in the operands' dtype, as PyTorch has it: matmuls of float32 are slow."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return widen(x @ weight.t())
+        return widen(x @ weight.to(x.dtype).t())
     return widen(x) @ widen(weight).t()
 
 
