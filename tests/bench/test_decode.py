@@ -26,7 +26,7 @@ def test_every_implementation_steps_on_a_cpu(monkeypatch):
         monkeypatch.setattr(decode, "why_no_pdl", lambda device, why="" if weights == "bf16" else "no": why)
         steps, failed = decode.prepare(case)
         assert not failed
-        all_ways = {"tilewright", "tilewright, no PDL", "transformers, compile"}
+        all_ways = {"tilewright", "tilewright, PDL", "transformers, compile"}
         names = all_ways if weights == "bf16" else {"tilewright"}
         assert set(steps["step"]) == names | ({"tilewright, tilesync"} if batch == 1 else set())
         for step in steps["step"].values():

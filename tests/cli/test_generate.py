@@ -47,7 +47,7 @@ def test_an_exported_model_writes_text_as_it_comes_and_says_how_fast(run, tmp_pa
 def test_sampling_and_stop_strings_are_options(run, tilewright):
     arguments = ("generate", run, "ab", "--max-tokens", 30, "--temperature", 1.0, "--top-k", 50, "--seed", 3, "--json")
     whole = json.loads(tilewright(*arguments)[1])
-    assert json.loads(tilewright(*arguments, "--no-pdl")[1])["tokens"] == whole["tokens"]
+    assert json.loads(tilewright(*arguments, "--pdl")[1])["tokens"] == whole["tokens"]
     stop = whole["text"][8:10]
     cut = json.loads(tilewright(*arguments, "--stop", stop)[1])
     assert cut["text"] == whole["text"][: whole["text"].index(stop)] and cut["reason"] == "stop"

@@ -60,8 +60,8 @@ def test_the_log_of_paths_says_it(as_on_a_gpu, monkeypatch, caplog):
     monkeypatch.setattr(paths._logged, "calls", type(paths._logged.calls)())
     model = decoder()
     with caplog.at_level(logging.INFO, "tilewright"):
-        decoding = Decoding(model, KVCache(model.config.shape, batch=1, context=8), Sampling(), graph=False)
-        decoding.capture(lambda: None)
+        cache = KVCache(model.config.shape, batch=1, context=8)
+        Decoding(model, cache, Sampling(), graph=False, pdl=True).capture(lambda: None)
     assert "decode_one_token: CUDA graph (no PDL: PDL is for CUDA)" in caplog.messages
 
 
@@ -69,9 +69,9 @@ def test_a_generator_passes_it_on(monkeypatch):
     given = []
     make = Decoding.__init__
     monkeypatch.setattr(Decoding, "__init__", lambda self, *a, **k: given.append(k["pdl"]) or make(self, *a, **k))
-    for options in ({}, {"pdl": False}):
+    for options in ({}, {"pdl": True}):
         Generator(decoder(), **options).generate([[1, 2]], max_tokens=2)
-    assert given == [True, False]
+    assert given == [False, True]
 
 
 @on_gpu

@@ -2,7 +2,7 @@
 
 A step puts one token into each row of a cache and takes the likeliest next one. Ours is the step of `Generator`: one
 CUDA graph, with attention and the choice of the token inside; where the GPU has PDL (`runtime/pdl.py`), once more
-without; of one text in bf16 once more as one graph of tiles that wait for each other (``decode="tilesync"``). The peer
+with it; of one text in bf16 once more as one graph of tiles that wait for each other (``decode="tilesync"``). The peer
 is `LlamaForCausalLM` with its StaticCache under ``mode="reduce-overhead"``, the choice of the token inside as well; it
 reads bf16 alone. Weights are random: a step reads the same bytes whatever they are.
 """
@@ -61,7 +61,7 @@ def prepare(case: Case) -> Prepared:
     """Our step in the formats of a case and, in bf16, the peer's; of one text, also ours as tiles."""
     makers: dict[str, Callable[[], dict[str, Pass]]] = {"tilewright": partial(_ours, case)}
     if not why_no_pdl(torch.device(_DEVICE)):
-        makers["tilewright, no PDL"] = partial(_ours, case, pdl=False)
+        makers["tilewright, PDL"] = partial(_ours, case, pdl=True)
     if case["weights"] == case["kv_cache"] == "bf16":
         if case["batch"] == 1:
             makers["tilewright, tilesync"] = partial(_ours, case, decode="tilesync")
@@ -69,7 +69,7 @@ def prepare(case: Case) -> Prepared:
     return build(makers)
 
 
-def _ours(case: Case, pdl: bool = True, decode: str = "graph") -> dict[str, Pass]:
+def _ours(case: Case, pdl: bool = False, decode: str = "graph") -> dict[str, Pass]:
     decoder = _random_decoder(case["model"])
     if case["weights"] != "bf16":
         narrow(decoder, case["weights"])

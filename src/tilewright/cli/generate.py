@@ -38,7 +38,7 @@ def generate(
         "graph", help="tilesync: a step's layers are one graph of tiles that wait; on a Hopper."
     ),
     pdl: bool = typer.Option(
-        True, help="Kernels of the graph begin while the one before them ends; from compute capability 9.0 on."
+        False, help="Kernels of the graph begin while the one before them ends; from compute capability 9.0 on."
     ),
     kv_cache: str = typer.Option("", help="int8 or fp8 for keys and values of 8 bits. [default: the model's dtype]"),
     weights: str = typer.Option("", help="int8, fp8 or int4: quantize the weights as they are loaded."),

@@ -106,7 +106,7 @@ class Generator:
     def __init__(
         self, model: Decoder | GPT, tokenizer: Tokenizer | None = None, *, context: int | None = None,
         stop_tokens: Sequence[int] = (), kv_cache: str | None = None, draft: Decoder | GPT | Generator | None = None,
-        graph: bool | None = None, compile: bool = False, decode: str = "graph", pdl: bool = True,
+        graph: bool | None = None, compile: bool = False, decode: str = "graph", pdl: bool = False,
     ) -> None:  # fmt: skip
         self.model = _decoder(model)
         self.tokenizer, self.stop_tokens = tokenizer, frozenset(stop_tokens)
@@ -142,7 +142,7 @@ class Generator:
     def from_folder(
         cls, folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         context: int | None = None, kv_cache: str | None = None, draft: Generator | None = None,
-        graph: bool | None = None, compile: bool = False, decode: str = "graph", pdl: bool = True,
+        graph: bool | None = None, compile: bool = False, decode: str = "graph", pdl: bool = False,
     ) -> Generator:  # fmt: skip
         """A generator of a local Hugging Face folder: config.json, safetensors and, for text, tokenizer.json.
 

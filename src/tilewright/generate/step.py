@@ -69,7 +69,7 @@ class Decoding:
 
     def __init__(
         self, model: Decoder, cache: KVCache, sampling: Sampling, *, graph: bool | None = None, compile: bool = False,
-        decode: str = "graph", pdl: bool = True,
+        decode: str = "graph", pdl: bool = False,
     ) -> None:  # fmt: skip
         if decode not in WAYS:
             raise UserError(f"decode is {decode!r}; choose {' or '.join(WAYS)}.")
