@@ -31,6 +31,9 @@ def test_a_chain_is_shown_as_a_table_json_and_a_page(tmp_path):
 def test_a_wrong_chain_is_a_sentence():
     with pytest.raises(UserError, match="no chain 'conv-8'; take one of llama-mlp"):
         run("conv-8")
+    for name in ("llama-mlp", "conv-56"):
+        with pytest.raises(UserError, match=r"has [\d,]+ tiles, which would take minutes to check; take fewer rows"):
+            run(name, "--rows", "99999999")
 
 
 def test_every_tile_is_drawn_where_it_ran():

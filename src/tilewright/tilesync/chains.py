@@ -20,6 +20,8 @@ from tilewright.tilesync.stages.common import FEW_COLUMNS, L2_SHARE, MOST_FEW_RO
 
 Tile2 = tuple[int, int]
 LEAST_KEYS = 64  # of a split: 16 for each of 4 warps
+_MOST_TILES = 100_000  # of a graph, which take a minute to check
+_MANY_TILES = 20_000  # of which every SM has so many that smaller ones gain nothing
 
 
 def tiles(rows: int, gated: bool = False, packing: Packing | None = None) -> list[Tile2]:
@@ -123,6 +125,14 @@ def attention_splits(
 
 
 def _best(candidates: list[Graph], machine: Machine) -> Graph:
+    counts = {graph: sum(math.prod(stage.grid) for stage in graph.stages) for graph in candidates}
+    least = min(candidates, key=counts.__getitem__)
+    if counts[least] > _MOST_TILES:
+        raise GraphError(
+            f"{least.name} has {counts[least]:,} tiles, which would take minutes to check; take fewer rows than make "
+            f"{_MOST_TILES:,}."
+        )
+    candidates = [graph for graph in candidates if graph is least or counts[graph] <= _MANY_TILES]
     return min(candidates, key=lambda graph: predict(check(graph), machine).synchronised)
 
 

@@ -158,7 +158,7 @@ class Engine:
             raise UserError("model.attention=hopper is for a Hopper, and needs NVRTC 13; choose model.attention=auto.")
         if config.model.mlp == "tilesync" and device.type == "cuda" and not hopper.is_hopper(device):
             raise UserError("model.mlp=tilesync is for a Hopper, and needs NVRTC; choose model.mlp=auto.")
-        if config.model.mlp == "tilesync" and device.type == "cpu":
+        if config.model.mlp == "tilesync" and device.type == "cpu" and world.is_rank_zero:
             log.warning("model.mlp=tilesync: no tile waits on a CPU; its MLPs run stage by stage in plain PyTorch")
         _set_global_modes(config, self.precision)
         torch.manual_seed(config.seed)
