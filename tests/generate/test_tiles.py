@@ -8,6 +8,7 @@ import torch
 from ops.contract import DEVICE, on_hopper
 from tilewright.errors import UserError
 from tilewright.generate import Generator, KVCache, Sampling
+from tilewright.generate.quantized import SideBySide
 from tilewright.generate.step import Decoding, decode_one_token, prefill
 from tilewright.generate.tiles import TiledDecoder, why_not
 from tilewright.generate.weights import narrow
@@ -83,6 +84,19 @@ def test_a_text_is_the_same_and_the_fallback_is_said(caplog):
     assert said and all("stage by stage in plain PyTorch" in sentence for sentence in said)
 
 
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
+def test_64_tokens_of_quantized_weights_are_those_of_the_layers(weights):
+    texts = []
+    for decode in ("graph", "tilesync"):
+        generator = Generator(gpt(width=64, layers=1, sequence=80), context=72, decode=decode)
+        out = generator.model.blocks[0].attention.out
+        narrow(generator.model, weights)
+        if weights == "int4":  # one matmul stays as it was, as a quantized folder may have it
+            generator.model.blocks[0].attention.out = out
+        texts.append(generator.generate([[1, 2, 3]], max_tokens=64))
+    assert texts[0] == texts[1] and len(set(texts[0][0].tokens)) > 4
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [
@@ -105,11 +119,16 @@ def test_batches_drafts_and_changed_layers_are_refused():
     with pytest.raises(UserError, match="leave speculate out"):
         generator.generate([[1, 2]], max_tokens=2, speculate=2)
     handle = generator.model.blocks[1].mlp.register_forward_hook(lambda *_: None)
-    assert "blocks.1.mlp is quantized, hooked or replaced" in why_not(generator.model, 1, torch.float32)
+    assert "blocks.1.mlp is hooked or replaced" in why_not(generator.model, 1, torch.float32)
     handle.remove()
     assert not why_not(generator.model, 1, torch.float32)
     narrow(generator.model, "int8")
-    assert "is quantized" in why_not(generator.model, 1, torch.float32)
+    assert not why_not(generator.model, 1, torch.float32)
+    qkv, mlp = generator.model.blocks[0].attention.qkv, generator.model.blocks[0].mlp
+    qkv.order = torch.arange(64)
+    assert "blocks.0.attention.qkv was quantized with act-order" in why_not(generator.model, 1, torch.float32)
+    qkv.order, mlp.up = None, SideBySide([mlp.up, mlp.up])
+    assert "those of blocks.0.mlp.up have several" in why_not(generator.model, 1, torch.float32)
 
 
 def test_a_step_is_decode_one_tokens(monkeypatch):

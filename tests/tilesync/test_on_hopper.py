@@ -10,7 +10,7 @@ from tilesync.graphs import graphs, tensors
 from tilesync.test_attention import combine, of_inputs
 from tilesync.test_compiled import HALF, OURS, swiglu
 from tilesync.wrong import WRONG
-from tilewright.tilesync import Compiled, TilesyncError, chains, check, compile, launch, raise_if_failed
+from tilewright.tilesync import Compiled, Packing, TilesyncError, chains, check, compile, launch, raise_if_failed
 from tilewright.tilesync.check import lower
 from tilewright.tilesync.compiled import compute_plainly
 from tilewright.tilesync.residency import MOST_STREAMS
@@ -36,15 +36,21 @@ def test_every_mode_computes_the_same(graph, seed):
 LARGE = [("llama-mlp", 1), ("llama-mlp", 16), ("llama-mlp", 64), ("llama-mlp", 300), ("gpt3-mlp", 1), ("gpt3-mlp", 512),
          ("attention", 1), ("attention", 2), ("attention", 64), ("conv-7", 1), ("conv-14", 4), ("conv-28", 1),
          ("conv-56", 2),
-         ("decode", 1), ("decode", 4)]  # fmt: skip
+         ("decode", 1), ("decode", 4),
+         ("int8", 1), ("int8", 32), ("fp8", 9), ("int4", 1), ("int4", 32), ("int4-32", 4)]  # fmt: skip
+PACKINGS = {"int8": Packing("int8"), "fp8": Packing("fp8"), "int4": Packing("int4", 128, scale=HALF),
+            "int4-32": Packing("int4", 32, zeros=True, scale=torch.float16)}  # fmt: skip
 
 
 @on_hopper
 @pytest.mark.parametrize(("name", "rows"), LARGE)
 def test_large_chains_replayed_1000_times_on_two_streams(name, rows):
-    graph = (
-        chains.decode_step(2, 2048, 8192, 32, 8, 64, 4096, 512, rows) if name == "decode" else chains.CHAINS[name](rows)
-    )
+    if name in PACKINGS:
+        graph = chains.mlp(rows, 4096, 2816, packing=PACKINGS[name])
+    elif name == "decode":
+        graph = chains.decode_step(2, 2048, 8192, 32, 8, 64, 4096, 512, rows)
+    else:
+        graph = chains.CHAINS[name](rows)
     inputs = tensors(graph, 1, HALF, DEVICE)
     truth = compute_plainly(check(graph), list(inputs.values()))[0]
     for mode in [mode for mode in OURS if mode != "streams" or len(graph.stages) <= MOST_STREAMS]:

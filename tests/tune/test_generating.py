@@ -105,8 +105,8 @@ def test_words_of_a_run_and_of_its_quality():
         with pytest.raises(UserError, match=sentence):
             parse_fields([text])
     assert space().refusal({"speculate": 4, "batch": 32}).startswith("speculate works on one prompt")
-    assert space().refusal({"decode": "tilesync"}) is None
-    for other in ({"weights": "int8"}, {"kv_cache": "fp8"}, {"compile": "default"}, {"batch": 8}, {"speculate": 2},
+    assert all(space().refusal({"decode": "tilesync", "weights": each}) is None for each in ("saved", "int8", "int4"))
+    for other in ({"kv_cache": "fp8"}, {"compile": "default"}, {"batch": 8}, {"speculate": 2},
                   {"pdl": True}):  # fmt: skip
         (name,) = other
         assert f"decode=tilesync goes with {name}=" in space().refusal({"decode": "tilesync", **other})

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewright import tilesync
 from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, run_cases
+from tilewright.ops.quantized_linear import reference
 from tilewright.plan.cost import Cost
 from tilewright.tilesync import chains
 
@@ -24,6 +25,8 @@ FEW = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384)
 MANY = tuple(range(512, 3073, 256))
 # Width and inner dimension of one of eight ranks: LLaMA-65B with either split, GPT-3.
 MLPS = (("llama", 8192, 2752), ("llama", 8192, 2816), ("gpt3", 12288, 6144))
+PACKINGS = {"int8": tilesync.Packing("int8"), "fp8": tilesync.Packing("fp8"),
+            "int4": tilesync.Packing("int4", group=128, scale=torch.bfloat16)}  # fmt: skip
 CONTEXTS = (512, 1024, 2048)
 CONVOLUTIONS = ((56, 64), (28, 128), (14, 256), (7, 512))  # side and channels, of ResNet and VGG
 IMAGES = (1, 4, 16)
@@ -36,6 +39,8 @@ def cases(quick: bool) -> Iterator[Case]:
             yield {"chain": kind, "rows": rows, "width": width, "inner": inner}
     if quick:
         return
+    for weights, rows in itertools.product(PACKINGS, (1, 8, 32)):
+        yield {"chain": "llama", "rows": rows, "width": 8192, "inner": 2816, "weights": weights}
     for rows, context, key_heads in itertools.product((1, 2, 4), CONTEXTS, (32, 8)):
         yield {
             "chain": "attention",
@@ -58,7 +63,9 @@ def graph_of(case: Case) -> tilesync.Graph:
     if case["chain"] == "convolutions":
         return chains.convolutions(case["rows"], case["side"], case["channels"])
     gated = case["chain"] == "llama"
-    return chains.mlp(case["rows"], case["width"], case["inner"], "silu" if gated else "gelu_tanh", gated)
+    packing = PACKINGS.get(case.get("weights", ""))
+    activation = "silu" if gated else "gelu_tanh"
+    return chains.mlp(case["rows"], case["width"], case["inner"], activation, gated, packing=packing)
 
 
 def _llama(x: Tensor, both: Tensor, down: Tensor) -> Tensor:
@@ -83,8 +90,12 @@ def _convolutions(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def _as_pytorch_takes(case: Case, inputs: dict[str, Tensor]) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """The peers' function and its inputs: gate and up merged, images with their channels last."""
+    """The peers' function and its inputs: gate and up merged, weights of 16 bits, images with their channels last."""
     x, *weights = inputs.values()
+    if "weights" in case:
+        scales = (inputs[f"{name}_scale"] for name in ("up", "down"))
+        packed = zip((inputs["up"], inputs["down"]), scales, strict=True)
+        return _llama, [x, *(reference.dequantize(*each, dtype=x.dtype) for each in packed)]
     if case["chain"] == "llama":
         return _llama, [x, torch.cat(weights[:2]), weights[2]]
     if case["chain"] == "convolutions":
@@ -94,14 +105,21 @@ def _as_pytorch_takes(case: Case, inputs: dict[str, Tensor]) -> tuple[Callable[.
     return (_gpt3 if case["chain"] == "gpt3" else _attention), [x, *weights]
 
 
+def _random(graph: tilesync.Graph, name: str) -> Tensor:
+    """An input of a graph; packed weights are any bits but those of NaN."""
+    shape, dtype = graph.inputs[name], graph.packed.get(name, torch.bfloat16)
+    if dtype.itemsize > 1:
+        scale = 2**-10 if name in graph.packed else shape[-1] ** -0.5
+        return (torch.randn(shape, device="cuda") * scale).to(dtype)
+    bits = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+    return (bits & 0xBF).view(dtype) if dtype == torch.float8_e4m3fn else bits.view(dtype)
+
+
 def prepare(case: Case) -> Prepared:
     """The forward pass of each implementation."""
     tilesync.raise_if_failed()  # of the case before, whose graphs were replayed
     graph = graph_of(case)
-    sets = [
-        {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5 for name, shape in
-         graph.inputs.items()} for _ in range(COPIES)
-    ]  # fmt: skip
+    sets = [{name: _random(graph, name) for name in graph.inputs} for _ in range(COPIES)]
 
     def in_turn(function: Callable[..., Any], each: list[Any]) -> dict[str, Pass]:
         following = itertools.cycle(each)
@@ -126,14 +144,15 @@ def prepare(case: Case) -> Prepared:
 
 def _limits(case: Case) -> dict[str, Cost]:
     graph = graph_of(case)
-    numbers = sum(torch.Size(shape).numel() for shape in graph.inputs.values())
+    sizes = {name: torch.Size(shape).numel() for name, shape in graph.inputs.items()}
+    read = sum(size * graph.packed.get(name, torch.bfloat16).itemsize for name, size in sizes.items())
     works = [stage.work(tile) for stage in graph.stages for tile in stage.tiles]
     written = torch.Size(graph.shape("y")).numel()
     flops = int(sum(work.flops for work in works))
     # Tiles beyond the last row are no work that has to be done.
     if case["chain"] in ("llama", "gpt3"):
-        flops = 2 * case["rows"] * (numbers - case["rows"] * case["width"])
-    return {"forward": Cost(flops, 2 * numbers, 2 * written)}
+        flops = 2 * case["rows"] * (3 if case["chain"] == "llama" else 2) * case["width"] * case["inner"]
+    return {"forward": Cost(flops, read, 2 * written)}
 
 
 def _label(case: Case) -> str:
@@ -141,7 +160,8 @@ def _label(case: Case) -> str:
         return f"convolutions {case['channels']} of {case['side']} x {case['side']}, {case['rows']} images"
     if case["chain"] == "attention":
         return f"attention over {case['context']}, {case['rows']} rows, {case['key_heads']} key heads"
-    return f"{case['chain']} mlp {case['width']} x {case['inner']}, {case['rows']} rows"
+    weights = f", {case['weights']}" if "weights" in case else ""
+    return f"{case['chain']} mlp {case['width']} x {case['inner']}, {case['rows']} rows{weights}"
 
 
 def run(ask: Ask) -> Case:

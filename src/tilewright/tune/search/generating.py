@@ -83,7 +83,7 @@ class GeneratingSpace(Space):
             return "speculate works on one prompt at a time; leave batch at 1."
         plain = Generating("", batch=1)
         if run.decode == "tilesync":
-            for name in ("weights", "kv_cache", "compile", "pdl", "batch", "speculate"):
+            for name in ("kv_cache", "compile", "pdl", "batch", "speculate"):
                 if getattr(run, name) != getattr(plain, name):
                     return f"decode=tilesync goes with {name}={getattr(plain, name)} alone."
         return None
