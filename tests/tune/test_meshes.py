@@ -98,6 +98,14 @@ def test_no_layout_is_recommended_where_its_ranks_were_not_compared(tmp_path):
     assert answer.proof.why == "its ranks were not compared with one process: no such thing"
 
 
+@pytest.mark.parametrize("word", ["dp2+", "<script>", "tp", 3, None, "dp99999999"])
+def test_a_layout_that_is_none_is_refused_where_an_answer_is_read(word):
+    tree = {"name": "x", "machine": {}, "ceilings": {}, "start": {}, "levers": {"parallel": ["dp2"]}, "ranks": 2}
+    best = {"point": {"parallel": word}, "purpose": "search", "outcome": "error"}
+    with pytest.raises(UserError, match="is no layout"):
+        Answer.from_dict({**tree, "records": [], "reference": None, "best": best})
+
+
 def test_time_is_kept_to_compare_the_ranks_with_one_process():
     alone, shared = (Pace(600.0, "cuda", 10**9, ranks=ranks) for ranks in (1, 8))
     assert shared.proof() >= alone.proof() + alone.expected("none")

@@ -49,7 +49,7 @@ def configuration(answer: Answer) -> dict[str, Any]:
     tree = copy.deepcopy(answer.start)
     for name, value in (answer.best.point if answer.best else {}).items():
         if name == LAYOUT and isinstance(tree.get(name), dict):
-            tree[name] |= sizes_of(value)
+            tree[name] |= sizes_of(str(value))
             continue
         *sections, last = name.split(".")
         at = tree

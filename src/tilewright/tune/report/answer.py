@@ -19,6 +19,7 @@ from tilewright.train.load_config import write_yaml
 from tilewright.tune.report.code import lines, script
 from tilewright.tune.search.choose import confirmed, latest
 from tilewright.tune.search.generating import AIMS
+from tilewright.tune.search.layouts import LAYOUT, sizes_of
 from tilewright.tune.search.space import Space
 from tilewright.tune.store.proof import VERDICTS, Proof
 from tilewright.tune.store.record import PHASES, Record, RuleGains, first_step, key
@@ -212,10 +213,12 @@ class Answer:
 
 
 def check_point(point: Mapping[str, Any], levers: Mapping[str, Any], where: str) -> None:
-    """Refuse a point with a lever that the study does not have."""
+    """Refuse a point with a lever that the study does not have, or with a layout that is none."""
     for name in point:
         if name not in levers:
             raise UserError(f"{where} sets {clean(name, 40)!r}, which is no lever of the study.")
+    if LAYOUT in point:
+        sizes_of(str(point[LAYOUT]))
 
 
 def check_start(start: Mapping[str, Any], levers: Mapping[str, Sequence[Any]]) -> None:

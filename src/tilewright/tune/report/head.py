@@ -46,7 +46,7 @@ def facts(answer: Answer) -> dict[str, str]:
         "Model": _model(answer),
         "Batch": _batch(answer),
         "Beside torch.compile": _beside_compile(answer),
-        "Machine": ranks + (gpu.get("name") or host.get("cpu") or "CPU"),
+        "Machine": f"{ranks}{gpu.get('name') or host.get('cpu') or 'CPU'}",
         "Versions": ", ".join(f"{name} {found[name]}" for name in ("tilewright", "torch", "triton") if found.get(name)),
         "Date": str(found.get("date", ""))[:16].replace("T", " "),
         "Time": time,
