@@ -192,3 +192,18 @@ def test_a_gpu_makes_what_a_cpu_does(tmp_path):
         assert two.output_error < 1.3 * one.output_error + 0.01, (one, two)
     assert others.divergence < 2 * quality.divergence + 1e-3
     Generator.from_folder(tmp_path / "cuda").generate([[1, 2, 3]], max_tokens=4)
+
+
+def test_a_quantized_folder_decodes_the_same_by_tiles(tmp_path):
+    """One kind of layers stays in 16 bits."""
+    pytest.importorskip("transformers")
+    save(tmp_path / "m")
+    plan = Plan(Int4(group=64, zeros=True), Int8(), keep=("*.down_proj",))
+    quantize_folder(tmp_path / "m", tmp_path / "q", plan)
+    texts = [
+        Generator.from_folder(tmp_path / "q", device="cpu", decode=decode)
+        .generate([[1, 2, 3]], max_tokens=24)[0]
+        .tokens
+        for decode in ("graph", "tilesync")
+    ]
+    assert texts[0] == texts[1]
