@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Where it is set, every process that a test starts would compile what it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: tune test test-fast check docs install lock audit gpu clean
+.PHONY: tune test test-fast test-oldest check docs install lock audit gpu clean
 
 tune: $(VENV)/.installed
 	$(BIN)/tilewright tune $(ARGS)
@@ -64,9 +64,20 @@ endif
 	@$(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests/|/pip/' $(VENV)/lib src || true
 	touch $(VENV)/.installed $@
 
+# The same tests with the oldest torch and Triton that pyproject.toml allows, in an environment of their own (5 GB).
+# Triton 3.6 interprets kernels with a NumPy before 2.4 alone.
+OLDEST := .venv-oldest
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+
+$(OLDEST)/.installed: pyproject.toml
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' 'triton==3.6.*' 'numpy<2.4' -e '.[test]'
+	touch $@
+
 # What only a GPU can show, the most valuable first: ARGS="--budget 1500 --resume runs/gpu_round".
 gpu: $(VENV)/.installed-test
 	$(BIN)/python tools/gpu_round.py $(ARGS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(OLDEST)
