@@ -109,10 +109,13 @@ def attention_splits(
 ) -> int:
     """Return into how many parts to split a context, by the time of attention and of the matmul that adds them up.
 
-    >>> attention_splits(1, 1024, 32, 8, 64), attention_splits(1, 64, 32, 8, 64)
-    (8, 1)
+    The kernel adds up heads of a multiple of 8; others are not split.
+
+    >>> attention_splits(1, 1024, 32, 8, 64), attention_splits(1, 64, 32, 8, 64), attention_splits(1, 1024, 32, 8, 60)
+    (8, 1, 1)
     """
     machine = machine or Machine()
+    most = 1 if head_dim % 8 else max(1, context // LEAST_KEYS)
 
     def seconds(splits: int) -> float:
         stage = Attention("y", "q", "k", "v", rows=rows, context=context, heads=heads, key_heads=key_heads,
@@ -121,7 +124,7 @@ def attention_splits(
         added = Combined(heads, splits).bytes(rows, heads * head_dim, heads * head_dim) if splits > 1 else 0.0
         return waves * machine.seconds(stage.work(stage.tiles[0])) + machine.seconds(Work(0.0, L2_SHARE * added))
 
-    return min((2**power for power in range(7) if power == 0 or LEAST_KEYS * 2**power <= context), key=seconds)
+    return min((2**power for power in range(7) if 2**power <= most), key=seconds)
 
 
 def _best(candidates: list[Graph], machine: Machine) -> Graph:

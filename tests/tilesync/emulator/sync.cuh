@@ -164,6 +164,7 @@ inline const char* run_all(int resident, int threads) {
     makecontext(&fiber.context, enter, 0);
   }
   std::vector<int> rest(blocks), left(blocks, threads);  // turns for which a block stands still; fibers that have not ended
+  std::vector<int> warp_rest(blocks * threads / 32 + 1);   // the same of a warp, while the others of its block go on
   std::vector<bool> placed(blocks);
   std::vector<int> begun(launches.size()), unfinished;  // blocks of each launch
   for (const Launch& launch : launches) unfinished.push_back(launch.blocks);
@@ -190,10 +191,15 @@ inline const char* run_all(int resident, int threads) {
         continue;
       }
       if (dice() % 8 == 0) rest[b] = dice() % 20;
+      for (int warp = b * threads / 32; warp < (b + 1) * threads / 32; warp++)
+        if (warp_rest[warp] > 0)
+          warp_rest[warp]--, moved = true;
+        else if (dice() % 64 == 0)
+          warp_rest[warp] = dice() % 20;
       const int first = dice() % threads;
       for (int i = 0; i < threads; i++) {
         const int fiber = b * threads + (first + i) % threads;
-        if (fibers[fiber].ended) continue;
+        if (fibers[fiber].ended || warp_rest[fiber / 32] > 0) continue;
         become(fiber);
         swapcontext(&scheduler, &fibers[fiber].context);
         if (failure) return failure;
