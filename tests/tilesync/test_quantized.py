@@ -37,23 +37,26 @@ SMALL = {"MANY_ROWS": 0, "MANY_COLUMNS": 0, "NORMS": 0, "ATTENTION": 64, "HAS_US
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """The kernel for each dtype of x."""
+    """The kernel for each dtype of x: of bfloat16 for 8 rows, with 8 steps on their way, of float16 for 32, with 4."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++, which compiles the kernel's source for the CPU")
     folders = {half: tmp_path_factory.mktemp(f"half{half}") for half in (0, 1)}
-    return {(BF16, FP16)[half]: build(folder, **SMALL, HALF=half) for half, folder in folders.items()}
+    return {
+        (BF16, FP16)[half]: build(folder, **SMALL, HALF=half, FEW_TILES=(1, 4)[half])
+        for half, folder in folders.items()
+    }
 
 
-def matmul(inputs, output, x, sizes, packing, *, columns=16, gated=False, **options):
+def matmul(inputs, output, x, sizes, packing, *, columns=16, gated=False, most=8, **options):
     """A matmul whose weight is entered among the inputs of a graph; without a packing it has 16 bits."""
     rows, outputs, width = sizes
     chains.enter(inputs, f"{output}w", outputs * (1 + gated), width, packing)
-    tile = -(-min(rows, 32) // 8) * 8, columns
+    tile = -(-min(rows, most) // 8) * 8, columns
     return chains.gemm(output, x, f"{output}w", sizes, packing=packing, tile=tile, gated=gated, **options)
 
 
 @st.composite
-def graphs(draw):
+def graphs(draw, most):
     """A chain of matmuls with weights of several layouts, whose first bytes are fetched while others are multiplied."""
     packings = draw(st.lists(st.sampled_from([None, *EIGHT_BITS, *FOUR_BITS]), min_size=1, max_size=3))
     rows = draw(st.integers(1, 12) | st.integers(13, 40))
@@ -70,7 +73,7 @@ def graphs(draw):
         if draw(st.booleans()):
             more["residual"] = f"residual{place}"
             inputs[more["residual"]] = (rows, columns)
-        stages.append(matmul(inputs, f"y{place}", x, (rows, columns, width), packing, gated=gated,
+        stages.append(matmul(inputs, f"y{place}", x, (rows, columns, width), packing, gated=gated, most=most,
                              columns=draw(st.sampled_from((8, 12, 16, 24, 40))),
                              activation=draw(st.sampled_from(ACTIVATIONS)), **more))  # fmt: skip
         x, width = f"y{place}", columns
@@ -91,10 +94,21 @@ def compare(graph, values, dtype):
 
 
 @settings(max_examples=16, suppress_health_check=list(HealthCheck))
-@given(graphs(), st.integers(1, 3), st.sampled_from([BF16, FP16]), st.integers(0, 99))
-def test_each_matmul_is_that_of_what_its_weight_stands_for(libraries, graph, blocks, dtype, seed):
+@given(
+    st.tuples(graphs(8), st.just(BF16)) | st.tuples(graphs(32), st.just(FP16)), st.integers(1, 3), st.integers(0, 99)
+)
+def test_each_matmul_is_that_of_what_its_weight_stands_for(libraries, given_graph, blocks, seed):
+    graph, dtype = given_graph
     values = Emulated(libraries[dtype], check(graph), dtype)(tensors(graph, seed, dtype), blocks, seed=seed)
     compare(graph, values, dtype)
+
+
+@pytest.mark.parametrize("packing", [EIGHT_BITS[3], *FOUR_BITS[:3]], ids=lambda each: f"{each.format}-{each.group}")
+def test_more_inputs_than_are_on_their_way(libraries, packing):
+    """The slots of weights, scales and zero points are filled again, and x comes in panels."""
+    inputs = {"x": (8, 11264)}
+    graph = Graph(inputs, [matmul(inputs, "y", "x", (8, 24, 11264), packing, columns=24)], ["y"])
+    compare(graph, Emulated(libraries[BF16], check(graph))(tensors(graph, 1, BF16), blocks=1), BF16)
 
 
 @pytest.mark.parametrize(
