@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tilesync.graphs import chain, graphs, tensors
 from tilewright.tilesync import (
     Attention,
+    Combined,
     Conv2d,
     Conv2DSync,
     Custom,
@@ -247,6 +248,18 @@ def test_a_graph_that_cannot_run_is_one_sentence(stages, outputs, said):
     with pytest.raises(GraphError, match=said) as error:
         check(Graph(SQUARE, stages, outputs))
     assert str(error.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(("heads", "splits"), [(2, 2), (2, 4), (4, 3)])
+def test_a_sum_over_other_splits_or_heads_than_there_are_is_refused(heads, splits):
+    def graph(combined):
+        attention = Attention("parts", "q", "k", "v", rows=1, context=24, heads=2, head_dim=8, splits=3, tile=8)
+        y = Gemm("y", "parts", "o", (1, 8, 16), tile=(8, 8), prologue=combined)
+        return Graph({"q": (1, 16), "k": (24, 16), "v": (24, 16), "o": (8, 16)}, [attention, y], ["y"])
+
+    check(graph(Combined(2, 3)))
+    with pytest.raises(GraphError, match=r"reads parts as .* but it is \(3, 1, 18\); give both stages the same"):
+        check(graph(Combined(heads, splits)))
 
 
 def test_a_stage_cannot_be_made_of_nothing():

@@ -191,6 +191,12 @@ def _check_names(graph: Graph) -> None:
         for tensor in stage.sync:
             if tensor not in stage.inputs or tensor not in graph.producers:
                 raise GraphError(f"Stage {stage.name}: sync names {tensor}, which is none of its inputs from a stage.")
+        for tensor, shape in stage.whole.items():
+            if graph.shape(tensor) != shape:
+                raise GraphError(
+                    f"Stage {stage.name} reads {tensor} as {shape}, but it is {graph.shape(tensor)}; give both stages "
+                    "the same heads and splits."
+                )
         for tensor, spec in stage.outputs.items():
             if tuple(graph.shape(tensor)) != tuple(spec.shape):
                 raise GraphError(

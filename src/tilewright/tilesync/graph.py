@@ -85,6 +85,7 @@ class Stage:
     integers: tuple[str, ...] = ()  # inputs of int32
     floats: tuple[str, ...] = ()  # inputs of float32, whatever dtype the data has
     packed: Mapping[str, torch.dtype] = MappingProxyType({})  # inputs that are parts of a packed weight
+    whole: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # shapes of inputs of which no part would do
     early: tuple[str, ...] = ()  # inputs that a tile fetches before it waits, if no stage writes them
 
     def __init__(

@@ -59,6 +59,8 @@ class Gemm(Stage):
                     f"Stage {output}: columns that are rotated come in pairs, and have nothing but a bias."
                 )
             self.integers, self.floats = (rotation.length,), (rotation.cos, rotation.sin)
+        if isinstance(prologue, Combined):  # of fewer splits the sum would be another
+            self.whole = {x: (prologue.splits, rows, sizes[2] + prologue.heads)}
         grid = tiles((rows, columns), tile)
         spec = Spec((rows, columns)) if splits == 1 else Spec((splits, rows, columns), WIDE)
         self.x, self.second = x, weight[1] if isinstance(weight, tuple) else None
