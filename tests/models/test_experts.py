@@ -134,6 +134,10 @@ def test_what_does_not_know_experts_says_so(tmp_path):
     ]:
         with pytest.raises(UserError, match=words):
             check_ranks(tiny(tmp_path, model={"experts": 4}, global_batch=4, micro_batch=1, parallel=parallel), 4)
+    again = tiny(tmp_path, model={"experts": 4, "recompute": "selective"}, global_batch=4, micro_batch=1,
+                 parallel={"ep": 2, "pp": 2, "zero": 3})  # fmt: skip
+    with pytest.raises(UserError, match="recompute=selective does not go together with parallel.ep, pp and zero 3"):
+        check_ranks(again, 4)
     with pytest.raises(UserError, match="cuda_graphs does not go together with parallel .dp 2, ep 2"):
         check_ranks(dataclasses.replace(graphs, parallel=dataclasses.replace(run.parallel, ep=2), micro_batch=2), 2)
     with pytest.raises(UserError, match="not written for transformers"):

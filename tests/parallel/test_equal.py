@@ -68,7 +68,6 @@ MESHES = {
         "zero 3 in 2 groups x cp": {"zero": 3, "cp": 2, "dp_replicate": 2},
         "ddp x ep": {"dp": 4, "ep": 2},
         "ddp x pp, 2 pieces, ep": {"dp": 2, "pp": 2, "pieces": 2, "ep": 2, "overlap": False},
-        "zero 3 x pp, ep": {"zero": 3, "pp": 2, "ep": 2},
         "zero 3 x ep": {"dp": 4, "zero": 3, "ep": 2},
         "zero 2 x cp, ep": {"zero": 2, "cp": 2, "ep": 4},
     },
@@ -80,7 +79,7 @@ ONE_IS_ENOUGH = ("ddp, no overlap", "ddp x tp", "ddp x pp", "ddp x pp, 2 pieces"
 MODELS_OF = dict.fromkeys(ONE_IS_ENOUGH, DENSE[:1]) | {
     "pp": (*DENSE, "experts"), "ep": ("experts", "standard experts"), "zero 3, ep": ("experts",),
     "ddp x ep": ("experts",), "zero 3 x ep": ("standard experts",), "zero 2 x cp, ep": ("experts",),
-    "zero 3 x pp, ep": ("experts",), "ddp x pp, 2 pieces, ep": ("experts",),
+    "ddp x pp, 2 pieces, ep": ("experts",),
 }  # fmt: skip
 # A mesh of each number of ranks: what one of them has saved, the others go on with.
 SAVERS = {

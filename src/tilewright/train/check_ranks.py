@@ -60,6 +60,12 @@ def _check_sharding(config: Train, layout: Layout) -> None:
     for name in ("reshard", "dp_replicate"):
         if layout.ep > 1 and getattr(settings, name) > 1:
             raise UserError(f"parallel.{name} does not know parallel.ep yet; leave one of them out.")
+    alone = layout.pp > 1 and layout.pieces == 1 and layout.zero == 3  # weights gathered for some micro batches alone
+    if layout.ep > 1 and alone and config.model.recompute in ("selective", "budget"):
+        raise UserError(
+            f"model.recompute={config.model.recompute} does not go together with parallel.ep, pp and zero 3 yet; "
+            "choose zero 2 or recompute=full."
+        )
     if settings.reshard and layout.is_sharded and layout.shards % settings.reshard:
         raise UserError(
             f"parallel.reshard is {settings.reshard}, and {layout.shards} ranks share the weights; choose a divisor."
