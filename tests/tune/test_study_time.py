@@ -43,7 +43,7 @@ CACHED = {**COMPILING, "max-autotune": 20.0}  # out of Inductor's cache: who ask
 _predictions = {}  # of all studies here: the same runs on the same machine
 
 
-def predict(run, machine):
+def predict(run, machine, ranks=1):
     """What the plan says, worked out once."""
     name = repr(run)
     if name not in _predictions:
