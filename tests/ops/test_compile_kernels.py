@@ -160,7 +160,7 @@ PARAMETERS = {"weight", "bias", "scale", "zero"}  # that no kernel of a chain wr
         (("activation", BF, 1024, "silu", "packed", None), set()),
         (("activation", BF, 1024, "gelu_tanh", "plain", BF), {"bias"}),
     ],
-    ids=str,
+    ids=lambda each: "-".join(map(str, sorted(each) if isinstance(each, set) else each)),
 )
 def test_in_a_chain_parameters_alone_are_read_before_the_wait_and_nothing_is_written(case, fetched, compiled):
     """The rule of `runtime/pdl.py`, in the order that the compiler has given instructions, and the assembler."""
