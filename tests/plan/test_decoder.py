@@ -156,7 +156,7 @@ def test_overrides_change_fields_and_refuse_what_is_not_one():
     for bad, message in (("layer=3", "did you mean layers"), ("layers=x", "type int"), ("layers", "field=value")):
         with pytest.raises(UserError, match=message):
             load("125m", [bad])
-    with pytest.raises(UserError, match="did you mean '125m'"):
+    with pytest.raises(UserError, match=r"There is no preset '125'; did you mean 125m\?"):
         load("125")
 
 
