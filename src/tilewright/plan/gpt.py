@@ -169,7 +169,7 @@ def preset(name: str, **overrides: object) -> GPTConfig:
     0.1
     """
     if name not in PRESETS:
-        near = difflib.get_close_matches(name.rpartition("=")[2], PRESETS, n=1, cutoff=0.3)  # of model.preset=1b, too
+        near = difflib.get_close_matches(name.rpartition("=")[2], PRESETS, n=1, cutoff=0.5)  # of model.preset=1b, too
         hint = f"did you mean {near[0]}? C" if near else "c"
         raise UserError(f"There is no preset {name!r}; {hint}hoose one of {', '.join(PRESETS)}.")
     return dataclasses.replace(PRESETS[name], **overrides)  # type: ignore[arg-type]
