@@ -17,7 +17,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`TilewrightConfig`, which needs transformers: it is imported by whoever asks for it."""
+    """`TilewrightConfig`, which needs transformers: it is imported when it is first asked for."""
     if name != "TilewrightConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

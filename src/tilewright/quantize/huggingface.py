@@ -155,7 +155,7 @@ def _check_checkpoint(made: Mapping[str, tuple[Any, QuantizedLinear]], files: Se
 
 
 def _untie(model: Any) -> None:
-    """Have a packed head be no embedding any more, for `save_pretrained` and whoever reads that."""
+    """Have a packed head be no embedding any more, for `save_pretrained` and its readers."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if type(head) is QuantizedLinear and getattr(model.config, "tie_word_embeddings", False):
         model.config.tie_word_embeddings = False

@@ -9,7 +9,7 @@ makes one and proves that
 - every region that a tile reads was finished by tiles that it waits for, or that those waited for.
 
 Tiles begin in the program's order, and each waits for earlier ones only. So the first tile that is not finished can
-always go on: the program cannot deadlock, whoever runs its tiles, if each runner takes them in that order.
+always go on: the program cannot deadlock, whatever runs its tiles, if each runner takes them in that order.
 """
 
 from __future__ import annotations

@@ -213,10 +213,8 @@ def runner(program: Program, on: torch.device, dtype: torch.dtype) -> Runner:
 def raise_if_failed() -> None:
     """Raise what any launch of this process that has ended reported: a wait that took too long.
 
-    The next call raises it by itself. A CUDA graph that is replayed makes no call, so whoever replays one calls this
-    when the GPU has finished, before the numbers are used.
-
-    >>> raise_if_failed()
+    The next call raises it by itself. A CUDA graph that is replayed makes no call, so the code that replays one calls
+    this when the GPU has finished, before the numbers are used.
     """
     for each in list(_runners.values()):
         each.raise_if_failed()
