@@ -215,6 +215,8 @@ def raise_if_failed() -> None:
 
     The next call raises it by itself. A CUDA graph that is replayed makes no call, so the code that replays one calls
     this when the GPU has finished, before the numbers are used.
+
+    >>> raise_if_failed()
     """
     for each in list(_runners.values()):
         each.raise_if_failed()
