@@ -188,7 +188,7 @@ def test_a_real_study_of_two_ranks_recommends_a_layout_with_proof(monkeypatch, t
     monkeypatch.setattr("_pytest.runner._update_current_test_var", lambda item, when: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     fixed = ["parallel.zero=0", "parallel.cp=1", "parallel.tp=1", "model.gpt_block=standard"]
-    answer = tilewright.tune(*FIXED, *fixed, nproc=2, numerics="same", budget=90.0, study="two", out=tmp_path)
+    answer = tilewright.tune(*FIXED, *fixed, nproc=2, numerics="same", budget=900.0, study="two", out=tmp_path)
     assert answer.levers == {"parallel": ["dp2", "pp2"]}
     ran = {record.point["parallel"] for record in answer.records if record.measurement}
     assert ran == {"dp2", "pp2"}, [record.error for record in answer.records]
