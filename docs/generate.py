@@ -435,7 +435,8 @@ def memory(result: dict[str, Any]) -> str:
     """What `plan train` predicts beside what an H200 took."""
     from tilewright.plan.decoder import from_gpt
     from tilewright.plan.gpt import GPTConfig
-    from tilewright.plan.memory import Training, train
+    from tilewright.plan.memory import train
+    from tilewright.plan.training import Training
 
     rows = []
     for case in result["cases"]:

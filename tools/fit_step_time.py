@@ -26,8 +26,8 @@ from tilewright import hardware
 from tilewright.plan import calibration, step
 from tilewright.plan.decoder import Decoder, from_gpt
 from tilewright.plan.gpt import preset
-from tilewright.plan.memory import Training
 from tilewright.plan.parallel import Cluster, estimate
+from tilewright.plan.training import Training
 
 FOLDER = Path(__file__).parent.parent / "results" / "published"
 # Where a fit starts: what is known without these runs, or guessed.

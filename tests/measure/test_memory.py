@@ -4,7 +4,8 @@ import torch
 from ops.contract import on_gpu
 from tilewright.measure.memory import MemoryWatch, against_plan
 from tilewright.plan.decoder import load
-from tilewright.plan.memory import Training, train
+from tilewright.plan.memory import train
+from tilewright.plan.training import Training
 
 
 def watched_step(model, optimizer, watch, x):

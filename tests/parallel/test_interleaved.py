@@ -18,8 +18,9 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from parallel.test_equal import ALONE, run_of
 from ranks import run_ranks
 from tilewright.plan.decoder import load
-from tilewright.plan.memory import Training, train
+from tilewright.plan.memory import train
 from tilewright.plan.traffic import Links, Phases, exposed, piece_gathers
+from tilewright.plan.training import Training
 from tilewright.runtime import dispatch
 from tilewright.train.schema import Checkpoint, Parallel, Schedule
 from train.tiny import as_on_a_cpu, losses, trained  # noqa: F401

@@ -8,7 +8,7 @@ from tilewright.errors import UserError
 from tilewright.parallel.layout import Layout, check, derive
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.gpt import GPTConfig
-from tilewright.plan.memory import Training
+from tilewright.plan.training import Training
 
 MODEL = GPTConfig(width=48, layers=4, heads=6, kv_heads=3, vocabulary=96, sequence=32)
 

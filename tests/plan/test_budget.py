@@ -4,8 +4,8 @@ from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.plan.budget import budget, checkpoint
 from tilewright.plan.decoder import Decoder, load
-from tilewright.plan.memory import Training
 from tilewright.plan.parallel import Cluster, search
+from tilewright.plan.training import Training
 
 LLAMA_405B = Decoder(16384, 126, 128, 8, 128, 53248, 128256, 8192, gated=True, tied=False, norm="rms", positions="rope")
 

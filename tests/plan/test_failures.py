@@ -8,7 +8,7 @@ from tilewright.errors import UserError
 from tilewright.plan.budget import checkpoint
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.failures import Failures, of_cluster
-from tilewright.plan.memory import Training
+from tilewright.plan.training import Training
 
 LLAMA_405B = Decoder(16384, 126, 128, 8, 128, 53248, 128256, 8192, gated=True, tied=False, norm="rms", positions="rope")
 

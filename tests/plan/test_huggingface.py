@@ -11,8 +11,10 @@ from tilewright.errors import UserError
 from tilewright.plan.decoder import from_config
 from tilewright.plan.flops import conventions, forward_flops
 from tilewright.plan.huggingface import KNOWN
-from tilewright.plan.memory import Training, infer, kv_bytes_per_token, train
+from tilewright.plan.memory import train
 from tilewright.plan.roofline import step_ops
+from tilewright.plan.serving_memory import infer, kv_bytes_per_token
+from tilewright.plan.training import Training
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert")
 BOTH = ("t5", "mt5", "umt5")  # an encoder and a decoder

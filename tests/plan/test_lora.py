@@ -9,8 +9,9 @@ from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.plan.budget import checkpoint
 from tilewright.plan.decoder import from_config, load
-from tilewright.plan.memory import Training, train
+from tilewright.plan.memory import train
 from tilewright.plan.parallel import Cluster, estimate, search
+from tilewright.plan.training import Training
 
 H100 = hardware.find("H100-SXM5")
 SEVEN = load("7b")

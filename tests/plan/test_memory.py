@@ -17,7 +17,7 @@ from tilewright.ops import cross_entropy
 from tilewright.plan import memory
 from tilewright.plan.decoder import Decoder, from_gpt, load
 from tilewright.plan.gpt import GPTConfig, preset
-from tilewright.plan.memory import Training
+from tilewright.plan.training import OPTIMIZERS, Training
 
 MEASURED = json.loads((Path(__file__).parents[2] / "results" / "h200" / "memory.json").read_text(encoding="utf-8"))
 LLAMA = Decoder(
@@ -250,7 +250,7 @@ def test_bytes_a_parameter():
     n = model.parameters
     amp = memory.train(model, Training(accumulation=2))
     within(amp["weights"] + amp["gradients"] + amp["optimizer"], 16 * n)
-    per = {name: memory.optimizer_bytes(model, Training(optimizer=name)) for name in memory.OPTIMIZERS}
+    per = {name: memory.optimizer_bytes(model, Training(optimizer=name)) for name in OPTIMIZERS}
     assert (per["adamw"], per["lion"], per["sgd"], per["adamw_bf16_kahan"]) == (8, 4, 4, 6)
     assert 2 <= per["adamw_8bit"] < 2.1 and per["adafactor"] < 0.1
     assert memory.optimizer_bytes(model, Training(precision="bf16_stochastic", optimizer="adamw_bf16")) == 4
@@ -309,18 +309,6 @@ def test_an_mlp_of_tiles_keeps_its_input_alone(gated):
         for how in ({"mlp_tiles": True}, {}, {"mlp_recompute": True})
     )
     assert plain - tiles == 2 * model.ffn * (4 if gated else 2) and tiles < cheap < plain
-
-
-def test_the_cache_of_llama_3_1_8b_is_exact_and_windows_bound_it():
-    llama = Decoder(4096, 32, 32, 8, 128, 14336, 128256, 131072, gated=True, tied=False, norm="rms", positions="rope")
-    assert memory.kv_bytes_per_token(llama) == 131072
-    assert memory.kv_cache_bytes(llama, 2, 1000) == 2 * 1000 * 131072
-    windowed = dataclasses.replace(llama, window=100, windowed_layers=16)
-    assert memory.kv_cache_bytes(windowed, 1, 1000) == 131072 * (1000 + 100) / 2
-    served = memory.infer(llama, 8, 8192, weights="int8", tensor=2)
-    assert served["weights"] == llama.parameters / 2
-    assert served["KV cache"] == 8 * 8192 * 131072 / 2
-    assert memory.infer(llama, 8, 8192, tensor=16)["KV cache"] == 8 * 8192 * 131072 / 8  # 8 key-value heads, no finer
 
 
 @pytest.mark.parametrize(

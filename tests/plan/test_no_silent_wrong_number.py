@@ -17,10 +17,11 @@ from tilewright.plan import memory
 from tilewright.plan.decode import decode
 from tilewright.plan.decoder import Decoder, from_config, load
 from tilewright.plan.flops import forward_flops
-from tilewright.plan.memory import Training
 from tilewright.plan.parallel import Cluster, estimate, search
 from tilewright.plan.roofline import rates, roofline, step_ops
+from tilewright.plan.serving_memory import WEIGHT_BYTES, kv_cache_bytes
 from tilewright.plan.sizing import lint
+from tilewright.plan.training import PRECISIONS, Training
 
 H100 = hardware.find("H100-SXM5")
 GPUS = [gpu for gpu in hardware.table().values() if "bf16" in gpu.peak_flops]
@@ -154,7 +155,7 @@ def test_what_a_row_of_the_table_warns_of_is_shown():
 
 @settings(deadline=None, max_examples=200)
 @given(model=models(), batch=st.sampled_from((1, 2, 7, 64, 1000, 10**5)), tokens=st.sampled_from((1, 100, 4096, 10**5)),
-       gpu=st.sampled_from(list(hardware.table().values())), weights=st.sampled_from(list(memory.WEIGHT_BYTES)),
+       gpu=st.sampled_from(list(hardware.table().values())), weights=st.sampled_from(list(WEIGHT_BYTES)),
        kv_bytes=st.sampled_from((0.5, 1.0, 2.0, 4.0)), share=st.sampled_from((1, 2, 4, 8)))  # fmt: skip
 def test_no_decoding_speed_is_above_what_the_chip_can_do(model, batch, tokens, gpu, weights, kv_bytes, share):
     try:
@@ -169,8 +170,8 @@ def test_no_decoding_speed_is_above_what_the_chip_can_do(model, batch, tokens, g
     flops = matmuls - 4 * model.layers * model.heads * model.head_dim + inside
     assert speed * flops <= share * max(gpu.peak_flops.values()) * (1 + 1e-9)
     assert speed * flops <= share * gpu.peak_flops[found.dtype] * (1 + 1e-9)
-    cache = memory.kv_cache_bytes(model, batch, tokens, kv_bytes) / min(share, model.kv_heads)
-    one_expert = memory.WEIGHT_BYTES[weights] * model.parameters_read(1) / share / (3 if weights == "mixed" else 1)
+    cache = kv_cache_bytes(model, batch, tokens, kv_bytes) / min(share, model.kv_heads)
+    one_expert = WEIGHT_BYTES[weights] * model.parameters_read(1) / share / (3 if weights == "mixed" else 1)
     assert one_expert + cache <= found.seconds * gpu.bytes_per_second * (1 + 1e-9)
 
 
@@ -191,7 +192,7 @@ def test_serving_a_mixture_keeps_every_expert_and_reads_those_drawn(tmp_path):
     assert found["parts"][0]["bytes"] == 2 * model.parameters
     experts = 8 * (1 - (6 / 8) ** 64)
     read = 2 * (model.active_parameters - 32000 * 4096 + (experts - 2) * 32 * 3 * 4096 * 14336)
-    cache = memory.kv_cache_bytes(model, 64, 1024)
+    cache = kv_cache_bytes(model, 64, 1024)
     assert found["decode_floor_seconds"] == pytest.approx((read + cache) / 4.8e12)
     assert found["experts_read"] == pytest.approx(experts)
 
@@ -222,7 +223,7 @@ def test_a_sequence_longer_than_its_learned_positions_is_refused(tmp_path):
 
 @settings(deadline=None, max_examples=60)
 @given(model=models(), node=st.sampled_from((1, 2, 4, 8)), nodes=st.integers(1, 12),
-       batch=st.sampled_from((1, 6, 64, 240)), precision=st.sampled_from(memory.PRECISIONS))  # fmt: skip
+       batch=st.sampled_from((1, 6, 64, 240)), precision=st.sampled_from(PRECISIONS))  # fmt: skip
 def test_every_split_that_is_advised_can_be_trained(model, node, nodes, batch, precision):
     cluster = Cluster(H100, node * nodes, node=node)
     try:

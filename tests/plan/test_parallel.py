@@ -7,9 +7,10 @@ from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.plan.calibration import FITTED
 from tilewright.plan.decoder import Decoder, load
-from tilewright.plan.memory import Training, check_parallel, train
+from tilewright.plan.memory import train
 from tilewright.plan.parallel import Cluster, estimate, search
 from tilewright.plan.traffic import Links
+from tilewright.plan.training import Training, check_parallel
 
 H100 = hardware.find("H100-SXM5")
 LLAMA_405B = Decoder(16384, 126, 128, 8, 128, 53248, 128256, 8192, gated=True, tied=False, norm="rms", positions="rope")

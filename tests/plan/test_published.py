@@ -11,8 +11,9 @@ import pytest
 from tilewright import hardware
 from tilewright.plan.calibration import FITTED
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.memory import Training, train
+from tilewright.plan.memory import train
 from tilewright.plan.parallel import Cluster, estimate
+from tilewright.plan.training import Training
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 

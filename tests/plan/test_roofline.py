@@ -10,8 +10,8 @@ from tilewright.plan import cost
 from tilewright.plan.decoder import from_gpt, load
 from tilewright.plan.flops import forward_flops
 from tilewright.plan.gpt import GPTConfig
-from tilewright.plan.memory import Training
 from tilewright.plan.roofline import rates, roofline, step_ops
+from tilewright.plan.training import Training
 
 H200 = hardware.find("H200-SXM")
 RESULTS = Path(__file__).parents[2] / "results" / "h200"

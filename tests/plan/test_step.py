@@ -14,11 +14,11 @@ from tilewright.optim import states, update
 from tilewright.plan import memory
 from tilewright.plan.decoder import from_gpt, load
 from tilewright.plan.gpt import LLAMA, preset
-from tilewright.plan.memory import Training
 from tilewright.plan.roofline import step_ops
 from tilewright.plan.sizing import reached
 from tilewright.plan.step import ADAFACTOR, AHEAD, CATEGORIES, TENSOR, How, Rates, launches, step
 from tilewright.plan.traffic import Links
+from tilewright.plan.training import LOSSES, Training
 from tilewright.plan.work import SHARES, _norms
 
 H200 = Rates({"bf16": 787e12, "tf32": 400e12, "fp32": 50e12}, 4.27e12, 13e-6, 2e-6)
@@ -37,7 +37,7 @@ def runs(draw, devices=("cuda", "cpu")):
         micro_batch=draw(st.sampled_from((1, 2, 8, 32))), precision=precision, accumulation=draw(st.integers(1, 4)),
         optimizer=draw(st.sampled_from(("adamw", "adamw_8bit", "adafactor", "lion", "sgd"))),
         recompute=draw(st.sampled_from(("none", "selective", "full"))), compiled=draw(st.booleans()),
-        loss=draw(st.sampled_from(memory.LOSSES)), mlp_recompute=draw(st.booleans()),
+        loss=draw(st.sampled_from(LOSSES)), mlp_recompute=draw(st.booleans()),
         mlp_tiles=draw(st.booleans()),
         residual=draw(st.sampled_from(("auto", "bf16"))) if precision == "bf16_stochastic" else "auto",
     )  # fmt: skip

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tilewright.errors import UserError
 from tilewright.plan import memory
 from tilewright.plan.decoder import from_gpt
-from tilewright.plan.memory import Training, kept_activations
+from tilewright.plan.memory import kept_activations
 from tilewright.plan.memory import train as plan_memory
+from tilewright.plan.training import Training
 from tilewright.train import memory_plan
 from tilewright.train.load_config import read
 from tilewright.train.memory_plan import planned, policies

@@ -16,6 +16,8 @@ from tilewright.cli.output import Bar, Grid, Report, count, gigabytes, positive
 from tilewright.errors import UserError
 from tilewright.plan import batches, budget, decode, decoder, memory, parallel
 from tilewright.plan.decoder import Decoder
+from tilewright.plan.serving_memory import WEIGHT_BYTES, infer, kv_bytes_per_token
+from tilewright.plan.training import OPTIMIZERS, Training
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -37,7 +39,7 @@ PRECISION = typer.Option(
     help="As in `train`: bf16 (autocast over float32; the default), tf32, fp32, bf16_kahan or bf16_stochastic "
     "(16-bit weights); or mixed (16-bit weights, float32 in the optimizer).",
 )
-OPTIMIZER = typer.Option(None, help="Default: adamw. Or: " + ", ".join(memory.OPTIMIZERS) + ".")
+OPTIMIZER = typer.Option(None, help="Default: adamw. Or: " + ", ".join(OPTIMIZERS) + ".")
 RECOMPUTE = typer.Option(None, help="none (the default), selective or full.")
 TENSOR = typer.Option(1, min=1, help="Tensor-parallel ranks.")
 LORA = typer.Option(0, min=0, help="Rank of LoRA's adapters beside all linear layers, which alone are trained.")
@@ -53,19 +55,19 @@ def load_shape(model: str, changes: list[str]) -> Decoder:
     return decoder.from_gpt(read(Path(model), changes).train.model)
 
 
-def load_run(model: str, changes: list[str], split: dict[str, Any], **options: Any) -> tuple[Decoder, memory.Training]:
+def load_run(model: str, changes: list[str], split: dict[str, Any], **options: Any) -> tuple[Decoder, Training]:
     """A model and how it is trained: by the options, or as the YAML of a run says.
 
     Args:
         model, changes: as the command line has them.
         split: over how many GPUs, and how.
-        options: fields of `memory.Training`; None where they were not given.
+        options: fields of `Training`; None where they were not given.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if not model.endswith((".yaml", ".yml")):
         if split.get("zero") == 3:
             given = {"precision": "fsdp", **given}
-        return decoder.load(model, changes), memory.Training(**given, **split)
+        return decoder.load(model, changes), Training(**given, **split)
     if given:
         option = next(iter(given)).replace("_", "-")
         raise UserError(f"{model} says how it trains; leave --{option} out, and write FIELD=VALUE to change a field.")
@@ -219,7 +221,7 @@ def serve(
     gpu: str = GPU,
     batch: int = typer.Option(1, min=1, help="Sequences at once."),
     tokens: str = typer.Option(None, help="Tokens a sequence can grow to; 8k works. Default: 4096, or all it allows."),
-    weights: str = typer.Option("bf16", help=", ".join(memory.WEIGHT_BYTES) + "."),
+    weights: str = typer.Option("bf16", help=", ".join(WEIGHT_BYTES) + "."),
     kv_bytes: float = typer.Option(2.0, help="Bytes of a cached number."),
     prompt: str = typer.Option(None, help="Tokens of a prompt, for the time to the first token; 2k works."),
     tensor: int = TENSOR,
@@ -235,10 +237,10 @@ def serve(
     """
     shape = load_shape(model, changes or [])
     length = count(tokens) if tokens else min(4096, shape.sequence)
-    anatomy = memory.infer(shape, batch, length, weights=weights, kv_bytes=kv_bytes, tensor=tensor)
+    anatomy = infer(shape, batch, length, weights=weights, kv_bytes=kv_bytes, tensor=tensor)
     chip = find_gpu(gpu) if gpu else None
     rows = [[p.name, gigabytes(p.bytes), f"{p.bytes / anatomy.total:.1%}", p.formula] for p in anatomy.parts]
-    per_token = memory.kv_bytes_per_token(shape, kv_bytes)
+    per_token = kv_bytes_per_token(shape, kv_bytes)
     data: dict[str, Any] = {
         "model": model_data(model, shape), "parts": [dataclasses.asdict(p) for p in anatomy.parts],
         "total": anatomy.total, "kv_bytes_per_token": per_token, "tokens": length,

@@ -32,6 +32,7 @@ from tilewright.cli.plan import (
 )  # fmt: skip
 from tilewright.errors import UserError
 from tilewright.plan import budget, calibration, memory, parallel
+from tilewright.plan.training import PRECISIONS, Training, check_parallel
 
 NODE = typer.Option(8, min=1, help="GPUs a node.")
 LINK = typer.Option(None, help="GB/s a GPU inside a node, one direction; default: the table's.")
@@ -86,7 +87,7 @@ def make_cluster(
     return cluster
 
 
-def basis(cluster: parallel.Cluster, how: memory.Training) -> list[Grid | Bar | str]:
+def basis(cluster: parallel.Cluster, how: Training) -> list[Grid | Bar | str]:
     """What an estimate rests on."""
     matmul, links = cluster.matmul(how.precision), ""
     if cluster.gpus > 1:
@@ -144,7 +145,7 @@ def step_command(
         recompute=recompute, loss=loss, accumulation=accumulation, compiled=compiled or None,
         lora=lora or None,
     )  # fmt: skip
-    memory.check_parallel(shape, how)
+    check_parallel(shape, how)
     cluster = make_cluster(gpu, how.ranks, node, link, network, None)
     found = parallel.estimate(shape, how, cluster, memory.train(shape, how).total)
     rows = [
@@ -193,7 +194,7 @@ def parallel_command(
     link: float = LINK,
     network: float = NETWORK,
     memory_gb: float = MEMORY,
-    precision: str = typer.Option("fsdp", help=", ".join(memory.PRECISIONS) + "."),
+    precision: str = typer.Option("fsdp", help=", ".join(PRECISIONS) + "."),
     optimizer: str = OPTIMIZER,
     compiled: bool = COMPILED,
     lora: int = LORA,
@@ -226,9 +227,7 @@ def parallel_command(
         tilewright plan parallel 7b --gpu H200-SXM --gpus 64 --global-batch 512 --tokens 1T --price 2.5
     """
     shape, cluster = load_shape(model, changes or []), make_cluster(gpu, count(gpus), node, link, network, memory_gb)
-    base = memory.Training(
-        precision=precision, optimizer=optimizer or "adamw", loss="fused", compiled=compiled, lora=lora
-    )
+    base = Training(precision=precision, optimizer=optimizer or "adamw", loss="fused", compiled=compiled, lora=lora)
     given: dict[str, Any] = dict(tensor=tensor, pipeline=pipeline, interleave=interleave, data=data, zero=zero,
                                  recompute=recompute, micro_batch=micro_batch, context=context,
                                  expert=expert)  # fmt: skip

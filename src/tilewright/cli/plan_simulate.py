@@ -28,8 +28,9 @@ from tilewright.cli.plan import (
 )  # fmt: skip
 from tilewright.cli.plan_cluster import LINK, NETWORK, NODE, basis, make_cluster
 from tilewright.errors import UserError
-from tilewright.plan import budget, failures, memory, parallel, replay
+from tilewright.plan import budget, failures, parallel, replay
 from tilewright.plan.flops import DEFAULT, conventions
+from tilewright.plan.training import PRECISIONS, Training, check_parallel
 
 _COPY = 25e9  # bytes a second that a GPU copies to its host, behind a training run
 _MOST_SIZES = 32
@@ -44,7 +45,7 @@ def simulate(
     events: Path = typer.Option(None, help="JSON of a small run's events, in place of the model's own plan."),
     micro_batch: int = MICRO,
     accumulation: int = typer.Option(1, min=1, help="Micro batches a step."),
-    precision: str = typer.Option("fsdp", help=", ".join(memory.PRECISIONS) + "."),
+    precision: str = typer.Option("fsdp", help=", ".join(PRECISIONS) + "."),
     optimizer: str = OPTIMIZER,
     recompute: str = RECOMPUTE,
     compiled: bool = COMPILED,
@@ -74,12 +75,12 @@ def simulate(
         tilewright plan simulate 7b --gpu H100-SXM5 --micro-batch 6 --gpus 8,512,16384
     """
     shape = load_shape(model, changes or [])
-    how = memory.Training(
+    how = Training(
         micro_batch=micro_batch or 1, accumulation=accumulation, precision=precision, optimizer=optimizer or "adamw",
         recompute=recompute or "none", compiled=compiled, loss="fused", zero=zero, tensor=tensor, pipeline=pipeline,
         sequence_parallel=tensor > 1, interleave=interleave,
     )  # fmt: skip
-    memory.check_parallel(shape, how)
+    check_parallel(shape, how)
     recording = replay.read(events) if events is not None else None
     kept = budget.checkpoint(shape, how)
     found = []
@@ -129,7 +130,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _step(
-    recording: replay.Recording | None, shape: Any, how: memory.Training, cluster: parallel.Cluster
+    recording: replay.Recording | None, shape: Any, how: Training, cluster: parallel.Cluster
 ) -> tuple[float, float, float]:
     """Seconds and tokens of a step, and its MFU."""
     size, ranks = cluster.gpus, how.tensor * how.pipeline

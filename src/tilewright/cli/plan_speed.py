@@ -32,7 +32,8 @@ from tilewright.cli.plan import (
     title_of,
 )  # fmt: skip
 from tilewright.errors import UserError
-from tilewright.plan import flops, memory, parallel, roofline, sizing
+from tilewright.plan import flops, parallel, roofline, sizing
+from tilewright.plan.training import check_parallel
 
 
 @app.command("flops")
@@ -241,7 +242,7 @@ def roofline_command(
         recompute=recompute, compiled=compiled or None,
     )  # fmt: skip
     micro_batch = how.micro_batch
-    memory.check_parallel(shape, how)
+    check_parallel(shape, how)
     expected = parallel.timed(shape, how, parallel.Cluster(chip, how.tensor))
     floors = roofline.roofline(shape, how, chip, achievable=achievable)
     rate, bandwidth = roofline.rates(chip, how, achievable)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tilewright.errors import UserError
 from tilewright.plan.batches import solve
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.memory import Training, check_parallel
+from tilewright.plan.training import Training, check_parallel
 
 
 @dataclass(frozen=True)

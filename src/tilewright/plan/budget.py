@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from tilewright.errors import UserError
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.memory import Training, optimizer_bytes
+from tilewright.plan.memory import optimizer_bytes
+from tilewright.plan.training import Training
 
 POWER_OVERHEAD = 1.5  # power of a node and its cooling over that of its GPUs at their limit: a guess for a usual room
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from tilewright.hardware import Accelerator
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import forward_flops, matmuls
-from tilewright.plan.memory import WEIGHT_BYTES, Training, cache_ranks, infer, kv_cache_bytes
 from tilewright.plan.parallel import Cluster, machine
+from tilewright.plan.serving_memory import WEIGHT_BYTES, cache_ranks, infer, kv_cache_bytes
 from tilewright.plan.step import forward_seconds
 from tilewright.plan.traffic import reductions
+from tilewright.plan.training import Training
 
 # Bytes of a weight that a step reads, where not all of those that are kept: the float32 copy of `mixed` is not.
 _READ_BYTES = {**WEIGHT_BYTES, "mixed": 2.0}

@@ -1,4 +1,4 @@
-"""Where the memory of a training step, or of inference, goes: every part in bytes, with its formula.
+"""Where the memory of a training step goes: every part in bytes, with its formula.
 
 Activations are counted by the tensors that autograd really keeps, layer by layer, not by a rule of thumb. A step has
 several moments that can be its peak; the parts are those of the highest:
@@ -16,134 +16,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tilewright.errors import UserError
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.flops import RECOMPUTE
-
-# The dtype of the matmuls, by precision; of several, the first that a GPU has. The words of `train`, and mixed.
-MATMUL_DTYPES = {
-    "bf16": ("bf16",), "fsdp": ("bf16", "fp16"), "mixed": ("bf16", "fp16"), "bf16_kahan": ("bf16",),
-    "bf16_stochastic": ("bf16",), "fp8": ("fp8",), "tf32": ("tf32",), "fp32": ("fp32",),
-}  # fmt: skip
-PRECISIONS = tuple(MATMUL_DTYPES)
-OPTIMIZERS = ("adamw", "adamw_bf16", "adamw_bf16_kahan", "adamw_8bit", "lion", "sgd", "adafactor")
-ATTENTION = ("flash", "softmax")
-LOSSES = ("plain", "fused", "linear_fused")
+from tilewright.plan.training import PIECES_HELD, Training, check_parallel, parameters_here, rank_tokens, stage_layers
 
 CONTEXT_BYTES = 620 * 2**20  # of CUDA and its libraries, as `bench memory` measured on an H200
 WORKSPACE_BYTES = 72 * 2**20  # of cuBLAS and the like, in every step measured there
-_MOST_LOGITS = 384 * 10**6  # bytes of them that a chunk of `linear_cross_entropy` has
-_ALL_LOGITS = 256 * 10**6  # that it computes at once, however many the tokens
-_BOTH_CHUNKS = 512 * 10**6  # that it computes at once where they would be two chunks of the least tokens
-PIECES_HELD = 3  # of a stage, whose weights PyTorch's interleaved schedule has at once under FSDP
-_LEAST_TOKENS = 1024  # that it has logits of: the matmuls of fewer do not fill a GPU
-_LOOSE = 0.02  # of what is allocated, lost between blocks
+LOOSE = 0.02  # of what is allocated, lost between blocks
+# Bytes of logits that `linear_cross_entropy` has at once.
+_MOST_LOGITS = 384 * 10**6  # in a chunk
+_ALL_LOGITS = 256 * 10**6  # without chunks, however many the tokens
+_BOTH_CHUNKS = 512 * 10**6  # without chunks, where there would be two of the least tokens
+_LEAST_TOKENS = 1024  # of a chunk: the matmuls of fewer do not fill a GPU
 # Bytes a logit of the plain loss at the peak of its forward and of its backward. Measured for bf16, derived else.
 _PLAIN_LOSS = {
     "bf16": (8, 10), "fsdp": (4, 6), "fp8": (4, 6), "mixed": (4, 6),
     "bf16_kahan": (4, 6), "bf16_stochastic": (4, 6), "fp32": (8, 12), "tf32": (8, 12),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Training:
-    """How a model is trained, as far as memory is concerned.
-
-    Precisions, as `train` has them: `bf16` is autocast over float32 parameters; `bf16_kahan` and `bf16_stochastic` have
-    16-bit parameters and gradients, and the first carries what rounding cost each parameter; `fp32` and `tf32` have all
-    in float32, and `tf32` rounds what a matmul reads. Beside these `fsdp` is FSDP's mixed precision: float32 parameters
-    and states, sharded, and 16-bit copies of a layer at a time, by which all activations are 16-bit. `fp8` is the same
-    with linear layers in 8 bits. And `mixed` is DeepSpeed's: 16-bit parameters and gradients, and a float32 copy of the
-    parameters in the optimizer.
-    """
-
-    micro_batch: int = 1
-    precision: str = "bf16"
-    optimizer: str = "adamw"
-    recompute: str = "none"
-    residual: str = "auto"  # dtype of the residual stream; "bf16" under autocast too
-    attention: str = "flash"
-    loss: str = "plain"
-    compiled: bool = False  # by torch.compile
-    device: str = "cuda"  # or "cpu", whose autocast leaves norms alone and which has no kernels of Tilewright's
-    mlp_recompute: bool = False  # the MLP's activation is computed again in backward
-    mlp_tiles: bool = False  # the MLP is one graph of tiles, all of which backward computes again
-    accumulation: int | None = None  # micro batches a step; None: 1, or as many as a pipeline needs
-    reduce: str = "fp32"  # dtype in which FSDP's mixed precision adds up gradients: "fp32" or "bf16"
-    data: int = 1  # data-parallel ranks
-    zero: int = 0  # ZeRO stage; 3 is FSDP
-    tensor: int = 1
-    sequence_parallel: bool = False
-    pipeline: int = 1
-    interleave: int = 1  # pieces of a pipeline stage; more of them make a smaller bubble and more traffic
-    lora: int = 0  # rank of adapters beside every linear layer, which alone are trained; 0: all parameters are
-    context: int = 1  # ranks that share every sequence
-    expert: int = 1  # of the data and context ranks, those that share the experts of a mixture
-    replicate: int = 1  # groups of data and context ranks; ZeRO shares among those of a group (HSDP)
-
-    def __post_init__(self) -> None:
-        if self.precision == "amp":
-            raise UserError("precision is 'amp'; it is called bf16, as in `tilewright train`.")
-        for name, allowed in (
-            ("precision", PRECISIONS), ("optimizer", OPTIMIZERS), ("recompute", RECOMPUTE), ("attention", ATTENTION),
-            ("loss", LOSSES), ("zero", (0, 1, 2, 3)), ("reduce", ("fp32", "bf16")),
-        ):  # fmt: skip
-            if getattr(self, name) not in allowed:
-                raise UserError(f"{name} is {getattr(self, name)!r}; choose {', '.join(map(str, allowed))}.")
-        for name in ("micro_batch", "data", "tensor", "pipeline", "interleave", "context", "expert", "replicate"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.lora < 0:
-            raise UserError(f"lora is {self.lora}; give the rank of its adapters, or 0 to train all parameters.")
-        if self.accumulation is not None and self.accumulation < 1:
-            raise UserError(f"accumulation is {self.accumulation}; it must be at least 1.")
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that have the same parameters, or by ZeRO share them."""
-        return self.data * self.context
-
-    @property
-    def shards(self) -> int:
-        """Of these, the ranks among which ZeRO shares."""
-        return self.replicas // self.replicate
-
-    @property
-    def ranks(self) -> int:
-        return self.replicas * self.tensor * self.pipeline
-
-    @property
-    def compute_bytes(self) -> int:
-        return 4 if self.precision in ("fp32", "tf32") else 2
-
-    @property
-    def residual_bytes(self) -> int:
-        """Autocast adds a bf16 branch to a float32 stream, which stays float32 unless it begins as bf16."""
-        return 2 if self.residual == "bf16" or self.has_copies else self.stored_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of a gradient as ranks send it: FSDP adds up in float32 unless `reduce` says otherwise."""
-        return 2 if self.has_copies and self.reduce == "bf16" else self.stored_bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of a parameter, and of its gradient."""
-        return 2 if self.precision == "mixed" or self.has_16_bit_weights else 4
-
-    @property
-    def is_autocast(self) -> bool:
-        return self.precision == "bf16"
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether matmuls take 16-bit copies of float32 parameters, and nothing else is float32."""
-        return self.precision in ("fsdp", "fp8")
-
-    @property
-    def has_16_bit_weights(self) -> bool:
-        """And no copy of them in float32."""
-        return self.precision in ("bf16_kahan", "bf16_stochastic")
 
 
 @dataclass(frozen=True)
@@ -166,67 +54,6 @@ class Anatomy:
 
     def __getitem__(self, name: str) -> float:
         return sum(part.bytes for part in self.parts if part.name == name)
-
-
-def split_problem(decoder: Decoder, training: Training) -> str:
-    """Why the model cannot be split like this; "" where it can. What advises or takes a split asks here."""
-    t, p, pieces, steps = training.tensor, training.pipeline, training.interleave, training.accumulation
-    problem = decoder.tensor_problem(t)
-    if problem:
-        return problem
-    if training.sequence_parallel and decoder.sequence % t:
-        return f"A sequence of {decoder.sequence:,} does not divide by tensor parallel {t}."
-    cut = 2 * training.context * (t if training.sequence_parallel else 1)
-    if training.context > 1 and decoder.sequence % cut:
-        return f"A sequence of {decoder.sequence:,} does not divide by {cut}, two pieces a rank of context parallel."
-    if training.expert > 1:
-        if decoder.experts == 1:
-            return "The model has no experts; leave expert parallel out."
-        if decoder.experts % training.expert:
-            return f"{decoder.experts} experts do not divide by expert parallel {training.expert}."
-        if training.replicas % training.expert:
-            return f"{training.replicas} data and context ranks do not divide by expert parallel {training.expert}."
-    if training.replicate > 1:
-        if training.zero < 2:
-            return f"{training.replicate} groups that each share the weights need ZeRO 2 or 3; zero is {training.zero}."
-        if training.replicas % training.replicate or training.shards == 1:
-            return f"{training.replicas} data and context ranks do not make {training.replicate} groups of several."
-    if decoder.cross_layers and (p > 1 or training.context > 1):
-        return (
-            "An encoder with a decoder is not counted on pipeline stages and context-parallel ranks; leave those out."
-        )
-    if p == 1 and pieces > 1:
-        return f"{pieces} pieces of a stage need a pipeline of at least 2 stages."
-    if p * pieces > decoder.layers:
-        many = f"{p} pipeline stages" + (f" of {pieces} pieces" if pieces > 1 else "")
-        return f"{decoder.layers} layers do not fill {many}; take fewer."
-    if pieces > 1 and steps is not None and steps % p:
-        return f"Pieces of a stage need a number of micro batches that is a multiple of {p}; accumulation is {steps}."
-    return ""
-
-
-def check_parallel(decoder: Decoder, training: Training) -> None:
-    """Refuse a split that the model's shape does not allow."""
-    problem = split_problem(decoder, training)
-    if problem:
-        raise UserError(problem)
-
-
-def rank_tokens(decoder: Decoder, training: Training) -> int:
-    """Tokens of a micro batch on one rank, which context parallel shares."""
-    return training.micro_batch * decoder.sequence // training.context
-
-
-def parameters_here(decoder: Decoder, training: Training, layers: int, ends: float = 0.0) -> tuple[float, float]:
-    """Parameters of so many layers and the ends on a rank: before ZeRO shards them, and after."""
-    experts = decoder.expert_parameters(layers) / training.tensor
-    everything = (decoder.fullest_stage(layers) + ends) / training.tensor
-    return everything - experts * (1 - 1 / training.expert), everything / training.shards
-
-
-def stage_layers(decoder: Decoder, training: Training) -> int:
-    """Layers of the fullest pipeline stage; where stages do not divide the layers, some have one more than others."""
-    return -(-decoder.layers // training.pipeline)
 
 
 def norm_bytes(decoder: Decoder, training: Training) -> int:
@@ -451,7 +278,7 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
     # The float32 block of forward's log-softmax is cut to its size and serves nothing else later.
     upcast = training.loss == "plain" and not training.compiled and training.is_autocast
     stranded = 4 * tokens * decoder.vocabulary / t if upcast and last and decoder.head else 0.0
-    lost = stranded + _LOOSE * allocated
+    lost = stranded + LOOSE * allocated
     parts += [
         Part("fragmentation", lost, "4 B a logit of the plain loss, and 2 % of the rest"),
         Part("CUDA context", CONTEXT_BYTES, "measured on an H200"),
@@ -497,71 +324,3 @@ def levers(decoder: Decoder, training: Training) -> list[tuple[str, float]]:
     before = train(decoder, training).total
     saved = [(name, before - train(*change()).total) for name, change in changes.items()]
     return sorted([(name, value) for name, value in saved if value > 0], key=lambda item: -item[1])
-
-
-# Inference
-
-WEIGHT_BYTES = {"mixed": 6.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
-_WEIGHTS = "{} B a parameter, without scales; every expert of a mixture"
-
-
-def kv_bytes_per_token(decoder: Decoder, element_bytes: float = 2.0) -> float:
-    """2·L·k·d·bytes, or of latents, every layer; a windowed layer stops growing at its window.
-
-    >>> from tilewright.plan.decoder import load
-    >>> kv_bytes_per_token(load("7b"))
-    524288.0
-    """
-    return decoder.layers * _cached(decoder) * element_bytes
-
-
-def _cached(decoder: Decoder) -> int:
-    """Numbers a token that a layer keeps: keys and values, or the latents they are made of."""
-    return decoder.latent or 2 * decoder.kv_heads * decoder.head_dim
-
-
-def cache_ranks(decoder: Decoder, tensor: int) -> int:
-    """Tensor-parallel ranks that share the cache: by heads; every one keeps all latents."""
-    return 1 if decoder.kv_rank else min(tensor, decoder.kv_heads)
-
-
-def kv_cache_bytes(decoder: Decoder, batch: int, tokens: int, element_bytes: float = 2.0) -> float:
-    """The cache of `batch` sequences of `tokens` tokens."""
-    one = _cached(decoder) * element_bytes
-    windowed = decoder.windowed_layers * min(tokens, decoder.window or tokens)
-    return batch * one * (windowed + (decoder.layers - decoder.windowed_layers) * tokens)
-
-
-def infer(
-    decoder: Decoder, batch: int, tokens: int, *, weights: str = "bf16", kv_bytes: float = 2.0, tensor: int = 1
-) -> Anatomy:
-    """The memory of serving `batch` sequences of up to `tokens` tokens each."""
-    if weights not in WEIGHT_BYTES:
-        raise UserError(f"weights are {weights!r}; choose {', '.join(WEIGHT_BYTES)}.")
-    if batch < 1 or tokens < 1 or tensor < 1 or not 0 < kv_bytes <= 8:
-        raise UserError("batch, tokens and tensor must be at least 1, and a cached number 0 to 8 bytes.")
-    if not decoder.causal:
-        raise UserError("An encoder does not decode and has no cache; take `plan train` or `plan roofline`.")
-    if decoder.cross_layers:
-        raise UserError("An encoder with a decoder keeps two caches, which are not counted; take `plan train`.")
-    decoder.check_length(tokens, "tokens")
-    decoder.check_tensor(tensor)
-    window = f", {decoder.windowed_layers} layers no further than {decoder.window:,}" if decoder.windowed_layers else ""
-    widest = max(3 * decoder.width, (2 if decoder.gated else 1) * decoder.ffn) * 2
-    parts = [
-        Part("weights", WEIGHT_BYTES[weights] * decoder.parameters / tensor, _WEIGHTS.format(WEIGHT_BYTES[weights])),
-        Part(
-            "KV cache",
-            kv_cache_bytes(decoder, batch, tokens, kv_bytes) / cache_ranks(decoder, tensor),
-            f"{kv_bytes_per_token(decoder, kv_bytes):,.0f} B a token x {batch} x {tokens:,}{window}; over "
-            f"{cache_ranks(decoder, tensor)} ranks",
-        ),
-        Part("activations", 2.0 * batch * (widest + 2 * decoder.vocabulary), "one token a sequence, logits in float32"),
-    ]
-    allocated = sum(part.bytes for part in parts)
-    lost = _LOOSE * allocated
-    parts += [
-        Part("fragmentation", lost, "2 % of the rest"),
-        Part("CUDA context", CONTEXT_BYTES, "measured on an H200"),
-    ]
-    return Anatomy("decoding", parts, allocated, allocated + lost + CONTEXT_BYTES)

@@ -19,9 +19,10 @@ from tilewright.hardware import Accelerator, Rate
 from tilewright.plan import calibration
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import DEFAULT, conventions
-from tilewright.plan.memory import MATMUL_DTYPES, Training, split_problem, train
+from tilewright.plan.memory import train
 from tilewright.plan.step import How, Rates, Step, step
 from tilewright.plan.traffic import Links
+from tilewright.plan.training import MATMUL_DTYPES, Training, split_problem
 
 _MOST_GPUS = 1_000_000
 _MOST_PADDED = 1.1  # layers as the largest stage has them, over those there are

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tilewright.hardware import COPY_SHARE, Accelerator, Rate
 from tilewright.plan.cost import Cost
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.memory import MATMUL_DTYPES, Training
+from tilewright.plan.training import MATMUL_DTYPES, Training
 from tilewright.plan.work import How, micro_batch_work, update_work
 
 LAUNCH_SECONDS = 2e-6  # below this a kernel's own start and end rule

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.memory import Training, parameters_here, stage_layers
 from tilewright.plan.traffic import Links, Phases, exposed
+from tilewright.plan.training import Training, parameters_here, stage_layers
 from tilewright.plan.work import (
     CACHED,
     CATEGORIES,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from tilewright.plan.calibration import FITTED
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.memory import PIECES_HELD, Training, parameters_here, rank_tokens, stage_layers
+from tilewright.plan.training import PIECES_HELD, Training, parameters_here, rank_tokens, stage_layers
 
 LINK_SHARE = 0.75  # of a link's or a card's datasheet, what a collective reaches
 BUCKET_BYTES = 25e6  # of DDP, at least; with many ranks Megatron makes them larger, for the rounds of their rings

@@ -22,7 +22,8 @@ from tilewright.plan.calibration import FITTED
 from tilewright.plan.cost import Cost
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import Matmul, matmuls
-from tilewright.plan.memory import Training, logits_at_once, matmul_weights, norm_bytes, optimizer_bytes, rank_tokens
+from tilewright.plan.memory import logits_at_once, matmul_weights, norm_bytes, optimizer_bytes
+from tilewright.plan.training import Training, rank_tokens
 
 CATEGORIES = ("matmul", "attention", "fused", "pointwise", "optimizer", "copy")  # as `measure.profile` tells them
 

@@ -11,7 +11,7 @@ from tilewright.parallel.layout import Layout
 from tilewright.plan.batches import Batches
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.gpt import OWN_ATTENTION
-from tilewright.plan.memory import Training
+from tilewright.plan.training import Training
 from tilewright.train.schema import RECORDING, Train
 
 

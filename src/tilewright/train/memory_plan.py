@@ -10,7 +10,8 @@ from tilewright.errors import UserError
 from tilewright.measure.machine import host_memory_bytes
 from tilewright.parallel.layout import Layout, split
 from tilewright.plan.decoder import Decoder, from_gpt
-from tilewright.plan.memory import WORKSPACE_BYTES, Training, kept_activations, largest_micro_batch, levers, train
+from tilewright.plan.memory import WORKSPACE_BYTES, kept_activations, largest_micro_batch, levers, train
+from tilewright.plan.training import Training
 from tilewright.train.schema import Train
 
 _DOUBT = 0.1  # of the bytes that the plan predicts; what is over by less is tried
