@@ -146,7 +146,7 @@ def _tokens(
     from tilewright.generate import Tokenizer
     from tilewright.generate.config import of_huggingface
     from tilewright.models.folder import read_tokenizer
-    from tilewright.plan.huggingface import read_json
+    from tilewright.plan.huggingface.config import read_json
 
     if not (folder / "config.json").exists():
         return None, None, ""  # which `quantize_folder` refuses

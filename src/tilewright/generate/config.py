@@ -14,7 +14,7 @@ from tilewright.errors import UserError
 from tilewright.plan.decoder import Decoder as Shape
 from tilewright.plan.decoder import from_config, from_gpt
 from tilewright.plan.gpt import GPTConfig
-from tilewright.plan.huggingface import shorten
+from tilewright.plan.huggingface.config import shorten
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
 MOST_POSITIONS = 1 << 28  # times the size of a head: two million with heads of 128

@@ -23,7 +23,7 @@ from tilewright.generate.step import Decoding
 from tilewright.generate.text import Detokenizer, Stopper, Tokenizer
 from tilewright.models import GPT
 from tilewright.models.folder import read_tokenizer
-from tilewright.plan.huggingface import read_json
+from tilewright.plan.huggingface.config import read_json
 
 Prompt = str | Sequence[int]
 _CONTEXT = 4096  # tokens of a cache, where nobody asks for more

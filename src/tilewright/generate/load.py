@@ -22,7 +22,7 @@ from tilewright.generate.quantized import make_layer, open_folder
 from tilewright.measure.machine import host_memory_bytes
 from tilewright.models import GPT
 from tilewright.models.folder import TABLES, Saved
-from tilewright.plan.huggingface import read_json, shorten
+from tilewright.plan.huggingface.config import read_json, shorten
 from tilewright.quantize.folder import Stored
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewright.errors import UserError
-from tilewright.plan.huggingface import read_json, shorten
+from tilewright.plan.huggingface.config import read_json, shorten
 
 INDEX = "model.safetensors.index.json"
 # Tables that older versions of transformers saved, and every version makes by itself.

@@ -12,9 +12,9 @@ from typing import Any
 from tilewright.errors import UserError
 from tilewright.plan import huggingface
 from tilewright.plan.gpt import GPT_BLOCKS, PRESETS, GPTConfig, preset
-from tilewright.plan.huggingface import LARGEST_NUMBER, shorten
+from tilewright.plan.huggingface.config import LARGEST_NUMBER, read_json, shorten
 
-_MOST_LAYERS = 100_000
+MOST_LAYERS = 100_000
 _SIZES = ("width", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "sequence", "norms", "experts",
           "active_experts")  # fmt: skip
 
@@ -99,8 +99,8 @@ class Decoder:
                 raise UserError(
                     f"{name} is {shorten(getattr(self, name))}; choose {', '.join(allowed[:-1])} or {allowed[-1]}."
                 )
-        if self.layers > _MOST_LAYERS:
-            raise UserError(f"layers is {self.layers}; no model has more than {_MOST_LAYERS:,}.")
+        if self.layers > MOST_LAYERS:
+            raise UserError(f"layers is {self.layers}; no model has more than {MOST_LAYERS:,}.")
         if self.heads % self.kv_heads:
             raise UserError(f"{self.heads} heads do not divide into {self.kv_heads} key-value heads.")
         if not 1 <= self.active_experts <= self.experts:
@@ -406,7 +406,7 @@ def _truth(text: str) -> bool:
 
 def read_config(path: Path) -> Decoder:
     """The model that a Hugging Face config.json describes."""
-    return Decoder(**huggingface.decoder_fields(huggingface.read_json(path)))
+    return Decoder(**huggingface.decoder_fields(read_json(path)))
 
 
 def from_config(raw: dict[str, Any]) -> Decoder:

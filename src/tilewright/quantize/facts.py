@@ -17,7 +17,7 @@ from typing import Any
 from tilewright.errors import UserError
 from tilewright.measure.results import write_json
 from tilewright.nn.quantized_linear import QuantizedLinear
-from tilewright.plan.huggingface import shorten
+from tilewright.plan.huggingface.config import shorten
 from tilewright.quantize.formats import FORMATS, Format, format_of
 
 SCHEMA = 2

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilewright.errors import UserError
 from tilewright.models.folder import Saved, open_tensors
-from tilewright.plan.huggingface import read_json, shorten
+from tilewright.plan.huggingface.config import read_json, shorten
 from tilewright.quantize.facts import FACTS, METHOD, check_files, read_facts, versions
 from tilewright.quantize.formats import FORMATS, format_of
 from tilewright.quantize.formats.awq import read_awq

@@ -15,7 +15,7 @@ import torch
 
 from tilewright.errors import UserError
 from tilewright.nn.quantized_linear import QuantizedLinear
-from tilewright.plan.huggingface import shorten
+from tilewright.plan.huggingface.config import shorten
 from tilewright.quantize.apply import MOST_ERROR, quantize_
 from tilewright.quantize.facts import FACTS, METHOD, check_files, describe, read_facts
 from tilewright.quantize.formats import Format, Int8, format_of

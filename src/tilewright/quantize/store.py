@@ -27,7 +27,7 @@ from torch import Tensor
 from tilewright.errors import UserError
 from tilewright.models.folder import TABLES
 from tilewright.nn.quantized_linear import QuantizedLinear
-from tilewright.plan.huggingface import shorten
+from tilewright.plan.huggingface.config import shorten
 from tilewright.quantize.facts import FACTS, describe, metadata, write_facts
 from tilewright.quantize.folder import PARTS, open_quantized
 from tilewright.quantize.formats.words import Read

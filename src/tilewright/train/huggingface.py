@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewright.errors import UserError
 from tilewright.plan.gpt import GPTConfig
-from tilewright.plan.huggingface import LARGEST_NUMBER, shorten
+from tilewright.plan.huggingface.config import LARGEST_NUMBER, shorten
 
 ACTIVATIONS = {
     "gelu_tanh": "gelu_new", "gelu": "gelu", "swiglu": "silu", "geglu_tanh": "gelu_pytorch_tanh", "geglu": "gelu",

@@ -23,7 +23,7 @@ from tilewright.measure.results import write_text
 from tilewright.models import GPT
 from tilewright.models.folder import Saved, open_tensors, read_tokenizer
 from tilewright.plan.gpt import LEVERS, GPTConfig
-from tilewright.plan.huggingface import read_json, shorten
+from tilewright.plan.huggingface.config import read_json, shorten
 from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
 from tilewright.train.checkpoint_format import short
 from tilewright.train.export import MOST_POSITIONS, refuse_taken, write_whole

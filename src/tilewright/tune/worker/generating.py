@@ -140,7 +140,7 @@ def save(run: Generating, folder: Path) -> None:
     from tilewright.generate.config import of_huggingface
     from tilewright.generate.quantizing import Plan, quantize_folder
     from tilewright.generate.weights import formats
-    from tilewright.plan.huggingface import read_json
+    from tilewright.plan.huggingface.config import read_json
     from tilewright.train.export import export_huggingface, load_model, tokenizer_of
 
     if folder.exists():
