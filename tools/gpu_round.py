@@ -101,6 +101,7 @@ STEPS = (
       for model, limit in (("plain GPT", 150), ("Llama-3.2-1B, bf16", 150), ("GPT-2", 120), ("Qwen3", 200))),
     _bench("glu_mlp", 120),
     _bench("gelu_mlp", 90),
+    _bench("wrappers", 180),
     _bench("quantized_linear", 90, "--quick", label="quick"),
     _tilewright("bench shapes", 280, "bench", "shapes", "--seed", "0", "--resume", "--again", "device", "--budget",
                 "{seconds}", "--out", "{results}/shapes.json", copied="shapes"),

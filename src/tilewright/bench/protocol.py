@@ -48,9 +48,9 @@ class Ask:
         return found
 
 
-def head(name: str, ask: Ask) -> dict[str, Any]:
+def head(name: str, ask: Ask, *, needs_gpu: bool = True) -> dict[str, Any]:
     """What stands at the top of a result; refuses to measure where there is nothing to measure on."""
-    if not torch.cuda.is_available():
+    if needs_gpu and not torch.cuda.is_available():
         raise UserError("A benchmark needs a CUDA GPU and PyTorch sees none; `tilewright doctor` says why.")
     part = {"only": ask.only} if ask.only else {}
     return {"schema": SCHEMA, "benchmark": name, **part, "machine": describe()}

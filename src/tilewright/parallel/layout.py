@@ -33,10 +33,16 @@ class Layout:
     pieces: int = 1  # of a pipeline stage
     dp_replicate: int = 1  # groups of replicas, each of which shares the weights among its ranks
     ep: int = 1  # of the replicas, those that share experts
+    wrap: bool = False  # one rank runs by DDP or FSDP2 as several do
 
     @property
     def ranks(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is one process that needs no other, and no process group."""
+        return self.ranks == 1 and not self.wrap
 
     @property
     def replicas(self) -> int:
@@ -51,7 +57,7 @@ class Layout:
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP2 shards the parameters."""
-        return self.zero >= 2 and self.replicas > 1
+        return self.zero >= 2 and (self.replicas > 1 or self.wrap)
 
     @property
     def is_replicated(self) -> bool:
@@ -69,12 +75,12 @@ class Layout:
 
 def derive(
     ranks: int, *, dp: int = 0, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0, sp: bool = False,
-    pieces: int = 1, dp_replicate: int = 1,
+    pieces: int = 1, dp_replicate: int = 1, wrap: bool = False,
 ) -> Layout:  # fmt: skip
     """The layout of so many processes; `dp` 0 takes those that the other sizes leave.
 
     >>> derive(8, tp=2, zero=3)
-    Layout(dp=4, tp=2, pp=1, cp=1, zero=3, sp=False, pieces=1, dp_replicate=1, ep=1)
+    Layout(dp=4, tp=2, pp=1, cp=1, zero=3, sp=False, pieces=1, dp_replicate=1, ep=1, wrap=False)
     """
     if ranks % (tp * pp * cp):
         raise UserError(
@@ -88,8 +94,10 @@ def derive(
         )
     if sp and tp == 1:
         raise UserError("parallel.sp shares the sequence among the ranks of tp, and tp is 1; set tp, or leave it out.")
+    if wrap and ranks > 1:
+        raise UserError(f"parallel.wrap is for one process, and there are {ranks}, which need no asking; leave it out.")
     dp = solve(gpus=ranks, tensor=tp * cp, pipeline=pp).data
-    return Layout(dp, tp, pp, cp, zero, sp, pieces, dp_replicate, ep)
+    return Layout(dp, tp, pp, cp, zero, sp, pieces, dp_replicate, ep, wrap)
 
 
 def check(layout: Layout, decoder: Decoder, training: Training, *, optimizer: str) -> None:

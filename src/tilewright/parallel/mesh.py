@@ -30,7 +30,7 @@ class Mesh:
         self.sharding: DeviceMesh | None = None  # what FSDP2 takes: replicas, or groups of them that have the same
         self._weights: DeviceMesh | None = None  # what weights are cut over
         self.experts: DeviceMesh | None = None
-        if layout.ranks == 1:
+        if layout.is_alone:
             return
         sizes = (layout.pp, layout.dp, layout.cp, layout.tp)
         self.whole = init_device_mesh(device_type, sizes, mesh_dim_names=DIMENSIONS)

@@ -81,7 +81,7 @@ class Shards:
         """Return the norm of all gradients of the model, each element once, by one message of one number."""
         due = [(part, part.local.grad) for part in self.parts if part.local.grad is not None]
         norms = torch._foreach_norm([gradient for _, gradient in due], 2, dtype=torch.float32)
-        if self.mesh.layout.ranks == 1:
+        if self.mesh.layout.is_alone:
             return torch.linalg.vector_norm(torch.stack(norms))
         squares = torch.stack(norms).square()
         total = (squares / torch.tensor([part.copies for part, _ in due], device=squares.device)).sum()

@@ -77,7 +77,8 @@ class Spread:
                 replicas.shard(root, replicas.blocks_of(root), mesh, policy)
         self.shards = Shards(model, mesh, twice="token.weight" if tied else "")
         # DDP takes no model of which only some parameters are DTensors: with tp, gradients are added up after backward.
-        self.overlaps = policy.overlap and layout.tp == 1 and layout.replicas > 1 and not layout.is_sharded
+        watches = layout.tp == 1 and (layout.replicas > 1 or layout.wrap)
+        self.overlaps = policy.overlap and watches and not layout.is_sharded
         # What gradients are to be divided by: DDP and FSDP2 take means themselves, in backward.
         self.divisor = 1 if layout.is_sharded or self.overlaps else layout.replicas
 

@@ -175,6 +175,8 @@ class _Run:
         check_levers(config, self.device, self.sizes.accumulation)
         self.precision = precision_of(config, self.device)
         self.plan = planned(config, self.precision, self.sizes.micro, self.sizes.accumulation, layout)
+        if layout.wrap:
+            closing.enter_context(World.of_one(self.device))
         self.world = World.current(layout, self.device.type)
         self.shown = shown if self.world.is_rank_zero or shown.on_every_rank else Shown()
         self.policies = policies(config, self.plan)

@@ -206,6 +206,9 @@ class Parallel:
         "What dropout is drawn by: torch's generator, or each token's place, which is alike on any mesh; auto: the "
         "former in one process, the latter in several.",
     )  # fmt: skip
+    wrap: bool = told(
+        False, "One process trains by DDP or FSDP2, too, by zero, and shares with nobody: shows what they cost."
+    )
     timeout: float = told(600.0, "Seconds after which a rank that waits for others gives up.", minimum=0.1)
 
     def __post_init__(self) -> None:
@@ -306,7 +309,7 @@ class Train:
         p = self.parallel
         return derive(
             ranks, dp=p.dp, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, zero=p.zero, sp=p.sp, pieces=p.pieces,
-            dp_replicate=p.dp_replicate,
+            dp_replicate=p.dp_replicate, wrap=p.wrap,
         )  # fmt: skip
 
     def batch_sizes(self, ranks: int) -> Batches:

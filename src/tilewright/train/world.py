@@ -89,6 +89,20 @@ class World:
             finally:
                 dist.destroy_process_group()
 
+    @staticmethod
+    @contextlib.contextmanager
+    def of_one(device: torch.device) -> Iterator[None]:
+        """A process group of this process alone, unless there is one: DDP and FSDP2 do not run without."""
+        if dist.is_initialized():
+            yield
+            return
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
 
 def _number(name: str, default: int | None, *, least: int) -> int:
     """A number that torchrun has put into the environment."""
