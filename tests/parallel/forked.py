@@ -31,7 +31,7 @@ class Command:
         network: the name of the network namespace that it is in.
     """
 
-    def __init__(self, output, *words, silent=3.0, network="", **environment):
+    def __init__(self, output, *words, silent=10.0, network="", **environment):
         self.output = Path(output)
         self.output.touch()
         self.process = start_process(_run, str(output), words, silent, network, environment)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 from parallel.forked import Command
 from tilewright.train.load_config import read, split_arguments
@@ -33,9 +34,9 @@ def written(folder):
     return [record["loss"] for record in read_metrics(folder / "metrics.jsonl")]
 
 
-def alone(folder):
+def alone(folder, *changes):
     """The losses of the run on one process that nobody disturbs."""
-    return pytest.approx(losses(read(*split_arguments([*RUN, f"out={folder}"])).train), abs=1e-5, rel=0)
+    return pytest.approx(losses(read(*split_arguments([*RUN, f"out={folder}", *changes])).train), abs=1e-5, rel=0)
 
 
 def wait_until(condition, *commands, seconds=120.0):
@@ -85,6 +86,22 @@ def test_a_run_goes_on_however_often_a_rank_is_killed(tmp_path, start):
     assert "Traceback" not in launcher.output.read_text()
 
 
+def test_groups_that_share_the_weights_go_on_as_fewer(tmp_path, start):
+    """With three of four ranks in two groups of two: two of them, which are one group."""
+    out = tmp_path / "run"
+    words = ["--nproc", "4", "--restarts", "1", "parallel.zero=3", "parallel.dp_replicate=2", f"out={out}"]
+    changes = "global_batch=4", "steps=100", "checkpoint.every=5"
+    launcher = start("train", *words, *RUN, *changes)
+    wait_until(lambda: len(launcher.ranks()) == 4 and len(written(out)) >= 3, launcher)
+    os.kill(launcher.ranks()[2], signal.SIGKILL)
+    assert launcher.wait() == 0, launcher.output.read_text()
+    said = "rank 2 ended by SIGKILL: goes on from the newest checkpoint with 2 of 4 ranks."
+    assert launcher.said("rank ") == [said]
+    kept = yaml.safe_load((out / "config.yaml").read_text())
+    assert kept["parallel"]["dp_replicate"] == 1 and kept["global_batch"] == 4
+    assert written(out) == alone(tmp_path / "alone", *changes)
+
+
 @pytest.fixture
 def networks():
     """Two network namespaces with a cable between them: their names, and how to cut it."""
@@ -113,7 +130,7 @@ def test_ranks_that_the_network_cuts_off_end_with_a_sentence_each(tmp_path, star
     names, cut = networks
     ranks = [
         start(
-            "train", f"out={tmp_path / 'run'}", *RUN, "steps=100000", silent=3.0, network=name, RANK=str(number),
+            "train", f"out={tmp_path / 'run'}", *RUN, "steps=100000", silent=8.0, network=name, RANK=str(number),
             WORLD_SIZE="2", MASTER_ADDR="10.77.0.1", MASTER_PORT="29511", GLOO_SOCKET_IFNAME="cable",
         )
         for number, name in enumerate(names)
@@ -123,8 +140,8 @@ def test_ranks_that_the_network_cuts_off_end_with_a_sentence_each(tmp_path, star
     began = time.monotonic()
     assert [rank.wait(30.0) for rank in ranks] == [1, 1] and time.monotonic() - began < 30.0
     heads = (
-        "Rank 1 has given no sign of life for 3 s",
-        "The store of the run, 10.77.0.1:29511, has not answered for 3 s",
+        "Rank 1 has given no sign of life for 8 s",
+        "The store of the run, 10.77.0.1:29511, has not answered for 8 s",
     )
     for rank, head in zip(ranks, heads, strict=True):
         (line,) = rank.said("error:")

@@ -69,6 +69,8 @@ def test_the_command_looks_at_the_run_first(capsys):
     pods = yaml.safe_load(CliRunner().invoke(app, command).stdout)
     (container,) = pods["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     assert {"global_batch=32", "micro_batch=4", "parallel.dp=0"} <= set(container["args"])
+    pods = yaml.safe_load(CliRunner().invoke(app, [*command, "parallel.zero=3", "parallel.dp_replicate=2"]).stdout)
+    assert pods["spec"]["elasticPolicy"]["minReplicas"] == 2
     for wrong, words in (("checkpoint.resume=never", "goes on"), ("model.heads=2", "heads do not divide")):
         bad = CliRunner().invoke(app, ["launch", "slurm", "parallel.tp=4", wrong, "--gpus", "4"])
         assert isinstance(bad.exception, UserError) and words in str(bad.exception)

@@ -1,6 +1,7 @@
 """A rank that is killed is named, and the run goes on without it: with the same global batch, so the same losses."""
 
 import dataclasses
+import math
 import os
 import signal
 import threading
@@ -9,9 +10,10 @@ import time
 import pytest
 import torch.distributed as dist
 
+from tilewright.cli import train as cli
 from tilewright.errors import UserError
 from tilewright.parallel import alive, launch
-from tilewright.train.check_ranks import check_ranks, keeps_its_ranks, with_fewer_ranks
+from tilewright.train.check_ranks import check_ranks, fewer_groups, keeps_its_ranks, with_fewer_ranks
 from tilewright.train.load_config import read, split_arguments, write_yaml
 from tilewright.train.metrics import read as read_metrics
 from tilewright.train.signals import Signals
@@ -126,6 +128,47 @@ def test_a_restart_changes_nothing_of_what_is_learnt():
                           "parallel.dropout=position", "checkpoint.resume=auto"}  # fmt: skip
     assert keeps_its_ranks(of_run("optimizer.name=adamw_8bit", "parallel.zero=3", "micro_batch=2"), 4)
     assert not keeps_its_ranks(of_run("optimizer.name=adamw_8bit", "micro_batch=2"), 4)
+
+
+@pytest.mark.parametrize("each", [{}, {"tp": 2}, {"cp": 2}, {"pp": 2, "tp": 2}])
+@pytest.mark.parametrize("ranks, groups", [(4, 2), (8, 2), (8, 4), (12, 3), (24, 6)])
+def test_with_fewer_ranks_there_are_fewer_groups_and_none_is_smaller(each, ranks, groups):
+    sizes = [f"parallel.{name}={size}" for name, size in each.items()]
+    own = math.prod(size for name, size in each.items() if name != "cp")  # ranks that are no replicas of each other
+    of_all = of_run("model.heads=4", "micro_batch=1", "accumulation=720", "parallel.zero=3",
+                    f"parallel.dp_replicate={groups}", *sizes)  # fmt: skip
+    before, _ = check_ranks(of_all, ranks * own)
+    for left in range(1, ranks):
+        (added,) = fewer_groups(of_all, ranks * own, left * own)
+        found = int(added.removeprefix("parallel.dp_replicate="))
+        assert left % found == 0 and found <= groups
+        assert found == 1 or left // found >= before.shards
+        fits = [one for one in range(1, groups + 1) if left % one == 0 and left // one >= before.shards]
+        assert found == max([1, *fits])
+        if left % each.get("cp", 1) == 0 and of_all.batch_sizes(before.dp).global_ % (left // each.get("cp", 1)) == 0:
+            again = of_run(*sizes, "model.heads=4", "parallel.zero=3", *with_fewer_ranks(of_all, ranks * own), added)
+            layout, batch = check_ranks(again, left * own)
+            assert (layout.replicas, layout.dp_replicate) == (left, found)
+            assert batch.global_ == of_all.batch_sizes(before.dp).global_
+    assert fewer_groups(of_run("micro_batch=1"), 8, 4) == ()
+
+
+def test_the_launcher_looks_for_a_smaller_mesh_with_fewer_groups(monkeypatch):
+    found = {}
+
+    def run(arguments, ranks, *, smaller, **others):
+        found.update({most: smaller(most) for most in range(ranks)})
+        return 0
+
+    monkeypatch.setattr(launch, "run", run)
+    given = ["micro_batch=1", "global_batch=24", "parallel.zero=3", "parallel.dp_replicate=4", "checkpoint.every=1"]
+    assert cli._launch(read(*split_arguments(given)), given, 8, 1, False) == 0
+    sizes = {most: start and (start.ranks, start.overrides[-1]) for most, start in found.items()}
+    groups = lambda count: f"parallel.dp_replicate={count}"  # noqa: E731
+    assert sizes == {
+        7: (6, groups(3)), 6: (6, groups(3)), 5: (4, groups(2)), 4: (4, groups(2)), 3: (3, groups(1)),
+        2: (2, groups(1)), 1: (1, groups(1)), 0: None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("given, words", [

@@ -61,7 +61,8 @@ def kubernetes(
     """
     run = _check(arguments, nodes * gpus)
     given = [*(arguments or []), *with_fewer_ranks(run, nodes * gpus)]  # with the pods that are left it learns the same
-    fewest = nodes if keeps_its_ranks(run, nodes * gpus) else 1
+    # Groups that share the weights are so many as they say: the operator waits until all pods are there.
+    fewest = nodes if keeps_its_ranks(run, nodes * gpus) or run.parallel.dp_replicate > 1 else 1
     print(jobs.kubernetes(given, nodes=nodes, gpus=gpus, name=name, image=image, claim=claim, restarts=restarts,
                           fewest=fewest), end="")  # fmt: skip
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tilewright.cli.output import ProgressConsole, gigabytes
 from tilewright.errors import UserError
-from tilewright.train.check_ranks import check_ranks, keeps_its_ranks, with_fewer_ranks
+from tilewright.train.check_ranks import check_ranks, fewer_groups, keeps_its_ranks, with_fewer_ranks
 from tilewright.train.load_config import Configuration, read, split_arguments
 
 if TYPE_CHECKING:  # which loads torch
@@ -89,8 +89,9 @@ def _launch(configuration: Configuration, arguments: list[str], ranks: int, rest
             if number < ranks and needs_all:
                 continue
             with contextlib.suppress(UserError):
-                check_ranks(read(*split_arguments([*arguments, *same])).train, number)
-                return launch.Start(number, same)
+                added = (*same, *fewer_groups(train, ranks, number))
+                check_ranks(read(*split_arguments([*arguments, *added])).train, number)
+                return launch.Start(number, added)
         return None
 
     def say(text: str) -> None:

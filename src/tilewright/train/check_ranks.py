@@ -88,6 +88,25 @@ def with_fewer_ranks(config: Train, ranks: int) -> tuple[str, ...]:
     return tuple(found)
 
 
+def fewer_groups(config: Train, ranks: int, left: int) -> tuple[str, ...]:
+    """What is added beside that for a run of so many ranks in groups that share the weights, when fewer ranks are left.
+
+    Groups go, and none has fewer ranks than before, which would have to hold more: with fewer ranks than a group had,
+    all of them are one.
+
+    >>> from tilewright.train.schema import Parallel
+    >>> run = Train(global_batch=24, parallel=Parallel(zero=3, dp_replicate=4))
+    >>> fewer_groups(run, 8, 6), fewer_groups(run, 8, 1)
+    (('parallel.dp_replicate=3',), ('parallel.dp_replicate=1',))
+    """
+    before, _ = check_ranks(config, ranks)
+    if before.dp_replicate == 1:
+        return ()
+    replicas = left // (before.tp * before.pp)
+    possible = range(min(before.dp_replicate, replicas // before.shards), 1, -1)
+    return (f"parallel.dp_replicate={next((groups for groups in possible if replicas % groups == 0), 1)}",)
+
+
 def keeps_its_ranks(config: Train, ranks: int) -> bool:
     """Whether a checkpoint of so many ranks is for as many alone: states in 8 bits have scales of a rank's part."""
     layout, _ = check_ranks(config, ranks)
