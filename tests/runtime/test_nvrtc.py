@@ -16,7 +16,7 @@ import torch
 from tilewright.ops.attention import hopper_backward, hopper_forward
 from tilewright.runtime import nvrtc
 
-CONTEXT, MODULE, FUNCTION, STREAM = 11, 12, 13, 14
+CONTEXT, MODULE, FUNCTION, STREAM, EVENT = 11, 12, 13, 14, 15
 
 
 class Emulator:
@@ -100,11 +100,24 @@ class Emulator:
             return 201
         config = config._obj
         attribute = nvrtc._LaunchAttribute.from_address(config.attributes)
-        assert (config.count, attribute.id, attribute.value[0]) == (1, 6, 1) and extra is None
+        assert config.count == 1 and extra is None and not any(attribute.value[1:])
+        what = {(6, 1): "early", (12, EVENT): "tells when it has begun"}[attribute.id, attribute.value[0]]
         sizes = *config.grid, *config.block, config.shared_bytes
         numbers = [cast(address, POINTER(c_int))[0] for address in arguments]
-        self.launched.append((sizes, config.stream, numbers, "early"))
+        self.launched.append((sizes, config.stream, numbers, what))
         return 0
+
+    def cuEventCreate(self, event, flags):
+        event._obj.value = EVENT
+        return 0 if flags == 2 else 1
+
+    def cuEventRecord(self, event, stream):
+        self.launched.append(("recorded", event.value, stream))
+        return 0
+
+    def cuStreamWaitEvent(self, stream, event, flags):
+        self.launched.append(("waits", event.value, stream))
+        return flags
 
     def cuTensorMapEncodeTiled(self, to, kind, rank, address, sizes, strides, box, steps, *rest):
         assert ctypes.addressof(to._obj) % 128 == 0 and ctypes.sizeof(to._obj) == 128
@@ -156,6 +169,21 @@ def test_a_kernel_may_begin_before_the_one_in_front_of_it_has_ended(emulator, so
     emulator.context = None
     kernel(7, (c_int(3),), begins_early=True)
     assert emulator.launched == [((7, 1, 1, 256, 1, 1, 64), STREAM, [3], "early")]
+
+
+@pytest.mark.parametrize("version", [12020, 12030])
+def test_a_launch_tells_when_it_has_begun_or_by_an_older_driver_when_it_has_ended(
+    emulator, source, monkeypatch, version
+):
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: version, raising=False)
+    kernel, started = nvrtc.Module(source, 0, {}).kernel("known", 256, 64), nvrtc.Started(0)
+    kernel(7, (c_int(3),), started=started)
+    started.wait()
+    sizes, waits = (7, 1, 1, 256, 1, 1, 64), ("waits", EVENT, STREAM)
+    if version == 12030:
+        assert emulator.launched == [(sizes, STREAM, [3], "tells when it has begun"), waits]
+    else:
+        assert emulator.launched == [(sizes, STREAM, [3]), ("recorded", EVENT, STREAM), waits]
 
 
 def test_a_kernel_keeps_its_shared_memory_where_another_of_the_same_function_needs_less(emulator, source):
@@ -361,6 +389,10 @@ static_assert(CU_TENSOR_MAP_SWIZZLE_128B == {nvrtc._SWIZZLES[128]});
 static_assert(CU_TENSOR_MAP_L2_PROMOTION_L2_256B == {nvrtc._L2_256B});
 static_assert(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES == {nvrtc._MAX_DYNAMIC_SHARED_SIZE_BYTES});
 static_assert(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == {nvrtc._PROGRAMMATIC_STREAM_SERIALIZATION});
+static_assert(CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT == {nvrtc._LAUNCH_COMPLETION_EVENT});
+static_assert(CU_EVENT_DISABLE_TIMING == {nvrtc._DISABLE_TIMING});
+static_assert(offsetof(CUlaunchAttributeValue, launchCompletionEvent.event) == 0);
+static_assert(offsetof(CUlaunchAttributeValue, launchCompletionEvent.flags) == {ctypes.sizeof(ctypes.c_uint64)});
 static_assert(sizeof(CUlaunchConfig) == {ctypes.sizeof(nvrtc._LaunchConfig)});
 static_assert(offsetof(CUlaunchConfig, hStream) == {nvrtc._LaunchConfig.stream.offset});
 static_assert(offsetof(CUlaunchConfig, attrs) == {nvrtc._LaunchConfig.attributes.offset});

@@ -1,15 +1,18 @@
 """Runs the source of `run.cu` on the CPU: all blocks at once, in interleavings drawn by a seed."""
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
+import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 
 from tilewright.runtime import nvrtc
-from tilewright.tilesync import Rope, device
+from tilewright.tilesync import Rope, device, launch
 
 FOLDER = Path(__file__).parent / "emulator"
 # A stage of the user's own: twice the first input plus the second.
@@ -26,13 +29,15 @@ static std::vector<Program> programs;
 static Tensors given;
 static void start() { tilewright_tilesync_run(programs[launch_of[block()]], given); }
 static void begin() { tilewright_tilesync_begin(programs[launch_of[block()]]); }
-// Of each launch: program, blocks, whether it is a kernel that waits for a stage to begin, and whom it is behind.
-extern "C" const char* run(int count, const Program* asked, const int* blocks, const int* waits, const int* behind,
-                           int resident, const Tensors* tensors, int seed, int lost) {
+// Of each launch: program, blocks, whether it is a kernel that waits for a stage to begin, launches that must have
+// ended, and those that must have started.
+extern "C" const char* run(int count, const Program* asked, const int* blocks, const int* waits, const u64* ended,
+                           const u64* started, bool one_queue, int resident, const Tensors* tensors, int seed,
+                           int lost) {
   programs.assign(asked, asked + count), given = *tensors, launches.clear();
-  for (int i = 0; i < count; i++) launches.push_back({blocks[i], behind[i], waits[i] ? begin : start});
+  for (int i = 0; i < count; i++) launches.push_back({blocks[i], ended[i], started[i], waits[i] ? begin : start});
   dice.seed(seed), lost_post = lost, posts_done = 0;
-  return run_all(resident, THREADS);
+  return run_all(resident, THREADS, one_queue);
 }
 """
 # One build for all graphs of the tests: each has fewer tensors, and none larger tiles.
@@ -63,6 +68,65 @@ def build(folder, **macros):
     return library
 
 
+class Streams:
+    """Stand-ins by which `Runner._run_on_streams` says which launch is behind the end or the start of which.
+
+    A launch: program, blocks, whether it is a kernel that waits for a stage to begin, launches that must have ended,
+    and launches that must have started; of the latter two each is a bit of a number.
+    """
+
+    def __init__(self, count):
+        self.launches, self.here = [], None
+        self.caller = self.Stream(self)
+        self.runner = launch.Runner.__new__(launch.Runner)
+        self.runner.device, self.runner.lock = torch.device("cpu"), threading.Lock()
+        self.runner.streams = [self.Stream(self) for _ in range(count - 1)]
+        self.runner.started = [self.Started(self) for _ in range(count - 1)]
+        self.runner.kernel, self.runner.begin = self.kernel, self.begin
+
+    class Stream:
+        def __init__(self, all_of_them):
+            self.all, self.ended, self.started = all_of_them, 0, 0
+
+        def wait_stream(self, other):
+            self.ended |= other.ended
+
+    class Started:
+        def __init__(self, all_of_them):
+            self.all, self.launch = all_of_them, None
+
+        def wait(self):
+            self.all.here.started |= 1 << self.launch
+
+    def kernel(self, blocks, arguments, started=None):
+        if started:
+            started.launch = len(self.launches)
+        self._launch(arguments[0], blocks, False)
+
+    def begin(self, blocks, arguments):
+        self._launch(arguments[0], blocks, True)
+
+    def _launch(self, program, blocks, waits):
+        here = self.here
+        self.launches.append((program, blocks, waits, here.ended, here.started))
+        here.ended, here.started = 1 << len(self.launches) - 1, 0
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.here = self.here, stream
+        yield
+        self.here = before
+
+    def of(self, programs, blocks):
+        """Return the launches of stages, of which each has a program and blocks."""
+        with (
+            mock.patch.object(torch.cuda, "current_stream", lambda on: self.caller),
+            mock.patch.object(torch.cuda, "stream", self.stream),
+        ):
+            self.runner._run_on_streams(programs, blocks, None)
+        return self.launches
+
+
 class Emulated:
     """A program on the emulated GPU, with its semaphores, which live from call to call."""
 
@@ -79,9 +143,13 @@ class Emulated:
 
     def __call__(
         self, tensors, blocks=3, resident=None, seed=0, lost=-1, flags=device.WAITS, parts=None, patience=20000,
-        streams=False, begins=True,
+        streams=False, begins=True, edges=True, one_queue=False,
     ):  # fmt: skip
-        """Returns all tensors, and raises what stopped the emulator; `begins`: whether stages wait for each other's."""
+        """Returns all tensors, and raises what stopped the emulator.
+
+        Of `streams` may be left out: `begins`, kernels that wait for the stage before to begin, and `edges`, their
+        launches' being behind its start. `one_queue`: launches begin in an order that no edge forbids, one by one.
+        """
         graph, lowered = self.lowered.program.graph, self.lowered
         values = dict(tensors)
         for name, spec in graph.specs.items():
@@ -95,22 +163,21 @@ class Emulated:
         flags |= device.STREAMS if streams else 0
         resident, semaphores, cells = resident or blocks, len(lowered.program.semaphores), len(lowered.stages)
         of_each = [min(blocks, count) if streams else blocks for _, count in parts]
-        together = []  # launches: program, blocks, whether it waits for a stage to begin, whom it is behind
-        for number, ((first, count), own) in enumerate(zip(parts, of_each, strict=True)):
-            program = device.ProgramArgument(
-                *arrays, patience, first, count, semaphores, flags, number, cells, sum(of_each)
-            )
-            if streams and begins and number:
-                before = device.ProgramArgument.from_buffer_copy(program)
-                before.cell, before.blocks = number - 1, of_each[number - 1]
-                earlier = [i for i, launch in enumerate(together) if launch[2]]
-                together.append((before, 1, True, earlier[-1] if earlier else -1))
-            together.append((program, own, False, len(together) - 1 if streams and begins and number else -1))
+        programs = [
+            device.ProgramArgument(*arrays, patience, first, count, semaphores, flags, number, cells, sum(of_each))
+            for number, (first, count) in enumerate(parts)
+        ]
+        together = [(program, own, False, 0, 0) for program, own in zip(programs, of_each, strict=True)]
+        if streams and begins:
+            together = Streams(len(parts)).of(programs, of_each)
+            together = [(*each, started if edges else 0) for *each, started in together]
         for some in [together] if streams else [[each] for each in together]:
-            numbers = [(ctypes.c_int * len(some))(*each) for each in list(zip(*some, strict=True))[1:]]
+            kinds = ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64
+            columns = list(zip(*some, strict=True))[1:]
+            numbers = [(kind * len(some))(*each) for kind, each in zip(kinds, columns, strict=True)]
             programs = (device.ProgramArgument * len(some))(*(each[0] for each in some))
             stopped = self.library.run(
-                len(some), programs, *numbers, resident, ctypes.byref(given), seed, lost
+                len(some), programs, *numbers, one_queue, resident, ctypes.byref(given), seed, lost
             )  # fmt: skip
             assert stopped is None, stopped.decode()
         return values

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilesync.emulated import Streams
 from tilesync.graphs import chain, graphs, tensors
 from tilewright.measure.clock import Timing
-from tilewright.runtime import nvrtc
+from tilewright.runtime import nvrtc, paths
 from tilewright.tilesync import (
     Gemm,
     Graph,
@@ -294,44 +295,30 @@ def test_each_stream_and_each_captured_call_has_semaphores_of_its_own_which_were
     assert len({runner._control(mode).data_ptr() for mode in ("persistent", "streams")}) == 2
 
 
-def test_streams_fork_one_behind_the_others_first_kernel_and_join_the_callers(monkeypatch):
+def test_streams_fork_behind_the_start_of_the_stage_before_and_join_the_callers():
     """By stand-ins that note what waits for what: so a capture of the caller's stream has them all."""
-
-    class Stream:
-        def __init__(self, name):
-            self.name, self.work = name, []
-
-        def record_event(self):
-            return self, len(self.work)
-
-        def wait_event(self, event):
-            self.work.append(("behind", event[0].name, event[1]))
-
-        def wait_stream(self, other):
-            self.wait_event(other.record_event())
-
-    current = [caller := Stream("caller")]
-
-    @contextlib.contextmanager
-    def stream(of):
-        current.append(of)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda on: current[-1])
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    runner = launch.Runner.__new__(launch.Runner)
-    first, second = Stream("first"), Stream("second")
-    runner.device, runner.streams, runner.lock = torch.device("cpu"), [first, second], threading.Lock()
-    runner.kernel = lambda blocks, arguments: current[-1].work.append(("run", arguments[0].cell, blocks))
-    runner.begin = lambda blocks, given: current[-1].work.append(("begin", given[0].cell, given[0].blocks, blocks))
-    program = launch.device.ProgramArgument
+    program, streams = launch.device.ProgramArgument, Streams(3)
     launches = [program(cell=stage, cells=3, blocks=9) for stage in range(3)]
-    runner._run_on_streams(launches, [4, 3, 2], None)
-    assert caller.work == [("run", 0, 4), ("behind", "first", 3), ("behind", "second", 3)]
-    assert first.work == [("behind", "caller", 0), ("begin", 0, 4, 1), ("run", 1, 3)]
-    assert second.work == [("behind", "first", 2), ("begin", 1, 3, 1), ("run", 2, 2)]
+    done = streams.of(launches, [4, 3, 2])
+    assert [(given.cell, given.blocks, blocks, *rest) for given, blocks, *rest in done] == [
+        (0, 9, 4, False, 0b0, 0b0),
+        (0, 4, 1, True, 0b0, 0b1),  # when the first stage has started, waits for its 4 blocks
+        (1, 9, 3, False, 0b10, 0b0),
+        (1, 3, 1, True, 0b0, 0b100),
+        (2, 9, 2, False, 0b1000, 0b0),
+    ]
+    assert streams.caller.ended == 0b10101
     assert [each.cell for each in launches] == [0, 1, 2] and {each.blocks for each in launches} == {9}
+
+
+def test_what_a_driver_cannot_tell_is_said(host, monkeypatch):
+    host.fastest = "streams"
+    op, inputs = fresh(monkeypatch)
+    for version, said in ((12030, "streams"), (12020, "one stage after the other: a driver older than CUDA 12.3")):
+        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda version=version: version, raising=False)
+        with paths.explain() as taken:
+            op(**inputs)
+        assert said in str(taken)
 
 
 def test_what_is_proved_of_streams_is_proved_once(monkeypatch):
@@ -363,11 +350,12 @@ def test_threads_on_one_stream_launch_all_stages_one_after_the_other(monkeypatch
         done.append(threading.get_ident())
         time.sleep(0.005)
 
-    stream = SimpleNamespace(record_event=lambda: None, wait_event=note, wait_stream=note)
+    stream = SimpleNamespace(wait_stream=note)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda on: stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     runner.device, runner.streams, runner.lock = torch.device("cpu"), [stream], threading.Lock()
-    runner.kernel = runner.begin = note
+    runner.started = [SimpleNamespace(wait=note)]
+    runner.begin, runner.kernel = note, lambda blocks, arguments, started: note()
     launches = [launch.device.ProgramArgument(cell=stage) for stage in range(2)]
     threads = [threading.Thread(target=runner._run_on_streams, args=(launches, [1, 1], None)) for _ in range(4)]
     for thread in threads:

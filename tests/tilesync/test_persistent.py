@@ -102,14 +102,14 @@ def test_launches_follow_each_other_and_nothing_is_cleared(library, graph):
 
 
 @settings(max_examples=10, suppress_health_check=list(HealthCheck))
-@given(graphs(stages=4, for_gpu=True), st.integers(2, 4), st.integers(0, 99))
-def test_stages_on_streams_of_their_own(library, graph, places, seed):
+@given(graphs(stages=4, for_gpu=True), st.integers(2, 4), st.booleans(), st.integers(0, 99))
+def test_stages_on_streams_of_their_own(library, graph, places, one_queue, seed):
     """On as few places as the proof allows; whatever block gets the next one, none waits for one that has none."""
     program, given_tensors = check(graph), tensors(graph, seed, torch.bfloat16)
     blocks = max(blocks_of_streams(program, places))
     run = Emulated(library, program)
     for launch in (1, 2):
-        values = run(given_tensors, blocks, places, seed + launch, streams=True)
+        values = run(given_tensors, blocks, places, seed + launch, streams=True, one_queue=one_queue)
         assert not run.report["is_there"] and run.control[0] == launch
         compare(values, serial(graph, given_tensors), graph)
 
@@ -127,6 +127,28 @@ def test_without_the_kernel_that_waits_a_stage_takes_the_places_of_the_one_befor
     assert 0 < stopped < 8
     run(given_tensors, 2, 2, streams=True)
     assert not run.report["is_there"]
+
+
+def test_a_stage_begins_before_the_kernel_that_waits_for_that_by_an_edge_of_the_graph(library):
+    """Launches may begin one by one, in any order that the edges leave: without those the stage may come too late."""
+    up, middle = (
+        Gemm(name, x, "w", (8, 16, 16), tile=(8, 8), sync={"h": RowSync()} if x == "h" else None)
+        for name, x in (("h", "x"), ("m", "h"))
+    )
+    graph = Graph({"x": (8, 16), "w": (16, 16)}, [up, middle, Gemm("y", "m", "w", (8, 16, 16), tile=(8, 8))], ["y"])
+    run, given_tensors = Emulated(library, check(graph)), tensors(graph, 1, torch.bfloat16)
+    truth, stopped = run(given_tensors)["y"], 0
+    run.control[:] = 0
+    for seed in range(4, 8):
+        run(given_tensors, 2, 3, seed, streams=True, edges=False, one_queue=True, patience=300)
+        if run.report["is_there"]:
+            stopped += 1
+            said = run.lowered.failure_sentence(run.report[0])
+            assert re.search(r"waited too long: semaphore of the blocks of stage \w that have begun stands at", said)
+            run.report[:] = 0
+        assert torch.equal(run(given_tensors, 2, 3, seed, streams=True, one_queue=True)["y"], truth)
+        assert not run.report["is_there"]
+    assert 0 < stopped < 4
 
 
 def test_a_stage_that_never_begins_is_named(library):

@@ -27,7 +27,8 @@ _KINDS = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_*B
 _L2_256B = 3  # CU_TENSOR_MAP_L2_PROMOTION_*
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_*
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_*
+_PROGRAMMATIC_STREAM_SERIALIZATION, _LAUNCH_COMPLETION_EVENT = 6, 12  # CU_LAUNCH_ATTRIBUTE_*
+_DISABLE_TIMING = 2  # CU_EVENT_*
 _INVALID_CONTEXT = 201  # CUDA_ERROR_*
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 128
 _HEADERS = Path(__file__).with_name("cuda")  # that kernels share
@@ -52,12 +53,15 @@ _DRIVER = {
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
     "cuLaunchKernel": (c_void_p, *(c_uint32,) * 7, c_void_p, c_void_p, c_void_p),
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "cuEventCreate": (c_void_p, c_uint32),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint32),
     "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint32, *(c_void_p,) * 5, c_int, c_int, c_int, c_int),
 }
 
 
 class _LaunchAttribute(ctypes.Structure):
-    _fields_ = (("id", c_int), ("unused", c_int), ("value", c_int * 16))
+    _fields_ = (("id", c_int), ("unused", c_int), ("value", c_uint64 * 8))
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -67,7 +71,7 @@ class _LaunchConfig(ctypes.Structure):
     )  # fmt: skip
 
 
-_BEGINS_EARLY = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (c_int * 16)(1))
+_BEGINS_EARLY = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (c_uint64 * 8)(1))
 
 
 def _declared(library: Any, signatures: dict[str, tuple[Any, ...]]) -> Any:
@@ -238,6 +242,36 @@ class Module:
         return Kernel(self, function, threads, shared_bytes)
 
 
+def tells_starts() -> bool:
+    """Whether the driver records an event when a kernel has begun, as it does since CUDA 12.3."""
+    return bool(getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)() >= 12030)
+
+
+class Started:
+    """An event that a launch records when all of its blocks have begun; at its end, where the driver cannot tell.
+
+    In a CUDA graph it is an edge from the launch, so no schedule has what waits for it before the launch.
+    """
+
+    def __init__(self, device: int) -> None:
+        self.handle, self.device = c_void_p(), device
+        with torch.cuda.device(device):
+            torch.empty(1, device="cuda")  # what the runtime does first makes the context that the driver wants
+            _must(_driver().cuEventCreate(byref(self.handle), _DISABLE_TIMING), "make an event")
+        value = (c_uint64 * 8)(self.handle.value or 0)
+        self.attribute = _LaunchAttribute(_LAUNCH_COMPLETION_EVENT, 0, value) if tells_starts() else None
+
+    def record(self) -> None:
+        """Record it behind what the current stream has so far."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        _must_in_context(lambda: _driver().cuEventRecord(self.handle, stream), "record an event")
+
+    def wait(self) -> None:
+        """Have the current stream wait for it."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        _must_in_context(lambda: _driver().cuStreamWaitEvent(stream, self.handle, 0), "wait for an event")
+
+
 class Kernel:
     """One kernel of a module."""
 
@@ -245,7 +279,9 @@ class Kernel:
         self.module, self.function, self.threads, self.shared_bytes = module, function, threads, shared_bytes
         self.start = _driver().cuLaunchKernel
 
-    def __call__(self, programs: int, arguments: Sequence[Any], *, begins_early: bool = False) -> None:
+    def __call__(
+        self, programs: int, arguments: Sequence[Any], *, begins_early: bool = False, started: Started | None = None
+    ) -> None:
         """Launch on the current stream; `arguments` are ctypes values and tensor maps, in the kernel's order.
 
         A kernel that begins early does so when the one before it on the stream lets it (programmatic dependent launch),
@@ -254,17 +290,20 @@ class Kernel:
         device = self.module.device
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self(programs, arguments, begins_early=begins_early)
+                return self(programs, arguments, begins_early=begins_early, started=started)
         addresses = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = torch._C._cuda_getCurrentRawStream(device)
-        if begins_early:
+        attribute = _BEGINS_EARLY if begins_early else started.attribute if started else None
+        if attribute is not None:
             config = _LaunchConfig(
-                (programs, 1, 1), (self.threads, 1, 1), self.shared_bytes, stream, ctypes.addressof(_BEGINS_EARLY), 1
+                (programs, 1, 1), (self.threads, 1, 1), self.shared_bytes, stream, ctypes.addressof(attribute), 1
             )
             launch = _driver().cuLaunchKernelEx
             return _must_in_context(lambda: launch(byref(config), self.function, addresses, None), "start a kernel")
         sizes = programs, 1, 1, self.threads, 1, 1, self.shared_bytes
         _must_in_context(lambda: self.start(self.function, *sizes, stream, addresses, None), "start a kernel")
+        if started:
+            started.record()
 
 
 def tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> Any:

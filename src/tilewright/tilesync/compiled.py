@@ -116,7 +116,7 @@ class Compiled:
             paths.note("tilesync", paths.REFERENCE, why or "mode is plain")
             return compute_plainly(self.program, inputs)
         mode = self._fastest(inputs) if self.mode == "auto" else self.mode
-        paths.note("tilesync", paths.PYTORCH if mode == "plain" else paths.KERNEL, mode)
+        paths.note("tilesync", paths.PYTORCH if mode == "plain" else paths.KERNEL, launch.describe(mode))
         return self._run_as(mode, inputs)
 
     def _run_as(self, mode: str, inputs: Sequence[Tensor]) -> list[Tensor]:

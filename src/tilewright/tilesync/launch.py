@@ -69,6 +69,7 @@ class Runner:
         self.begin = module.kernel(device.BEGIN, 32, 0)
         self.lock = threading.Lock()  # while launches follow each other that count on the same semaphores
         self.streams = [torch.cuda.Stream(on) for _ in range(min(len(lowered.stages), MOST_STREAMS) - 1)]
+        self.started = [nvrtc.Started(on.index) for _ in self.streams]  # of all stages but the last
         tables = lowered.stages, lowered.tasks, lowered.waits, lowered.posts
         self.tables = [torch.from_numpy(table.view(np.uint8).copy()).to(on) for table in tables]
         self.failure = torch.zeros(device.FAILURE.itemsize, dtype=torch.uint8, device=on)
@@ -152,21 +153,21 @@ class Runner:
     def _run_on_streams(self, launches: list[Any], blocks: list[int], tensors: Any) -> None:
         """Start each stage on a stream of its own, behind a kernel that ends when the stage before has begun.
 
-        The streams leave the caller's, one behind the other's first kernel, and join it at the end: a CUDA graph that
-        captures the caller's has them all.
+        That kernel's launch is behind the start of the stage that it waits for, in a captured graph by an edge: in no
+        order of launches that a graph may be replayed in does it keep that stage from beginning. Each stream joins the
+        caller's at the end, so a graph that captures the caller's has them all.
         """
         caller = torch.cuda.current_stream(self.device)
         with self.lock:  # stages of another thread's call would take the tickets of this one's
-            forked = caller.record_event()
-            self.kernel(blocks[0], (launches[0], tensors))
-            for number, stream in enumerate(self.streams, 1):
-                before = device.ProgramArgument.from_buffer_copy(launches[number])
-                before.cell, before.blocks = number - 1, blocks[number - 1]
-                stream.wait_event(forked)
+            for number, stream in enumerate([caller, *self.streams]):
                 with torch.cuda.stream(stream):
-                    self.begin(1, (before,))
-                    forked = stream.record_event()
-                    self.kernel(blocks[number], (launches[number], tensors))
+                    if number:
+                        self.started[number - 1].wait()
+                        before = device.ProgramArgument.from_buffer_copy(launches[number])
+                        before.cell, before.blocks = number - 1, blocks[number - 1]
+                        self.begin(1, (before,))
+                    started = self.started[number] if number < len(self.streams) else None
+                    self.kernel(blocks[number], (launches[number], tensors), started=started)
             for stream in self.streams:
                 caller.wait_stream(stream)
 
@@ -175,6 +176,13 @@ class Runner:
         times = torch.zeros(len(self.lowered.tasks) * device.TIME.itemsize, dtype=torch.uint8, device=self.device)
         self.run(mode, inputs, times)
         return times.cpu().numpy().view(device.TIME)
+
+
+def describe(mode: str) -> str:
+    """Say how a mode runs by this driver: its name, and whether its stages follow each other though they need not."""
+    if mode != "streams" or nvrtc.tells_starts():
+        return mode
+    return "streams, one stage after the other: a driver older than CUDA 12.3 does not tell when a kernel has begun"
 
 
 def why_no_kernel(program: Program, inputs: Sequence[Tensor]) -> str:

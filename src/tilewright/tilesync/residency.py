@@ -53,9 +53,9 @@ def blocks_of_streams(program: Program, resident: int) -> list[int]:
     """Prove that stages on streams of their own cannot take each other's places; return the blocks of each.
 
     A stage's blocks begin when all blocks of the stages before it have: a one-thread kernel in front of its launch
-    waits for that, one at a time. Blocks take tiles in the stage's order, and each tile waits for tiles of earlier
-    stages. So blocks of the first stage that has not ended wait for nothing, and get places from those that have. It
-    takes one place beside that of the kernel that waits.
+    waits for that, one at a time, and is launched when the stage that it waits for has started. Blocks take tiles in
+    the stage's order, and each tile waits for tiles of earlier stages. So blocks of the first stage that has not ended
+    wait for nothing, and get places from those that have. It takes one place beside that of the kernel that waits.
     """
     tasks = [task.stage for task in program.tasks]
     if tasks != sorted(tasks):

@@ -107,7 +107,8 @@ struct Blocks {
 
 // In front of the launch of a stage on a stream of its own: ends when all blocks of the stage before have begun. `cell` and
 // `blocks` are that stage's, `first` is the first task of the stage that follows. So no block is there before all of the
-// stages that it waits for are: a block that waits, waits for blocks that run, and none of these lacks its place.
+// stages that it waits for are: a block that waits, waits for blocks that run, and none of these lacks its place. The launch
+// is behind that stage's start, as the driver tells it, which may be before its last block.
 extern "C" __global__ void __launch_bounds__(32) tilewright_tilesync_begin(const __grid_constant__ Program program) {
   if (threadIdx.x != 0) return;
   const Blocks blocks{program, nullptr, nullptr, acquire(&program.control->epoch)};

@@ -12,10 +12,13 @@ using std::max;
 typedef uint64_t u64;
 #define __grid_constant__
 
-// Several launches at a time: each begins when the one that it is behind has ended.
+// Several launches at a time, each of which begins when launches that it is behind have ended and others have started. That
+// another one has started is, as the driver has it, when all of its blocks have begun, or when it has ended, or any time
+// after it could begin: drawn for each launch.
 struct Size { int x; };
 struct Launch {
-  int blocks, behind;  // -1: of no other
+  int blocks;
+  u64 ended, started;  // a bit for each launch that it is behind
   void (*kernel)();
 };
 static std::vector<Launch> launches;
@@ -144,9 +147,21 @@ inline float sum_of_warp(float x) {
 inline float __expf(float x) { return expf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
+// An order of all launches in which each is behind those that it waits for: drawn, as a graph's is the driver's choice.
+inline std::vector<int> draw_order() {
+  std::vector<int> order;
+  for (u64 issued = 0; order.size() < launches.size();) {
+    std::vector<int> ready;
+    for (size_t i = 0; i < launches.size(); i++)
+      if (!(issued >> i & 1) && !((launches[i].ended | launches[i].started) & ~issued)) ready.push_back(i);
+    order.push_back(ready[dice() % ready.size()]), issued |= 1ull << order.back();
+  }
+  return order;
+}
+
 // Runs launches on blocks that are all there, or on `resident` of them at a time. A place that is free goes to the next
-// block of any launch that has begun, of which one is drawn.
-inline const char* run_all(int resident, int threads) {
+// block of any launch that may begin, of which one is drawn; from one queue: of the first that has blocks left.
+inline const char* run_all(int resident, int threads, bool one_queue) {
   body = begin_launch, failure = nullptr, block_threads = threads, first_block = 0;
   launch_of.clear(), index_of.clear();
   for (size_t launch = 0; launch < launches.size(); launch++)
@@ -167,15 +182,35 @@ inline const char* run_all(int resident, int threads) {
   std::vector<int> warp_rest(blocks * threads / 32 + 1);   // the same of a warp, while the others of its block go on
   std::vector<bool> placed(blocks);
   std::vector<int> begun(launches.size()), unfinished;  // blocks of each launch
+  std::vector<bool> may_begin(launches.size());
   for (const Launch& launch : launches) unfinished.push_back(launch.blocks);
+  const std::vector<int> order = one_queue ? draw_order() : std::vector<int>();
+  std::vector<int> kinds;
+  for (size_t i = 0; i < launches.size(); i++) kinds.push_back(dice() % 3);
+  const auto has_started = [&](int launch) {
+    if (kinds[launch] == 2) return begun[launch] > 0 || may_begin[launch];
+    return kinds[launch] == 1 ? begun[launch] == launches[launch].blocks : unfinished[launch] == 0;
+  };
+  const auto look = [&](size_t launch) {
+    for (size_t i = 0; i < launches.size(); i++) {
+      if (launches[launch].ended >> i & 1 && unfinished[i] > 0) return false;
+      if (launches[launch].started >> i & 1 && !has_started(i)) return false;
+    }
+    return true;
+  };
   int places = resident;
   for (int idle = 0;; now++) {
     bool running = false;
     moved = false;
     while (places > 0) {
+      for (size_t i = 0; i < launches.size(); i++) may_begin[i] = may_begin[i] || look(i);
       std::vector<int> ready;
-      for (size_t i = 0; i < launches.size(); i++)
-        if (begun[i] < launches[i].blocks && (launches[i].behind < 0 || unfinished[launches[i].behind] == 0)) ready.push_back(i);
+      for (size_t i = 0; i < launches.size(); i++) {
+        const int launch = one_queue ? order[i] : i;
+        if (begun[launch] == launches[launch].blocks) continue;
+        if (may_begin[launch]) ready.push_back(launch);
+        if (one_queue) break;
+      }
       if (ready.empty()) break;
       const int chosen = ready[dice() % ready.size()];
       for (int b = 0; b < blocks; b++)
