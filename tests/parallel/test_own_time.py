@@ -17,8 +17,9 @@ from tilewright.parallel.own_time import OwnTime, Slowest
 from tilewright.parallel.spread import Spread
 from tilewright.plan.gpt import GPTConfig
 from tilewright.runtime import dispatch
-from tilewright.train.loop import Shown, train
+from tilewright.train.loop import train
 from tilewright.train.metrics import read
+from tilewright.train.shown import Shown
 from train.tiny import tiny
 
 STEPS, SLOW = 22, 1

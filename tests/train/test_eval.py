@@ -11,9 +11,10 @@ from tilewright.errors import UserError
 from tilewright.train.data import open_dataset
 from tilewright.train.export import load_model
 from tilewright.train.load_config import read
-from tilewright.train.loop import Shown, train
+from tilewright.train.loop import train
 from tilewright.train.metrics import read as read_metrics
 from tilewright.train.schema import Data, Eval
+from tilewright.train.shown import Shown
 from tilewright.train.tokens import write_tokens
 from train.tiny import as_on_a_cpu, tiny, trained
 

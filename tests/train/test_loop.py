@@ -21,9 +21,10 @@ from tilewright.tilesync import TilesyncError
 from tilewright.train import loop
 from tilewright.train.checkpoint import read
 from tilewright.train.engine import Engine
-from tilewright.train.loop import Shown, train
+from tilewright.train.loop import train
 from tilewright.train.metrics import read as read_metrics
 from tilewright.train.schema import OPTIMIZERS, SCHEDULES
+from tilewright.train.shown import Shown
 from tilewright.train.world import World
 from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401
 

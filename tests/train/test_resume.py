@@ -16,8 +16,9 @@ import torch
 
 from tilewright.errors import UserError
 from tilewright.train import checkpoint, checkpoint_format
-from tilewright.train.loop import Shown, train
+from tilewright.train.loop import train
 from tilewright.train.metrics import read as read_metrics
+from tilewright.train.shown import Shown
 from train.tiny import as_on_a_cpu, losses, tiny, trained  # noqa: F401
 
 pytestmark = [

@@ -13,8 +13,9 @@ from ranks import run_ranks
 from tilewright.errors import UserError
 from tilewright.train.checkpoint import newest, read
 from tilewright.train.engine import Engine
-from tilewright.train.loop import Shown, train
+from tilewright.train.loop import train
 from tilewright.train.metrics import read as read_metrics
+from tilewright.train.shown import Shown
 from tilewright.train.world import World
 from train.tiny import losses, tiny
 

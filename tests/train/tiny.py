@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from tilewright.runtime import dispatch
-from tilewright.train.loop import Shown, train
+from tilewright.train.loop import train
 from tilewright.train.schema import Data, Model, Optimizer, Schedule, Train
+from tilewright.train.shown import Shown
 
 MODEL = Model(width=32, layers=2, heads=2, sequence=32)
 RUN = Train(

@@ -15,8 +15,8 @@ import tilewright
 from tilewright.errors import UserError
 from tilewright.runtime import dispatch
 from tilewright.train.load_config import read
-from tilewright.train.loop import Shown
 from tilewright.train.schema import OPTIMIZERS, Optimizer, Schedule, Train
+from tilewright.train.shown import Shown
 from tilewright.tune import study
 from tilewright.tune.model_name import arguments_of, check_name, check_source, name_of, with_arguments
 from tilewright.tune.own_model import Batch, check_step, draws, load, loss_of, train

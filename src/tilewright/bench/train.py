@@ -16,7 +16,8 @@ import torch
 
 from tilewright.bench.protocol import Ask, head, sentence
 from tilewright.train.load_config import read
-from tilewright.train.loop import Shown, train
+from tilewright.train.loop import train
+from tilewright.train.shown import Shown
 
 Cases = dict[str, tuple[str, ...]]  # label, overrides
 STANDARD = ("model.gpt_block=standard",)

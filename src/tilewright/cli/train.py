@@ -22,7 +22,7 @@ from tilewright.train.check_ranks import check_ranks, fewer_groups, keeps_its_ra
 from tilewright.train.load_config import Configuration, read, split_arguments
 
 if TYPE_CHECKING:  # which loads torch
-    from tilewright.train.loop import Outcome
+    from tilewright.train.shown import Outcome
 
 _PAUSE = 5.0  # seconds between two lines of a log: a run of a million steps does not flood it
 _PAGE = 25  # lines under one header
@@ -105,8 +105,8 @@ def _launch(configuration: Configuration, arguments: list[str], ranks: int, rest
 
 def _run(configuration: Configuration, as_json: bool) -> bool:
     """Train and show it; whether it was stopped."""
-    from tilewright.train.loop import Shown
     from tilewright.train.loop import train as run
+    from tilewright.train.shown import Shown
 
     if as_json:
         shown = Shown(

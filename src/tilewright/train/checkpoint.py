@@ -43,19 +43,18 @@ from tilewright.train.checkpoint_format import (
     TENSORS,
     DamagedCheckpoint,
     File,
-    Reader,
     SavedTensor,
-    Writer,
     manifest_text,
     name_of,
     read_facts,
     read_manifest,
     read_tensors,
-    short,
     step_of,
     verify,
     write_file,
 )
+from tilewright.train.checkpoint_storage import Reader, Writer
+from tilewright.train.sentences import short
 
 # DCP says so at every save of a single process, which here is no surprise.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

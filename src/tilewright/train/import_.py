@@ -25,10 +25,10 @@ from tilewright.models.folder import Saved, open_tensors, read_tokenizer
 from tilewright.plan.gpt import LEVERS, GPTConfig
 from tilewright.plan.huggingface.config import read_json, shorten
 from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
-from tilewright.train.checkpoint_format import short
 from tilewright.train.export import MOST_POSITIONS, refuse_taken, write_whole
 from tilewright.train.huggingface import Part, from_json, parts, prefix_of
 from tilewright.train.load_config import from_dict
+from tilewright.train.sentences import short
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
 # Tables that older versions of transformers saved, and every version makes by itself.

@@ -16,10 +16,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,87 +28,31 @@ from tilewright.measure.machine import describe
 from tilewright.measure.results import SCHEMA
 from tilewright.parallel.agree import require_same
 from tilewright.parallel.mesh import limit_waiting
-from tilewright.parallel.own_time import Slowest, Span, seconds
+from tilewright.parallel.own_time import Slowest, seconds
 from tilewright.plan.decoder import from_gpt
 from tilewright.plan.memory import train as plan_memory
-from tilewright.tilesync import TilesyncError, raise_if_failed
+from tilewright.tilesync import raise_if_failed
 from tilewright.train.check_ranks import check_ranks
 from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
-from tilewright.train.checkpoint_format import short
 from tilewright.train.data import Batches, first_samples, open_dataset
 from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
 from tilewright.train.guard import Watch
 from tilewright.train.load_config import write_yaml
 from tilewright.train.memory_plan import planned, policies, refuse_misfit
 from tilewright.train.metrics import Journal, Metrics, Rates, memory
+from tilewright.train.pending import PendingStep
 from tilewright.train.profile import TAKES, profile_run
 from tilewright.train.resume import check_facts, compare_model, other_data
 from tilewright.train.schedule import learning_rate
 from tilewright.train.schema import RECORDING, Train
+from tilewright.train.sentences import as_sentences
+from tilewright.train.shown import Outcome, Shown
 from tilewright.train.signals import Signals
 from tilewright.train.world import World
 
 STALL = 0.05  # of the time spent waiting for data is worth a word
 _PATIENCE = 5.0  # seconds between two words about the same thing
 _FEWEST = 20  # steps before anything is said of it, or of a slow rank
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Where a run ended."""
-
-    step: int
-    loss: float | None
-    tokens_per_second: float | None  # the median of the steps after the first
-    stopped: bool  # before its last step, by a signal
-    warnings: list[str]
-    validation_loss: float | None = None  # the last
-
-
-@dataclass(frozen=True)
-class Shown:
-    """The callbacks by which a run reports: its start, every step's metrics, notes, its end."""
-
-    begin: Callable[[dict[str, Any]], None] = lambda facts: None
-    step: Callable[[Metrics, int], None] = lambda metrics, steps: None
-    say: Callable[[str], None] = lambda text: None
-    profile: Callable[[dict[str, Any]], None] = lambda found: None
-    end: Callable[[Outcome], None] = lambda outcome: None
-    trace: bool = True  # whether a profile is to leave its trace
-    on_every_rank: bool = False  # not on rank zero alone
-
-
-@dataclass
-class Pending:
-    """A step that the device may still be running."""
-
-    step: int
-    began: float
-    rate: float
-    found: Tensor  # loss, norm, skipped and so on; on the host as soon as `ready` has happened
-    ready: torch.cuda.Event | None
-    ended: float  # of its work on the host
-    memory: dict[str, Any]  # the host allocates: what the step takes is known before the device gets there
-    paused: float = field(
-        default=0.0, kw_only=True
-    )  # seconds between the step before and this one that are not its own
-
-    def seconds(self, before: Pending | None) -> float:
-        """Return the time from the end of the step before to this one's, by the device's clock where there is one."""
-        if self.ready is None:
-            return self.ended - (self.began if before is None else before.ended + self.paused)
-        if before is None or before.ready is None:
-            return time.perf_counter() - self.began
-        return before.ready.elapsed_time(self.ready) / 1e3 - self.paused
-
-
-@dataclass
-class _Pending(Pending):
-    samples: int
-    waited: float
-    batches: list[Tensor]
-    own: list[Span] = field(default_factory=list)  # of this rank's own work
-    validation_loss: float | None = None
 
 
 def train(config: Train, shown: Shown | None = None) -> Outcome:
@@ -124,42 +65,12 @@ def train(config: Train, shown: Shown | None = None) -> Outcome:
     2
     """
     with (
-        _sentences(), own_compile_cache(), restored_modes(), Signals() as signals, contextlib.ExitStack() as closing
+        as_sentences(), own_compile_cache(), restored_modes(), Signals() as signals, contextlib.ExitStack() as closing
     ):  # fmt: skip
         run = _Run(config, shown or Shown(), signals, closing)
         outcome = run.go()
         run.shown.end(outcome)
         return outcome
-
-
-@contextlib.contextmanager
-def _sentences() -> Iterator[None]:
-    """Turn errors of the machine that a user can mend into one sentence."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            "The GPU's memory ran out; take a smaller micro_batch or model.recompute=selective, and see what needs how "
-            "much with `tilewright plan train`."
-        ) from error
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):  # nobody reads any more, which `shown` has to deal with
-            raise
-        where = f" at {error.filename}" if error.filename else ""
-        raise UserError(
-            f"{short(error)}{where}; put that right and run again: the run goes on from its newest checkpoint, if any."
-        ) from error
-    except TilesyncError as error:
-        raise UserError(
-            f"{str(error).partition('. ')[0]}. The step is not saved; run again: the run goes on from its newest "
-            "checkpoint. If it comes back, choose model.mlp=auto."
-        ) from error
-    except RuntimeError as error:
-        if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
-            raise
-        raise UserError(
-            "PyTorch has no such attention for this device, precision and head size; choose model.attention=auto."
-        ) from error
 
 
 class _Run:
@@ -214,8 +125,8 @@ class _Run:
         self.limit = torch.tensor(math.inf, device=self.device)
         self.asked = torch.zeros((), device=self.device)
         self.heard = False  # that some rank was asked to stop
-        self.pending: _Pending | None = None
-        self.before: _Pending | None = None  # the last step that was read
+        self.pending: PendingStep | None = None
+        self.before: PendingStep | None = None  # the last step that was read
         self.speeds: list[float] = []
         self.waited = self.worked = 0.0  # seconds, of all steps but the first
         self.last_loss: float | None = None
@@ -340,7 +251,7 @@ class _Run:
             self._read_pending()
             self._save()
 
-    def _launch_step(self) -> _Pending:
+    def _launch_step(self) -> PendingStep:
         """Put a step's work on the device."""
         config, accumulation = self.config, self.sizes.accumulation
         began, waited, losses, taken = time.perf_counter(), 0.0, [], []
@@ -375,7 +286,7 @@ class _Run:
         if recorded and held["memory_allocated"] is not None:
             held["memory_allocated"] = self.peak = max(self.peak, held["memory_allocated"])
         paused, self.paused = self.paused, 0.0
-        return _Pending(self.step, began, rate, found, ready, ended, held, self.samples, waited, taken,
+        return PendingStep(self.step, began, rate, found, ready, ended, held, self.samples, waited, taken,
                         self.engine.own.take(), paused=paused)  # fmt: skip
 
     def _own_work(self) -> Tensor:
@@ -408,7 +319,7 @@ class _Run:
         self.paused = time.perf_counter() - began
         return summed / seen
 
-    def _read_pending(self, behind: _Pending | None = None) -> None:
+    def _read_pending(self, behind: PendingStep | None = None) -> None:
         """Read the step that is pending, if one is. A bad one ends the run, saved: the device has undone the step."""
         if self.pending is None:
             return
@@ -423,7 +334,7 @@ class _Run:
             self.checkpoints.wait()
             raise
 
-    def _read(self, step: _Pending) -> None:
+    def _read(self, step: PendingStep) -> None:
         """Read a step's metrics and pass them to every listener."""
         if step.ready is not None:
             step.ready.synchronize()

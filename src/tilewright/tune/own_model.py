@@ -32,14 +32,15 @@ from torch import Tensor, nn
 from tilewright.errors import UserError
 from tilewright.measure.profile import profile_steps
 from tilewright.measure.work import Watch
-from tilewright.train.checkpoint_format import short
 from tilewright.train.engine import Engine, check_levers, device_of, restored_modes
-from tilewright.train.loop import Pending, Shown
 from tilewright.train.metrics import Metrics, memory
 from tilewright.train.optimizers import PRECISIONS
+from tilewright.train.pending import Pending
 from tilewright.train.profile import STEPS, WARM, memory_of_a_step
 from tilewright.train.schedule import learning_rate
 from tilewright.train.schema import RECORDING, Train
+from tilewright.train.sentences import short
+from tilewright.train.shown import Shown
 from tilewright.train.world import World
 from tilewright.tune.model_name import arguments_of, check_name, say_no_factory, say_not_importable
 from tilewright.tune.outcome import outcome_of

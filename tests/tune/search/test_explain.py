@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from tilewright.measure.profile import CATEGORIES as MEASURED
 from tilewright.plan.step import CATEGORIES
-from tilewright.train.loop import Shown, train
+from tilewright.train.loop import train
 from tilewright.train.schema import Data, Model, Train
+from tilewright.train.shown import Shown
 from tilewright.tune.search.explain import explain
 from tilewright.tune.search.predict import BEYOND, predict
 from tilewright.tune.store.record import Measurement, Prediction

@@ -17,6 +17,7 @@ import torch
 from tilewright.train import loop
 from tilewright.train.metrics import Metrics
 from tilewright.train.profile import TAKES
+from tilewright.train.shown import Shown
 from tilewright.tune.store.proof import Proof
 from tilewright.tune.store.record import OUTCOMES, PHASES, Measurement, read_gains
 from tilewright.tune.worker import trial
@@ -81,7 +82,7 @@ def test_the_losses_are_those_of_the_run_itself(tmp_path):
     config = dataclasses.replace(
         RUN, out=str(tmp_path), steps=40, schedule=dataclasses.replace(RUN.schedule, name="wsd")
     )
-    loop.train(config, loop.Shown(step=lambda one, steps: own.append(one.loss)))  # wsd: does not fall before step 32
+    loop.train(config, Shown(step=lambda one, steps: own.append(one.loss)))  # wsd: does not fall before step 32
     assert measured(most=25).losses == own[:LOSSES] and measured(most=4).losses == own[:6]
 
 

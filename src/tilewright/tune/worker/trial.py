@@ -187,7 +187,8 @@ def _train(job: Job, say: Say, on_every_rank: bool = False, **told: Callable[...
     """The run of a job; the one who is `told` of its steps ends it."""
     say({"event": "alive", "what": "starting"})
     from tilewright.train.load_config import from_dict
-    from tilewright.train.loop import Shown, train
+    from tilewright.train.loop import train
+    from tilewright.train.shown import Shown
 
     def begin(facts: dict[str, Any]) -> None:
         say({"event": "alive", "what": "the first step, which compiles"})
