@@ -18,7 +18,8 @@ import torch
 from tilewright.bench.protocol import Ask, head, sentence
 from tilewright.errors import UserError
 from tilewright.train.load_config import read
-from tilewright.train.loop import Shown, train
+from tilewright.train.loop import train
+from tilewright.train.shown import Shown
 
 CASES: dict[str, tuple[str, ...]] = {
     "plain": (),

@@ -33,7 +33,7 @@ from tilewright.plan.decoder import from_gpt
 from tilewright.plan.memory import train as plan_memory
 from tilewright.tilesync import raise_if_failed
 from tilewright.train.check_ranks import check_ranks
-from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
+from tilewright.train.checkpoint import Checkpoints
 from tilewright.train.data import Batches, first_samples, open_dataset
 from tilewright.train.engine import Engine, check_levers, device_of, precision_of, restored_modes
 from tilewright.train.guard import Watch
@@ -42,7 +42,7 @@ from tilewright.train.memory_plan import planned, policies, refuse_misfit
 from tilewright.train.metrics import Journal, Metrics, Rates, memory
 from tilewright.train.pending import PendingStep
 from tilewright.train.profile import TAKES, profile_run
-from tilewright.train.resume import check_facts, compare_model, other_data
+from tilewright.train.resume import load_checkpoint
 from tilewright.train.schedule import learning_rate
 from tilewright.train.schema import RECORDING, Train
 from tilewright.train.sentences import as_sentences
@@ -136,36 +136,10 @@ class _Run:
         self.slowest = Slowest()
 
     def _resume(self) -> int:
-        how = self.config.checkpoint.resume
-        if how == "never":
-            if self.checkpoints.newest() is not None:
-                raise UserError(f"{self.folder} has checkpoints; choose another `out`, or checkpoint.resume=auto.")
-            return 0
-        tensors, own = self.engine.tensors(), self.checkpoints.newest()
-        if how == "auto" or own is not None:
-            if own is not None and Path(how).resolve() in set(own.resolve().parent.iterdir()) - {own.resolve()}:
-                raise UserError(f"{self.folder} has gone on to {own.name}; to branch off at {how}, choose another out.")
-            facts = self.checkpoints.load_newest(tensors)
-            if facts is None and self.checkpoints.warnings:  # to begin anew would be to throw away what can be saved
-                raise UserError(
-                    f"No checkpoint of {self.folder} is whole: {self.checkpoints.warnings[0].rstrip('.')}; put it back "
-                    "from a copy, or choose another out."
-                )
-        else:
-            facts = self.checkpoints.load(Path(how), tensors)
+        """The step that the run goes on from; 0 where it begins."""
+        facts = load_checkpoint(self.config, self.checkpoints, self.engine.tensors, self.data_facts)
         if facts is None:
             return 0
-        check_facts(facts, self.folder)
-        begins = facts.get(WEIGHTS_ALONE) is True
-        compare_model(self.config.model, facts["configuration"]["model"], begins)
-        if begins:
-            self.checkpoints.warnings.append("It begins with weights that were imported.")
-            return 0
-        other = other_data(self.data_facts, facts["data"])
-        if other and own is not None:
-            raise UserError(f"{other}; give what it had, or another out.")
-        if other:  # a branch
-            self.checkpoints.warnings.append(f"{other}; it goes on with this.")
         self.watch.recent.extend((step, loss) for step, loss in facts["recent_losses"])
         self.watch.in_a_row = facts["skipped_in_a_row"]
         self.samples = facts["samples"]

@@ -1,16 +1,62 @@
-"""Whether a run may go on with a checkpoint: of the same model, and on the same data."""
+"""How a run goes on with a checkpoint, and whether it may: of the same model, and on the same data."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tilewright.errors import UserError
 from tilewright.plan.gpt import ADDED, LEVERS
+from tilewright.train.checkpoint import WEIGHTS_ALONE, Checkpoints
 from tilewright.train.checkpoint_format import FACTS
-from tilewright.train.schema import Model
+from tilewright.train.schema import Model, Train
+
+
+def load_checkpoint(
+    config: Train, checkpoints: Checkpoints, tensors: Callable[[], Mapping[str, Any]], data_facts: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Fill a run's tensors from the checkpoint that it goes on with; its facts, or None where the run begins.
+
+    Args:
+        config: the run's.
+        checkpoints: of the run's own folder; what is worth a word is added to its warnings.
+        tensors: returns the tensors to fill, as `Checkpoints.save` takes them.
+        data_facts: which samples the run draws; a checkpoint of its own has to have the same.
+    """
+    how, folder = config.checkpoint.resume, Path(config.out)
+    own = checkpoints.newest()
+    if how == "never":
+        if own is not None:
+            raise UserError(f"{folder} has checkpoints; choose another `out`, or checkpoint.resume=auto.")
+        return None
+    if how == "auto" or own is not None:
+        if own is not None and Path(how).resolve() in set(own.resolve().parent.iterdir()) - {own.resolve()}:
+            raise UserError(f"{folder} has gone on to {own.name}; to branch off at {how}, choose another out.")
+        facts = checkpoints.load_newest(tensors())
+        if facts is None and checkpoints.warnings:  # to begin anew would be to throw away what can be saved
+            raise UserError(
+                f"No checkpoint of {folder} is whole: {checkpoints.warnings[0].rstrip('.')}; put it back from a copy, "
+                "or choose another out."
+            )
+    else:
+        facts = checkpoints.load(Path(how), tensors())
+    if facts is None:
+        return None
+    check_facts(facts, folder)
+    begins = facts.get(WEIGHTS_ALONE) is True
+    compare_model(config.model, facts["configuration"]["model"], begins)
+    if begins:
+        checkpoints.warnings.append("It begins with weights that were imported.")
+        return None
+    other = other_data(data_facts, facts["data"])
+    if other and own is not None:
+        raise UserError(f"{other}; give what it had, or another out.")
+    if other:  # a branch
+        checkpoints.warnings.append(f"{other}; it goes on with this.")
+    return facts
 
 
 def check_facts(facts: dict[str, Any], folder: Path) -> None:
