@@ -52,11 +52,13 @@ SLOW = (
 # These run kernels under the interpreter, of which there are thousands of cases: so many of them are drawn by the seed.
 SAMPLED = ("tests/ops/", "tests/runtime/", "tests/nn/", "tests/models/", "tests/optim/", "tests/train/test_optimizers")
 ONE_IN = 30
+OF_GPUS = ("needs a GPU", "needs a Hopper")  # how the reason begins why a machine without one skips a test
 ENOUGH = 120.0  # seconds after which no other test begins, so that the last ones end within three minutes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out what takes long, and draw a few kernel tests")
+    parser.addoption("--gpu-alone", action="store_true", help="leave out what is tested without a GPU as well")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -72,6 +74,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             parts[item.nodeid.startswith(SAMPLED) and number % ONE_IN > 0].append(item)
         items[:] = parts[0]
         config.hook.pytest_deselected(items=parts[1])
+
+    if config.getoption("--gpu-alone"):
+        left_out = [item for item in items if not _needs_gpu(item)]
+        items[:] = [item for item in items if _needs_gpu(item)]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _needs_gpu(item: pytest.Item) -> bool:
+    return any(str(mark.kwargs.get("reason", "")).startswith(OF_GPUS) for mark in item.iter_markers("skipif"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    """A kernel that traps takes the GPU from its process. A worker of pytest-xdist ends then, and another goes on."""
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

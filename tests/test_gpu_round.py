@@ -8,13 +8,16 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import gpu_round
 from gpu_round import STEPS, Step
+from ops.contract import on_gpu, on_hopper
 from tilewright.bench import NAMES
 from tilewright.cli.main import app
 
@@ -90,10 +93,61 @@ def test_a_step_has_its_environment_and_goes_on_with_a_copy_of_what_was_recorded
     recorded = tmp_path / "results" / "h200" / "shapes.json"
     recorded.parent.mkdir(parents=True)
     recorded.write_text("{}")
+    monkeypatch.setenv("PYTHONPATH", "packages")
     code = "import os, sys; print(os.environ['A'], os.path.exists(sys.argv[1] + '/shapes.json'))"
+    code += f"; assert {str(Path('packages').absolute())!r} in sys.path"  # whatever folder it is started in
     steps = (step("copies", code, 30.0, "{results}", environment={"A": "b"}, copied="shapes"), step("other", "1 / 0"))
     assert gpu_round.main(["--resume", str(tmp_path / "r"), "--only", "^copies$"], steps) == 0
     assert read(tmp_path / "r")["copies"]["last"] == "b True" and len(read(tmp_path / "r")) == 1
+
+
+def test_a_step_that_ended_the_round_is_not_run_again(tmp_path, quick, monkeypatch):
+    def ends(*_):
+        raise SystemExit
+
+    steps, arguments = (step("hangs", "1 / 0"), step("next", "print(1)")), ["--resume", str(tmp_path)]
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(gpu_round, "_run", ends)
+        gpu_round.main(arguments, steps)
+    with tarfile.open(tmp_path / "round.tar.gz") as tar:
+        assert "round.json" in tar.getnames()
+    assert gpu_round.main(arguments, steps) == 1
+    assert {name: each["state"] for name, each in read(tmp_path).items()} == {
+        "hangs": "ended the round", "next": "passed",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def plugin(pytestconfig):
+    return pytestconfig.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+
+
+def test_tests_that_need_a_gpu_can_be_run_alone(plugin):
+    marks = on_gpu.mark, on_hopper.mark, pytest.mark.skipif(True, reason="needs nvcc").mark
+    items = [SimpleNamespace(iter_markers=lambda name, mark=mark: [mark]) for mark in marks]
+    wanted, left_out = items[:2], []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    plugin.pytest_collection_modifyitems(SimpleNamespace(getoption="--gpu-alone".__eq__, hook=hook), items)
+    assert items == wanted and len(left_out) == 1
+
+
+def test_a_worker_whose_gpu_is_lost_ends(plugin, monkeypatch):
+    def lost():
+        raise RuntimeError("unspecified launch failure")
+
+    ended = []
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    plugin.pytest_runtest_logfinish()
+    assert not ended
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    plugin.pytest_runtest_logfinish()
+    assert ended == [1]
+    monkeypatch.delenv("PYTEST_XDIST_WORKER")
+    plugin.pytest_runtest_logfinish()
+    assert ended == [1]
 
 
 def test_what_a_step_made_for_others_is_made_again_on_another_machine_that_needs_it(tmp_path, quick, monkeypatch):

@@ -7,8 +7,8 @@
 A step is a command with a time limit, in a process group of its own. `round.json` says of each what came of it, `logs`
 has what it printed and `results` what it recorded, for `results/<gpu>`. After each step all of this goes to one archive
 too, so that a machine that is taken away loses no more than a step. A step that the budget ended is run again by the
-next call, one that failed or outlasted its own limit is not: take it out of round.json for that. So is one that made a
-folder for others, where that is on another machine.
+next call, and so is one that made a folder for others, where that is on another machine. One that failed, outlasted its
+own limit or ended the round itself, as one may that hangs the GPU, is not: take it out of round.json for that.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ LEAST = 20.0  # a step is not begun with fewer
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 _GRACE = (12.0, 5.0)  # seconds to end by itself after SIGINT, and after SIGTERM
 STATES = ("passed", "failed", "outlasted its limit", "no such program", "ended by the budget")
+BEGUN = "ended the round"  # unless it says later what came of it
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,18 @@ class Step:
     makes: str = ""  # in the scratch folder, which another machine has not
 
 
-def _tests(name: str, limit: float, *files: str) -> Step:
+def _tests(name: str, limit: float, *files: str, options: tuple[str, ...] = ()) -> Step:
     """Tests whose kernels trap where they would hang."""
-    options = ("-rfE", "--tb=short", "--durations=5", "--maxfail=40", "-p", "no:cacheprovider")
+    options += ("-vv", "-rfE", "--tb=short", "--durations=5", "--maxfail=40", "-p", "no:cacheprovider")
     workers = ("-n", "6", "--dist", "worksteal") if importlib.util.find_spec("xdist") else ()
     command = ("{python}", "-m", "pytest", *options, *workers, *(f"tests/{file}" for file in files))
     return Step(f"tests {name}", limit, command, {"TILEWRIGHT_BOUNDED_WAITS": "1"})
+
+
+def _gpu_tests(name: str, limit: float, *files: str) -> Step:
+    """Tests that only a GPU can run, but for those by the clock, which others beside them would disturb."""
+    options = "--gpu-alone", "--deselect=tests/ops/test_host_bound.py"
+    return _tests(f"of a GPU alone, {name}", limit, *files, options=options)
 
 
 def _tilewright(name: str, limit: float, *arguments: str, copied: str = "") -> Step:
@@ -88,17 +95,16 @@ _TUNE = ("--out", "{results}/tune", "--budget", "{seconds}s")
 _HF = ("--model-arg", "batch=8", "--model-arg", "sequence=2048", "--model-arg", "dtype=bf16")
 STEPS = (
     _tilewright("doctor", 60, "doctor"),
-    _tests("attention", 240, "ops/test_attention_hopper.py", "ops/test_attention_hopper_backward.py",
-           "ops/test_attention_backends.py", "ops/test_attention.py", "ops/test_attention_kernels.py"),
-    _tests("mlp", 180, "ops/test_glu_mlp.py", "ops/test_gelu_mlp.py", "nn/test_fused_mlp.py", "runtime/test_hopper.py",
+    _gpu_tests("new", 240, "tilesync/test_on_hopper.py", "generate", "ops/test_glu_mlp.py",
+               "ops/test_quantized_linear_few_rows.py", "ops/test_attention_backends.py",
+               "ops/test_attention_hopper.py", "ops/test_attention_hopper_backward.py"),
+    *(_bench("models", 150, "--only", model, label=model) for model in ("plain GPT", "Llama-3.2-1B, bf16")),
+    _tests("new kernels", 200, "ops/test_pdl.py", "ops/test_glu_mlp.py", "ops/test_quantized_linear_few_rows.py",
+           "ops/test_quantized_linear.py", "ops/test_decode_attention.py", "ops/test_append_to_cache.py",
+           "ops/test_few_rows_linear.py", "ops/test_attention_backends.py", "nn/test_fused_mlp.py",
            "optimize/test_matmul_rules.py"),
-    _tests("tilesync", 200, "tilesync"),
-    _tests("pdl", 120, "runtime/test_pdl.py", "ops/test_pdl.py", "generate/test_pdl.py"),
-    _tests("decode", 240, "ops/test_quantized_linear_few_rows.py", "ops/test_quantized_linear.py",
-           "ops/test_decode_attention.py", "ops/test_append_to_cache.py", "ops/test_few_rows_linear.py", "generate",
-           "quantize", "bench"),
-    *(_bench("models", limit, "--only", model, label=model)
-      for model, limit in (("plain GPT", 150), ("Llama-3.2-1B, bf16", 150), ("GPT-2", 120), ("Qwen3", 200))),
+    _gpu_tests("ops", 240, "ops", "nn", "models", "runtime/test_hopper.py"),
+    *(_bench("models", limit, "--only", model, label=model) for model, limit in (("GPT-2", 120), ("Qwen3", 200))),
     _bench("glu_mlp", 120),
     _bench("gelu_mlp", 90),
     _bench("wrappers", 180),
@@ -122,8 +128,9 @@ STEPS = (
     _sanitized("racecheck", f"{_FEW_ROWS}[int8-8]"),
     _sanitized("racecheck", "tilesync/test_on_hopper.py::test_a_lost_post_is_an_error_and_the_next_call_is_right"),
     _sanitized("synccheck", _PACKED),
-    _tests("other ops", 400, "ops", "runtime", "measure"),
+    _tests("all ops", 400, "ops", "runtime", "measure"),
     _tests("modules", 300, "nn", "models", "optim", "optimize"),
+    _tests("generating", 240, "generate", "quantize", "bench", "tilesync"),
     _bench("models", 560, "--only", "Gemma3", label="Gemma3"),
     _bench("quantized_linear", 560),
     _bench("decode", 560, label="whole"),
@@ -176,7 +183,8 @@ def _run(step: Step, seconds: float, folder: Path, log: Path, is_budget: bool) -
     if step.copied and not target.exists():
         shutil.copy(recorded, target)
     inherited = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **step.environment}
-    paths = {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
+    given = [os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *given])}  # whatever folder a process is started in
     paths["PATH"] = f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"
     began, state = time.monotonic(), ""
     with log.open("wb") as file:
@@ -220,6 +228,13 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _keep(found: dict[str, dict[str, Any]], folder: Path, archive: Path) -> None:
+    """Write what came of the steps."""
+    (folder / "round.json").write_text(json.dumps(found, indent=1))
+    (folder / "summary.txt").write_text(table(found) + "\n")
+    _archive(folder, archive)
+
+
 def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
     """Run the steps that are left; 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -243,12 +258,12 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
         if step not in chosen or step.name in found or left < min(LEAST, step.limit):
             continue
         print(f"{step.name} ...", flush=True)
+        found[step.name] = {"state": BEGUN, "seconds": 0.0, "failing": [], "last": ""}
+        _keep(found, folder, archive)
         log = folder / "logs" / f"{number:02d}_{re.sub('[^a-zA-Z0-9.]+', '_', step.name)}.log"
         found[step.name] = each = _run(step, min(left, step.limit), folder, log, left < step.limit)
         print(table({step.name: each}), flush=True)
-        (folder / "round.json").write_text(json.dumps(found, indent=1))
-        (folder / "summary.txt").write_text(table(found) + "\n")
-        _archive(folder, archive)
+        _keep(found, folder, archive)
     left_over = [step.name for step in chosen if found.get(step.name, {"state": STATES[4]})["state"] == STATES[4]]
     print(f"\n{table(found)}\n\n{len(left_over)} steps are left: {', '.join(left_over) or 'none'}.\n{archive}")
     return int(any(found[step.name]["state"] != STATES[0] for step in chosen if step.name in found))
