@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from tilewright.cli.tune import show
-from tilewright.tune.report.answer import Answer, sentences
+from tilewright.tune.report.answer import Answer
 from tilewright.tune.report.page import page
+from tilewright.tune.report.sentences import sentences
 from tilewright.tune.store.record import Measurement, Record
 
 GIVEN = Record({"x": 1}, "reference", "done", measurement=Measurement(1000, [1 / 1.2] * 5, 1.0, 0.0, [], 1), began=1.0)

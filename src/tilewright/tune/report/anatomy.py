@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.hardware import by_driver_name
-from tilewright.tune.report.answer import Answer, own_levers
+from tilewright.tune.report.answer import Answer
+from tilewright.tune.report.best import own_levers
 from tilewright.tune.report.plots import (
     COLOURS,
     DARK,

@@ -1,17 +1,23 @@
-"""The answer of a study that has just run, written to its folder."""
+"""The answer of a study, derived from what was measured and written to its folder."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from tilewright.measure.results import SCHEMA, write_json
-from tilewright.tune.report.answer import Answer, answered, write_best
+from tilewright.tune.report.answer import NOT_TRIED, Ablation, Answer
+from tilewright.tune.report.best import write_best
 from tilewright.tune.report.code import command_of
+from tilewright.tune.report.sentences import sentences
+from tilewright.tune.search.choose import latest
 from tilewright.tune.search.known import Known
 from tilewright.tune.search.search import Search
+from tilewright.tune.search.space import Space
 from tilewright.tune.settings import Settings
-from tilewright.tune.store.record import key
+from tilewright.tune.store.record import Record, key
 
 
 def conclude(
@@ -39,3 +45,31 @@ def conclude(
     write_json(settings.folder / "answer.json", {"schema": SCHEMA, "command": "tune", **answer.as_dict()})
     write_best(answer, known.space, settings.folder, code=True)
     return answer
+
+
+def answered(space: Space, records: Sequence[Record], best: Record | None, **facts: Any) -> Answer:
+    """Derive the answer from what was measured."""
+    reference = next((record for record in records if record.purpose == "reference" and record.measurement), None)
+    answer = Answer(
+        records=list(records), reference=reference, best=best, ablations=_ablations(space, records, best), **facts
+    )
+    return dataclasses.replace(answer, sentences=sentences(answer))
+
+
+def _ablations(space: Space, records: Sequence[Record], best: Record | None) -> list[Ablation]:
+    if best is None:
+        return []
+    by_key = latest(record for record in records if record.outcome != "lost")
+    found = []
+    for name, value in space.changes(best.point).items():
+        without = {**best.point, name: space.origin[name]}
+        record, refusal = by_key.get(key(without)), space.refusal(without)
+        measured = record.measurement if record is not None else None
+        found.append(
+            Ablation(
+                name, value, space.origin[name], record.tokens_per_second if record is not None else None,
+                measured.bytes if measured else None,
+                refusal or (record.error if record is not None else NOT_TRIED),
+            )
+        )  # fmt: skip
+    return found

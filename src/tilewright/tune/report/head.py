@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from tilewright.measure.markup import Element, tag
 from tilewright.tune.report import html as piece
-from tilewright.tune.report.answer import UNSTEADY, Answer, alone
+from tilewright.tune.report.answer import UNSTEADY, Answer
 from tilewright.tune.report.html import sentence
 from tilewright.tune.report.plots import has_speed
+from tilewright.tune.report.sentences import alone
 from tilewright.tune.store.record import Record
 
 

@@ -20,8 +20,10 @@ from typing import Any
 from tilewright.errors import UserError
 from tilewright.measure import checked
 from tilewright.train.load_config import from_dict
-from tilewright.tune.report.answer import Answer, answered, read_prediction, write_best
+from tilewright.tune.report.answer import Answer, read_prediction
+from tilewright.tune.report.best import write_best
 from tilewright.tune.report.code import command_of
+from tilewright.tune.report.conclude import answered
 from tilewright.tune.search.choose import proved
 from tilewright.tune.search.drift import corrected
 from tilewright.tune.search.generating import AIMS, Generating, GeneratingSpace

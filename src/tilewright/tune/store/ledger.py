@@ -15,7 +15,6 @@ have, because it was away or the process died in between, is merged when the stu
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import threading
@@ -29,18 +28,18 @@ from pathlib import Path
 from typing import Any
 
 from optuna.distributions import CategoricalDistribution
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import TrialState, create_trial
 
 from tilewright.errors import UserError
 from tilewright.measure.checked import Point
 from tilewright.tune.store import journal
 from tilewright.tune.store import lease as leases
-from tilewright.tune.store.record import CONFIRMATION, PURPOSES, Record, key
+from tilewright.tune.store.entry import LEASE, Entry, comes_before, ending_of, entry_of, records_of
+from tilewright.tune.store.record import CONFIRMATION, Record, key
 from tilewright.tune.store.storage import Storage, StorageLost
 
 __all__ = ["Claim", "Ledger", "StorageLost"]
 AGAIN = 3  # times that a lost trial is queued again
-_LEASE = "lease "
 
 
 @dataclass(frozen=True)
@@ -54,29 +53,6 @@ class Claim:
     slot: str
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A trial as the storage has it."""
-
-    number: int
-    state: TrialState
-    id: str
-    slot: str
-    point: Point
-    purpose: str
-    withdrawn: bool
-    record: Record | None
-    leases: list[leases.Lease]
-
-    @property
-    def open(self) -> bool:
-        return not self.state.is_finished()
-
-    @property
-    def lost(self) -> bool:
-        return not self.open and self.record is None and not self.withdrawn
-
-
 class Ledger:
     """A study's trials, as one worker sees them. `Ledger.open` makes it."""
 
@@ -87,8 +63,8 @@ class Ledger:
         self.worker, self.journal = worker, folder / "trials.jsonl"
         self._storage, self._head, self._lease = storage, dict(head), lease
         self._distributions = {name: CategoricalDistribution(tuple(values)) for name, values in levers.items()}
-        self._lease_name = _LEASE + uuid.uuid4().hex
-        self._ended: dict[int, _Entry | None] = {}  # what cannot change any more
+        self._lease_name = LEASE + uuid.uuid4().hex
+        self._ended: dict[int, Entry | None] = {}  # what cannot change any more
         self._held: dict[int, float] = {}  # number of a trial, since when
         self._lock = threading.Lock()  # of _held and the writing of leases
         self._closed = threading.Event()
@@ -142,8 +118,8 @@ class Ledger:
         """What was noted of a study that exists, and its records; nothing of it is changed."""
         found = Storage(storage, name, 10.0, Path(), exists=True)
         try:
-            entries = [entry for trial in found.trials() if (entry := _entry(trial)) is not None]
-            return found.notes(), _records(entries)
+            entries = [entry for trial in found.trials() if (entry := entry_of(trial)) is not None]
+            return found.notes(), records_of(entries)
         finally:
             found.close()
 
@@ -180,7 +156,7 @@ class Ledger:
             entry = waiting[0]
             if not self._claim(entry.number, now):
                 continue
-            if not any(_before(other, entry) for other in entries):
+            if not any(comes_before(other, entry) for other in entries):
                 return Claim(entry.id, entry.number, entry.point, entry.purpose, entry.slot)
             self._storage.attach(entry.number, "outcome", "duplicate")
             self._storage.move(entry.number, TrialState.PRUNED)
@@ -219,7 +195,7 @@ class Ledger:
 
     def records(self) -> list[Record]:
         """What came of everything that ended, each once, in the order in which they began."""
-        return _records(self._entries())
+        return records_of(self._entries())
 
     def running(self) -> list[dict[str, Any]]:
         """What runs: point, purpose, worker, and since when."""
@@ -244,7 +220,7 @@ class Ledger:
             if any(leases.holds(lease, now) for lease in entry.leases):
                 continue
             if entry.record is not None:  # its worker died before the last word
-                count += self._storage.move(entry.number, *_ending(entry.record))
+                count += self._storage.move(entry.number, *ending_of(entry.record))
             else:
                 count += self._storage.move(entry.number, TrialState.FAIL)
         self._queue_lost()
@@ -266,11 +242,11 @@ class Ledger:
 
     # Entries
 
-    def _entries(self) -> list[_Entry]:
+    def _entries(self) -> list[Entry]:
         found = []
         for trial in self._storage.trials():
             if trial.number not in self._ended:
-                entry = _entry(trial)
+                entry = entry_of(trial)
                 if trial.state.is_finished():
                     self._ended[trial.number] = entry
             else:
@@ -303,7 +279,7 @@ class Ledger:
                 self._add_record(uuid.uuid4().hex, slot, record)
 
     def _add_record(self, id: str, slot: str, record: Record) -> None:
-        state, value = _ending(record)
+        state, value = ending_of(record)
         self._add(state, value, id, slot, record.point, record.purpose, record=record.as_dict())
 
     def _add(
@@ -318,7 +294,7 @@ class Ledger:
         self._storage.add(trial)
 
     def _tell(self, number: int, id: str, slot: str, record: Record) -> None:
-        if self._storage.attach(number, "record", record.as_dict()) and self._storage.move(number, *_ending(record)):
+        if self._storage.attach(number, "record", record.as_dict()) and self._storage.move(number, *ending_of(record)):
             return
         # It has ended already: somebody has merged the journal, or has taken this worker for gone.
         if not any(entry.slot == slot and entry.record for entry in self._entries()):
@@ -385,41 +361,3 @@ def _touch(path: Path) -> None:
             pass
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror}; choose another folder.") from error
-
-
-def _records(entries: Iterable[_Entry]) -> list[Record]:
-    found: dict[str, Record] = {}
-    for entry in entries:
-        if entry.record is not None and (entry.slot not in found or found[entry.slot].outcome == "lost"):
-            found[entry.slot] = entry.record
-    return sorted(found.values(), key=lambda record: record.began)
-
-
-def _entry(trial: FrozenTrial) -> _Entry | None:
-    """A trial, or None where it is not one of ours; a storage that others write to may hold anything."""
-    attributes: dict[str, Any] = trial.user_attrs
-    id, slot, point, purpose = (attributes.get(name, "") for name in ("id", "slot", "point", "purpose"))
-    sound = isinstance(id, str) and isinstance(slot, str) and isinstance(point, dict) and purpose in PURPOSES
-    record = journal.parse(attributes["record"]) if "record" in attributes else None
-    if not sound or ("record" in attributes and record is None):
-        warnings.warn(f"Trial {trial.number} of the study cannot be read and is left out.", stacklevel=2)
-        if not sound:
-            return None
-    held = [value for name, value in attributes.items() if name.startswith(_LEASE) and leases.sound(value)]
-    withdrawn = attributes.get("outcome") == "duplicate"
-    return _Entry(trial.number, trial.state, id, slot, point, purpose, withdrawn, record, held)
-
-
-def _before(other: _Entry, entry: _Entry) -> bool:
-    """Whether another trial makes this one superfluous."""
-    if other.slot != entry.slot or other.number == entry.number:
-        return False
-    return other.record is not None or (other.open and other.number < entry.number)
-
-
-def _ending(record: Record) -> tuple[TrialState, float | None]:
-    """The state of Optuna's that says most about an outcome, and the value to go with it."""
-    speed = record.tokens_per_second
-    if record.outcome in ("done", "stopped early") and speed is not None and math.isfinite(speed):
-        return TrialState.COMPLETE, speed
-    return TrialState.PRUNED if record.outcome in ("does not fit", "refused") else TrialState.FAIL, None
