@@ -28,6 +28,9 @@ def test_every_implementation_steps_on_a_cpu(monkeypatch):
         assert not failed
         all_ways = {"tilewright", "tilewright, PDL", "transformers, compile"}
         names = all_ways if weights == "bf16" else {"tilewright"}
+        gated = {name for name, step in steps["step"].items() if isinstance(step, decode.Checked)}
+        assert gated == ({"tilewright", "tilewright, PDL", "tilewright, tilesync"} if decode._is_gated(case) else set())
+        assert all(0 < steps["step"][name].distance < 0.05 for name in gated)
         assert set(steps["step"]) == names | ({"tilewright, tilesync"} if batch == 1 else set())
         for step in steps["step"].values():
             for _ in range(4):  # past the room that there is, where it begins anew
@@ -42,6 +45,15 @@ def test_both_models_have_as_many_weights(monkeypatch):
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     sizes = [sum({id(p): p.numel() for p in each.parameters()}.values()) for each in (decoder, theirs)]
     assert sizes[0] == sizes[1]
+
+
+def test_one_text_as_tiles_has_bars():
+    case = {"model": "Llama-3.2-1B", "batch": 1, "context": 256, "weights": "bf16", "kv_cache": "bf16"}
+    speed, error = decode.bars(case)
+    assert (speed.seconds, speed.ratio, speed.peers) == (720e-6, 1.0, ("tilewright, PDL",)) and error.is_about_errors
+    (faster,) = decode.bars({**case, "weights": "int4"})
+    assert (faster.ratio, faster.peers, faster.ours) == (1.0, ("tilewright, PDL",), ("tilewright, tilesync",))
+    assert not decode.bars({**case, "batch": 8})
 
 
 def test_limits_are_the_bytes_of_a_step():

@@ -10,6 +10,7 @@ import torch
 from ops.contract import on_gpu
 from tilewright import ops
 from tilewright.bench import NAMES, dropout_add_norm, protocol
+from tilewright.bench.bars import Bar
 from tilewright.errors import UserError
 from tilewright.measure.ceilings import Ceilings
 from tilewright.plan.cost import Cost
@@ -69,6 +70,38 @@ def test_a_case_has_none_of_the_memory_of_the_one_before(monkeypatch):
         "some", cases, prepare, lambda case: limits, str, peers=(), ask=protocol.Ask(print, print), with_memory=True
     )
     assert [case["step"]["implementations"]["tilewright"]["peak_bytes"] for case in found["cases"]] == [7] * 3
+
+
+def test_what_a_case_is_to_reach_is_a_line_and_in_the_result(monkeypatch):
+    rows = {"tilewright": {"median": 10e-6}, "peer": {"median": 11e-6}, "slow": {"median": 30e-6}}
+    monkeypatch.setattr(protocol, "head", lambda *_: {})
+    monkeypatch.setattr(protocol, "measure_ceilings", lambda: Ceilings(1e12, 1e14))
+    monkeypatch.setattr(protocol, "measure_case", lambda *_, **how: {"implementations": copy.deepcopy(rows)})
+    monkeypatch.setattr(protocol, "_line", lambda *_: "a case")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    run, said = protocol.Checked(lambda: None, 0.004), []
+    steps = {"tilewright": run, "peer": protocol.Checked(run, 0.003), "slow": run}
+    wanted = [
+        Bar(("tilewright", "gone"), ("peer", "slow"), 1.2), Bar(("tilewright",), ("peer",), 1.1, seconds=9e-6),
+        Bar(("tilewright",), ("slow",), 2.0, seconds=20e-6), Bar(("tilewright",), ("slow", "gone"), 1.0),
+        Bar(("tilewright",), ("peer",), is_about_errors=True), Bar(("tilewright",), ("slow",), is_about_errors=True),
+        Bar(("gone",), ("slow",), 1.0), Bar(("tilewright",), seconds=10e-6),
+    ]  # fmt: skip
+    given = [{}], lambda case: ({"step": dict(steps)}, {}), lambda case: {"step": Cost(1, 1, 1)}, str
+    ask = protocol.Ask(said.append, lambda result: None)
+    found = protocol.run_cases("some", *given, peers=(), ask=ask, bars=lambda case: wanted)
+    assert [bar["passed"] for bar in found["cases"][0]["bars"]] == [False, False, True, None, False, True, None, True]
+    assert said[2:] == [
+        "  miss: tilewright 1.10x of 1.20x peer", "  miss: tilewright 1.10x of 1.10x peer, 10.0 of 9.0 us",
+        "  pass: tilewright 3.00x of 2.00x slow, 10.0 of 20.0 us", "  open: gone was not measured",
+        "  miss: tilewright is 0.004 from float64, peer 0.003", "  pass: tilewright is 0.004 from float64, slow 0.004",
+        "  open: gone was not measured", "  pass: tilewright, 10.0 of 10.0 us",
+        "3 of 8 bars passed, 3 missed, 2 open",
+    ]  # fmt: skip
+    with protocol.only_ours():
+        assert "bars" not in protocol.run_cases("some", *given, peers=(), ask=ask, bars=lambda case: wanted)["cases"][0]
 
 
 OPS = sorted(path.parent.name for path in Path(ops.__file__).parent.glob("*/op.py"))

@@ -2,24 +2,28 @@
 
 A step puts one token into each row of a cache and takes the likeliest next one. Ours is the step of `Generator`: one
 CUDA graph, with attention and the choice of the token inside; where the GPU has PDL (`runtime/pdl.py`), once more
-with it; of one text in bf16 once more as one graph of tiles that wait for each other (``decode="tilesync"``). The peer
-is `LlamaForCausalLM` with its StaticCache under ``mode="reduce-overhead"``, the choice of the token inside as well; it
-reads bf16 alone. Weights are random: a step reads the same bytes whatever they are.
+with it; of one text once more as one graph of tiles that wait for each other (``decode="tilesync"``), with lines that
+say whether it reaches its bars. The peer is `LlamaForCausalLM` with its StaticCache under ``mode="reduce-overhead"``,
+the choice of the token inside as well; it reads bf16 alone. Weights are random: a step reads the same bytes whatever
+they are.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, run_cases
+from tilewright.bench.bars import Bar
+from tilewright.bench.protocol import Ask, Case, Checked, Pass, Prepared, build, run_cases
 from tilewright.generate import Decoder, Decoding, KVCache, Sampling
 from tilewright.generate.cache import FORMATS, bytes_of_token
 from tilewright.generate.config import of_huggingface
 from tilewright.generate.weights import narrow
+from tilewright.measure.numerics import relative_error
 from tilewright.plan.cost import Cost
 from tilewright.runtime.pdl import why_not as why_no_pdl
 
@@ -62,9 +66,9 @@ def prepare(case: Case) -> Prepared:
     makers: dict[str, Callable[[], dict[str, Pass]]] = {"tilewright": partial(_ours, case)}
     if not why_no_pdl(torch.device(_DEVICE)):
         makers["tilewright, PDL"] = partial(_ours, case, pdl=True)
+    if case["batch"] == 1 and case["kv_cache"] == "bf16":
+        makers["tilewright, tilesync"] = partial(_ours, case, decode="tilesync")
     if case["weights"] == case["kv_cache"] == "bf16":
-        if case["batch"] == 1:
-            makers["tilewright, tilesync"] = partial(_ours, case, decode="tilesync")
         makers["transformers, compile"] = partial(_theirs, case)
     return build(makers)
 
@@ -78,7 +82,26 @@ def _ours(case: Case, pdl: bool = False, decode: str = "graph") -> dict[str, Pas
         decoder.config.shape, batch=case["batch"], context=room, device=_DEVICE, dtype=FORMATS[case["kv_cache"]]
     )
     decoding = Decoding(decoder, cache, Sampling(), pdl=pdl, decode=decode)
-    return {"step": _Turns(decoding.step, lambda: cache.before.fill_(case["context"]))}
+    run: Pass = _Turns(decoding.step, lambda: cache.before.fill_(case["context"]))
+    return {"step": Checked(run, _distance(decoding, case)) if _is_gated(case) else run}
+
+
+def _is_gated(case: Case) -> bool:
+    return case["batch"] == 1 and case["weights"] == case["kv_cache"] == "bf16"
+
+
+@torch.no_grad()
+def _distance(decoding: Decoding, case: Case) -> float:
+    """Return the relative error of a step's logits to those of the same weights in float32."""
+    model, size = decoding.model, case["context"] + 1
+    tokens = torch.randint(model.config.shape.vocabulary, (1, size), device=_DEVICE)
+    decoding.start(tokens[:, :-1].tolist())
+    logits = decoding.forward(tokens[:, -1:], decoding.cache)
+    exact = copy.deepcopy(model).float()
+    cache = KVCache(exact.config.shape, batch=1, context=size, device=_DEVICE, dtype=torch.float32)
+    cache.begin(torch.tensor([size], device=_DEVICE))
+    truth = exact(tokens, cache, last=torch.tensor([size - 1], device=_DEVICE))
+    return relative_error(logits[:, -1], truth[:, -1])
 
 
 class _Turns:
@@ -150,6 +173,16 @@ def limits(case: Case) -> dict[str, Cost]:
     return {"step": Cost(flops, int(weights + keys), 0)}
 
 
+def bars(case: Case) -> list[Bar]:
+    """What one text's step as tiles is to reach: a Llama of 1B in 720 us and no further from float32 than our graph."""
+    if (case["model"], case["batch"], case["kv_cache"]) != ("Llama-3.2-1B", 1, "bf16"):
+        return []
+    ours, graph = ("tilewright, tilesync",), ("tilewright, PDL",)
+    if case["weights"] == "bf16":
+        return [Bar(ours, graph, 1.0, seconds=720e-6), Bar(ours, ("tilewright",), is_about_errors=True)]
+    return [Bar(ours, graph, 1.0)]
+
+
 def label(case: Case) -> str:
     """What a case is called."""
     return f"{case['model']}, {case['batch']} x {case['context']}, {case['weights']}, {case['kv_cache']} cache"
@@ -159,5 +192,5 @@ def run(ask: Ask) -> Case:
     """Measure every case, by events around steps: they are graphs themselves."""
     return run_cases(
         "decode", cases(ask.quick), prepare, limits, label, peers=("transformers",), ask=ask,
-        from_graph=lambda case, step: False,
+        from_graph=lambda case, step: False, bars=bars,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tilewright.bench.bars import Bar, summary
 from tilewright.errors import UserError
 from tilewright.measure.ceilings import Ceilings, measure_ceilings
 from tilewright.measure.clock import interleaved_event_time, interleaved_graph_time
@@ -99,6 +100,19 @@ def _run_once(name: str, case: dict[str, Any]) -> None:
 OURS = "tilewright"
 
 Pass = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A pass whose result was compared with float64's, and how far it is from it."""
+
+    run: Pass
+    distance: float
+
+    def __call__(self) -> object:
+        return self.run()
+
+
 Case = dict[str, Any]
 Errors = dict[str, dict[str, str]]
 Prepared = tuple[dict[str, dict[str, Pass]], Errors]  # step -> implementation -> what to time; and what failed
@@ -160,11 +174,12 @@ def run_cases(
     ask: Ask,
     from_graph: Callable[[Case, str], bool] = lambda case, step: True,
     with_memory: bool = False,
+    bars: Callable[[Case], list[Bar]] = lambda case: [],
 ) -> Case:
     """Measure every case, saving what there is after each; `results/<gpu>/<name>.json` holds the whole.
 
     `limits` are those of each step; `peers` are packages whose versions are noted. Where a step is not timed from
-    graphs, it is from events around single calls.
+    graphs, it is from events around single calls. `bars` are what a case's only step is to reach; each is a line.
     """
     cases = ask.chosen(cases, label)
     result = head(name, ask)
@@ -184,8 +199,15 @@ def run_cases(
             measured = _measure_steps(case, prepare(case), limits(case), ceilings, from_graph, with_memory)
             result["cases"].append(measured)
             ask.progress(_line(label(case), measured, list(limits(case))))
+            if not _leaves_peers_out and (wanted := bars(case)):
+                (step,) = limits(case)
+                measured["bars"] = [bar.judge(measured[step]["implementations"]) for bar in wanted]
+                for found in measured["bars"]:
+                    ask.progress(f"  {found['sentence']}")
             ask.save(result)
             torch.cuda.empty_cache()
+    if said := summary(result["cases"]):
+        ask.progress(said)
     return result
 
 
@@ -199,6 +221,9 @@ def _measure_steps(
         functions = steps.get(step, {})
         measured[step] = measure_case(functions, limit, ceilings, from_graph=from_graph(case, step))
         measured[step]["implementations"].update(failed)
+        for name, run in functions.items():
+            if isinstance(run, Checked) and name not in failed:
+                measured[step]["implementations"][name]["distance"] = run.distance
         if with_memory:
             for peer, run in functions.items():
                 measured[step]["implementations"][peer]["peak_bytes"] = _peak(run)

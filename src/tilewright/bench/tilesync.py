@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright import tilesync
-from tilewright.bench.protocol import Ask, Case, Pass, Prepared, build, run_cases
+from tilewright.bench.bars import Bar
+from tilewright.bench.protocol import OURS, Ask, Case, Checked, Pass, Prepared, build, run_cases
+from tilewright.measure.numerics import relative_error
 from tilewright.ops.quantized_linear import reference
 from tilewright.plan.cost import Cost
 from tilewright.tilesync import chains
+from tilewright.tilesync.simulate import predict
 
 COPIES = 5  # as many as a graph has calls
 FEW = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384)
@@ -105,6 +108,17 @@ def _as_pytorch_takes(case: Case, inputs: dict[str, Tensor]) -> tuple[Callable[.
     return (_gpt3 if case["chain"] == "gpt3" else _attention), [x, *weights]
 
 
+def _as_graphs_have(case: Case, y: Tensor) -> Tensor:
+    """A peer's result as the graphs' is: a row a pixel."""
+    return y.permute(0, 2, 3, 1).flatten(0, 2) if case["chain"] == "convolutions" else y
+
+
+def _exact(case: Case, inputs: dict[str, Tensor]) -> Tensor:
+    """The result in float64."""
+    function, arguments = _as_pytorch_takes(case, inputs)
+    return _as_graphs_have(case, function(*(each.double() for each in arguments)))
+
+
 def _random(graph: tilesync.Graph, name: str) -> Tensor:
     """An input of a graph; packed weights are any bits but those of NaN."""
     shape, dtype = graph.inputs[name], graph.packed.get(name, torch.bfloat16)
@@ -123,7 +137,9 @@ def prepare(case: Case) -> Prepared:
 
     def in_turn(function: Callable[..., Any], each: list[Any]) -> dict[str, Pass]:
         following = itertools.cycle(each)
-        return {"forward": lambda: function(*next(following))}
+        found = function(*each[0])
+        y = found[0] if isinstance(found, list) else _as_graphs_have(case, found)
+        return {"forward": Checked(lambda: function(*next(following)), relative_error(y, truth))}
 
     def ours(mode: str) -> dict[str, Pass]:
         run = tilesync.compile(graph, mode).run
@@ -139,6 +155,7 @@ def prepare(case: Case) -> Prepared:
     makers |= {f"tilewright-{mode}": partial(ours, mode) for mode in ("serial", "pdl", "streams", "persistent")}
     makers |= {"cublas": partial(peer, lambda function: function), "compile-max": partial(peer, compiled)}
     with torch.no_grad():
+        truth = _exact(case, sets[0])
         return build(makers)
 
 
@@ -155,6 +172,30 @@ def _limits(case: Case) -> dict[str, Cost]:
     return {"forward": Cost(flops, read, 2 * written)}
 
 
+_MODES = ("tilewright-serial", "tilewright-pdl", "tilewright-streams", "tilewright-persistent")
+_TAIL = 0.15  # of serial time; where more is idle, tiles that wait for tiles are to save half of it
+
+
+def _bars(case: Case) -> list[Bar]:
+    """What a case is to reach, by the fastest of our modes, beside the peers and our own launches."""
+    rows, kind, best = case["rows"], case["chain"], ("cublas", "compile-max")
+    closer = Bar((OURS,), ("cublas",), is_about_errors=True)
+    if "weights" in case:
+        return []
+    if kind == "attention":
+        return [Bar((OURS,), ("cublas",), 1.2), closer]
+    if kind == "convolutions":  # whose peer in PyTorch is cuDNN, and no bar
+        return [Bar(_MODES[2:], _MODES[:1], 1.0), closer]
+    if rows >= MANY[0]:
+        prediction = predict(tilesync.check(graph_of(case)))
+        saved = [Bar(_MODES[2:], _MODES[:1], 1 / (1 - prediction.tail / 2))] if prediction.tail > _TAIL else []
+        return [Bar((OURS,), best, 0.99), *saved, closer]
+    few, middle = (1.2, 1.1) if kind == "llama" else (1.1, 1.05)
+    most = 256 if kind == "llama" else 384
+    found = [Bar((OURS,), best, few if rows <= 64 else middle)] if rows <= most else []
+    return [*found, *([Bar((OURS,), _MODES[1:2], 1.03)] if kind == "llama" and rows <= 64 else []), closer]
+
+
 def _label(case: Case) -> str:
     if case["chain"] == "convolutions":
         return f"convolutions {case['channels']} of {case['side']} x {case['side']}, {case['rows']} images"
@@ -166,6 +207,6 @@ def _label(case: Case) -> str:
 
 def run(ask: Ask) -> Case:
     """Measure every case."""
-    result = run_cases("tilesync", cases(ask.quick), prepare, _limits, _label, peers=("torch",), ask=ask)
+    result = run_cases("tilesync", cases(ask.quick), prepare, _limits, _label, peers=("torch",), ask=ask, bars=_bars)
     tilesync.raise_if_failed()
     return result
