@@ -143,17 +143,18 @@ tilewright_tilesync_run(const __grid_constant__ Program program, const __grid_co
     const u32 number = program.first + ticket;
     const Task task = program.tasks[number];
     const Stage& stage = program.stages[task.stage];
+    const int kind = stage.kind;
     u64 start = 0;
     if (program.flags & TIMES) start = nanoseconds();
     if (!blocks.stopped) {
 #if FEW_TILES
-      if (stage.kind == FEW && !few_begun) few.begin(stage, task, tensors);
+      if (kind == FEW && !few_begun) few.begin(stage, task, tensors);
 #endif
 #if MANY_ROWS
-      if (stage.kind == MANY) many.begin(stage, task, tensors, blocks.memory);
+      if (kind == MANY) many.begin(stage, task, tensors, blocks.memory);
 #endif
 #if ATTENTION
-      if (stage.kind == ATTEND) Attend(stage, task, tensors, blocks.memory).begin();
+      if (kind == ATTEND) Attend(stage, task, tensors, blocks.memory).begin();
 #endif
     }
     if (threadIdx.x < 32) {
@@ -170,33 +171,38 @@ tilewright_tilesync_run(const __grid_constant__ Program program, const __grid_co
     if (!blocks.stopped) {
       const Task* next = ticket < (u32)program.count ? program.tasks + program.first + ticket : nullptr;
       const Stage* next_stage = next ? program.stages + next->stage : nullptr;
-      if (next && next_stage->kind != stage.kind) next = nullptr;
+      if (next && next_stage->kind != kind) next = nullptr;
 #if FEW_TILES
-      if (stage.kind == FEW) few.run(stage, task, next_stage, next, tensors, blocks.memory);
-      if (stage.kind != FEW) few.held_stage = -1;
-      few_begun = stage.kind == FEW && next;
+      if (kind == FEW) few.run(stage, task, next_stage, next, tensors, blocks.memory);
+      few_begun = kind == FEW && next;
+      if (kind != FEW)
 #endif
+      {
 #if MANY_ROWS
-      if (stage.kind == MANY) many.run(stage, task, next_stage, next, tensors, blocks.memory);
+        if (kind == MANY) many.run(stage, task, next_stage, next, tensors, blocks.memory);
 #endif
 #if COMBINES
-      if (stage.kind == COMBINE) combine(stage, task, tensors);
+        if (kind == COMBINE) combine(stage, task, tensors);
 #endif
 #if NORMS
-      if (stage.kind == NORM) norm(stage, task, tensors);
+        if (kind == NORM) norm(stage, task, tensors);
 #endif
 #if ATTENTION
-      if (stage.kind == ATTEND) Attend(stage, task, tensors, blocks.memory).run();
+        if (kind == ATTEND) Attend(stage, task, tensors, blocks.memory).run();
 #endif
 #if HAS_USER_STAGES
-      if (stage.kind >= USER) {
-        UserTile tile{task.row * stage.tile_rows, task.column * stage.tile_columns};
-        tile.rows = min(stage.tile_rows, stage.rows - tile.row), tile.columns = min(stage.tile_columns, stage.columns - tile.column);
-        tile.width = stage.columns, tile.output = tensors.at[stage.y], tile.memory = blocks.memory;
-        for (int i = 0; i < 5; i++) tile.inputs[i] = stage.more[i] >= 0 ? tensors.at[stage.more[i]] : nullptr;
-        compute_user_tile(stage.kind - USER, tile);
-      }
+        if (kind >= USER) {
+          UserTile tile{task.row * stage.tile_rows, task.column * stage.tile_columns};
+          tile.rows = min(stage.tile_rows, stage.rows - tile.row), tile.columns = min(stage.tile_columns, stage.columns - tile.column);
+          tile.width = stage.columns, tile.output = tensors.at[stage.y], tile.memory = blocks.memory;
+          for (int i = 0; i < 5; i++) tile.inputs[i] = stage.more[i] >= 0 ? tensors.at[stage.more[i]] : nullptr;
+          compute_user_tile(kind - USER, tile);
+        }
 #endif
+#if FEW_TILES
+        few = FewRows();  // whose registers are free for the other kinds
+#endif
+      }
     }
     __syncthreads();  // all have written what the tile computes, and read what is shared
     if (threadIdx.x == 0) {
