@@ -26,19 +26,25 @@ SOURCE = """
 WRAPPER = """
 #include "run.cu"
 static std::vector<Program> programs;
-static Tensors given;
-static void start() { tilewright_tilesync_run(programs[launch_of[block()]], given); }
+static std::vector<Tensors> given;
+static void start() { tilewright_tilesync_run(programs[launch_of[block()]], given[launch_of[block()]]); }
 static void begin() { tilewright_tilesync_begin(programs[launch_of[block()]]); }
+static void hold() {  // a kernel of somebody else's, which has its places for a while
+  const u32 nothing = 0;
+  for (int turn = 0; turn < 200; turn++) acquire(&nothing);
+}
 // Of each launch: program, blocks, whether it is a kernel that waits for a stage to begin, launches that must have
-// ended, and those that must have started.
+// ended, those that must have started, and tensors. Of all: blocks of somebody else's kernel.
 extern "C" const char* run(int count, const Program* asked, const int* blocks, const int* waits, const u64* ended,
-                           const u64* started, bool one_queue, int resident, const Tensors* tensors, int seed,
+                           const u64* started, const Tensors* tensors, int held, bool one_queue, int resident, int seed,
                            int lost) {
-  programs.assign(asked, asked + count), given = *tensors, launches.clear();
+  programs.assign(asked, asked + count), given.assign(tensors, tensors + count), launches.clear();
   for (int i = 0; i < count; i++) launches.push_back({blocks[i], ended[i], started[i], waits[i] ? begin : start});
+  if (held) launches.push_back({held, 0, 0, hold});
   dice.seed(seed), lost_post = lost, posts_done = 0;
   return run_all(resident, THREADS, one_queue);
 }
+extern "C" u64 turns() { return now; }
 """
 # One build for all graphs of the tests: each has fewer tensors, and none larger tiles.
 MACROS = {"TENSORS": 64, "HALF": 0, "X_BYTES": 140 * 1024, "FEW_TILES": 4, "LAYOUTS": 63, "MANY_ROWS": 64,
@@ -64,7 +70,7 @@ def build(folder, **macros):
     command += [f"-D{name}={value}" for name, value in {**MACROS, **macros}.items()]
     subprocess.run([*command, "-o", folder / "run.so", folder / "run.cpp"], check=True)
     library = ctypes.CDLL(str(folder / "run.so"))
-    library.run.restype = ctypes.c_char_p
+    library.run.restype, library.turns.restype = ctypes.c_char_p, ctypes.c_uint64
     return library
 
 
@@ -143,13 +149,22 @@ class Emulated:
 
     def __call__(
         self, tensors, blocks=3, resident=None, seed=0, lost=-1, flags=device.WAITS, parts=None, patience=20000,
-        streams=False, begins=True, edges=True, one_queue=False,
+        streams=False, begins=True, edges=True, one_queue=False, held=0,
     ):  # fmt: skip
         """Returns all tensors, and raises what stopped the emulator.
 
         Of `streams` may be left out: `begins`, kernels that wait for the stage before to begin, and `edges`, their
         launches' being behind its start. `one_queue`: launches begin in an order that no edge forbids, one by one.
+        `held`: places that a kernel of somebody else's has for a while.
         """
+        launches, values = self.launches(tensors, blocks, flags, parts, patience, streams, begins)
+        launches = [(*first, started if edges else 0, given) for *first, started, given in launches]
+        for some in [launches] if streams else [[each] for each in launches]:
+            run_launches(self.library, some, resident or blocks, seed, lost, one_queue, held)
+        return values
+
+    def launches(self, tensors, blocks, flags, parts, patience, streams, begins=True):
+        """Return launches as `run_launches` takes them, and all tensors, those that are written full of NaN."""
         graph, lowered = self.lowered.program.graph, self.lowered
         values = dict(tensors)
         for name, spec in graph.specs.items():
@@ -161,23 +176,33 @@ class Emulated:
         arrays = [each.ctypes.data for each in (*tables, self.control, self.failure, self.report, self.times)]
         parts = lowered.ranges() if streams else parts or [(0, len(lowered.tasks))]
         flags |= device.STREAMS if streams else 0
-        resident, semaphores, cells = resident or blocks, len(lowered.program.semaphores), len(lowered.stages)
+        semaphores, cells = len(lowered.program.semaphores), len(lowered.stages)
         of_each = [min(blocks, count) if streams else blocks for _, count in parts]
         programs = [
             device.ProgramArgument(*arrays, patience, first, count, semaphores, flags, number, cells, sum(of_each))
             for number, (first, count) in enumerate(parts)
         ]
-        together = [(program, own, False, 0, 0) for program, own in zip(programs, of_each, strict=True)]
+        found = [(program, own, False, 0, 0) for program, own in zip(programs, of_each, strict=True)]
         if streams and begins:
-            together = Streams(len(parts)).of(programs, of_each)
-            together = [(*each, started if edges else 0) for *each, started in together]
-        for some in [together] if streams else [[each] for each in together]:
-            kinds = ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64
-            columns = list(zip(*some, strict=True))[1:]
-            numbers = [(kind * len(some))(*each) for kind, each in zip(kinds, columns, strict=True)]
-            programs = (device.ProgramArgument * len(some))(*(each[0] for each in some))
-            stopped = self.library.run(
-                len(some), programs, *numbers, one_queue, resident, ctypes.byref(given), seed, lost
-            )  # fmt: skip
-            assert stopped is None, stopped.decode()
-        return values
+            found = Streams(len(parts)).of(programs, of_each)
+        return [(*each, given) for each in found], values
+
+
+def run_launches(library, launches, resident, seed=0, lost=-1, one_queue=False, held=0):
+    """Run launches at the same time, and raise what stopped the emulator."""
+    kinds = device.ProgramArgument, ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, type(launches[0][-1])
+    columns = [(kind * len(launches))(*each) for kind, each in zip(kinds, zip(*launches, strict=True), strict=True)]
+    stopped = library.run(len(launches), *columns, held, one_queue, resident, seed, lost)
+    assert stopped is None, stopped.decode()
+
+
+def run_at_once(runs, tensors, blocks, resident, seed, streams):
+    """Run each of several calls, of programs whose semaphores are their own, at the same time; return their tensors."""
+    together, found = [], []
+    for run, given in zip(runs, tensors, strict=True):
+        launches, values = run.launches(given, blocks, device.WAITS, None, 20000, streams)
+        behind = len(together)
+        together += [(*first, ended << behind, started << behind, own) for *first, ended, started, own in launches]
+        found.append(values)
+    run_launches(runs[0].library, together, resident, seed)
+    return found

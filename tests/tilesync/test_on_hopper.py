@@ -1,5 +1,7 @@
 """Every mode on a GPU: the same numbers, replayed, after a lost post, measured, under torch.compile."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -85,18 +87,57 @@ def test_splits_of_a_long_cache_are_its_attention(size, filled):
         assert near(combine(compile(graph, mode).run(list(inputs.values()))[0], 16), truth), mode
 
 
-@on_hopper
-def test_each_of_100_000_replays_has_the_same_bits():
-    inputs = tensors(graph := chains.mlp(1, 1024, 1024), 1, HALF, DEVICE)
-    op, captured = compile(graph, "persistent"), torch.cuda.CUDAGraph()
-    y, wrong = op.run(list(inputs.values()))[0], torch.zeros((), dtype=torch.int64, device=DEVICE)
-    with torch.cuda.graph(captured):
+def captured_comparing(op, inputs, y, wrong):
+    """A graph of a call on the current stream, which counts where its result has other bits than y."""
+    op.run(list(inputs.values()))
+    torch.cuda.current_stream().synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, stream=torch.cuda.current_stream()):
         wrong += (op.run(list(inputs.values()))[0] != y).any()
-    for turn in range(100_000):
-        captured.replay()
-        if turn % 1000 == 0:
+    return captured
+
+
+@on_hopper
+@pytest.mark.parametrize("mode", ["persistent", "streams"])
+def test_each_of_100_000_replays_on_four_streams_has_the_same_bits(mode):
+    inputs = tensors(graph := chains.mlp(1, 1024, 1024), 1, HALF, DEVICE)
+    op, streams = compile(graph, mode), [torch.cuda.Stream() for _ in range(4)]
+    y, wrong = op.run(list(inputs.values()))[0], torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    torch.cuda.synchronize()
+    captured = []
+    for stream, count in zip(streams, wrong, strict=True):
+        with torch.cuda.stream(stream):
+            captured.append(captured_comparing(op, inputs, y, count))
+    for turn in range(25_000):
+        for stream, replay in zip(streams, captured, strict=True):
+            with torch.cuda.stream(stream):
+                replay.replay()
+        if turn % 250 == 0:
             torch.cuda.synchronize()
             raise_if_failed()
+            assert not wrong.any(), turn
+    torch.cuda.synchronize()
+    assert not wrong.any()
+
+
+@on_hopper
+@pytest.mark.parametrize("mode", ["persistent", "streams"])
+def test_replays_beside_a_kernel_that_has_the_sms(mode):
+    inputs = tensors(graph := chains.mlp(1, 4096, 4096), 1, HALF, DEVICE)
+    op, wrong = compile(graph, mode), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    y, matrix = op.run(list(inputs.values()))[0], torch.randn(8192, 8192, dtype=HALF, device=DEVICE)
+    torch.cuda.synchronize()
+    own, others = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        captured = captured_comparing(op, inputs, y, wrong)
+    for _ in range(100):
+        with torch.cuda.stream(others):
+            matrix @ matrix
+        with torch.cuda.stream(own):
+            for _ in range(10):
+                captured.replay()
+    torch.cuda.synchronize()
+    raise_if_failed()
     assert not wrong
 
 
@@ -110,8 +151,11 @@ def test_a_lost_post_is_an_error_and_the_next_call_is_right():
     runner = launch.runner(op.program, y.device, y.dtype)
     (control,) = runner.controls.values()
     control[32] -= 1
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
     op(**inputs)
     torch.cuda.synchronize()
+    assert time.perf_counter() - begin < 5  # which is promised; the bound is two
     with pytest.raises(
         TilesyncError, match="of stage y waited too long: semaphore 0 of StageSync on h stands at 63 of 64"
     ):

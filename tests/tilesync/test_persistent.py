@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilesync.emulated import HEAD_DIM, MACROS, ROTATED, SOURCE, Emulated, build, rope_source
+from tilesync.emulated import HEAD_DIM, MACROS, ROTATED, SOURCE, Emulated, build, rope_source, run_at_once
 from tilesync.graphs import graphs, tensors
 from tilesync.wrong import WRONG
 from tilewright.runtime import nvrtc
@@ -151,6 +151,21 @@ def test_a_stage_begins_before_the_kernel_that_waits_for_that_by_an_edge_of_the_
     assert 0 < stopped < 4
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["persistent", "streams"])
+def test_two_calls_at_once_on_places_of_which_a_kernel_of_others_has_some(library, streams):
+    """As replays of two captured calls are, each with semaphores of its own, whichever gets a place first."""
+    graph = two_layers(sync=RowSync())
+    program, inputs = check(graph), [tensors(graph, seed, torch.bfloat16) for seed in (1, 2)]
+    runs = [Emulated(library, program) for _ in inputs]
+    truth = [Emulated(library, program)(each)["y"] for each in inputs]
+    for seed in range(2):
+        for values, y in zip(run_at_once(runs, inputs, 3, 4, seed, streams), truth, strict=True):
+            assert torch.equal(values["y"], y)
+        for run, each, y in zip(runs, inputs, truth, strict=True):
+            assert torch.equal(run(each, 3, 4, seed, streams=streams, held=3)["y"], y)
+    assert all(run.control[0] == 4 and not run.report["is_there"] for run in runs)
+
+
 def test_a_stage_that_never_begins_is_named(library):
     """The kernel in front of y waits for one block more of h than there are."""
     graph = two_layers()
@@ -235,8 +250,11 @@ def test_numbers_may_wrap_around(library):
 def test_a_post_that_is_lost_ends_in_an_error_that_names_tile_and_semaphore_and_the_next_launch_is_sound(library, lost):
     graph = two_layers(sync=RowSync())
     given_tensors, run = tensors(graph, 1, torch.bfloat16), Emulated(library, check(graph))
+    begin = library.turns()
     truth = run(given_tensors, seed=1)
+    usual, begin = library.turns() - begin, library.turns()
     run(given_tensors, lost=lost, seed=2, patience=300)
+    assert library.turns() - begin < 2 * usual + 300 + 100  # one bound for all that wait
     assert run.report["is_there"] == 1 and not run.control.any()
     said = run.lowered.failure_sentence(run.report[0])
     assert "of stage y waited too long: semaphore 0 of RowSync on h stands at 8 of 9." in said and said.startswith(
@@ -311,12 +329,13 @@ def test_what_the_kernel_has_not_is_a_sentence():
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
-@pytest.mark.parametrize(("rows", "layouts", "head"), [(2, MACROS["LAYOUTS"], 64), (4, 1, 256)])
-def test_the_compiler_takes_it_and_spills_nothing(tmp_path, rows, layouts, head):
-    """By the tiles of 8 rows that few rows have, the layouts of weights, and the largest head."""
+@pytest.mark.parametrize(("rows", "layouts", "others"), [(1, 63, True), (4, 63, False), (4, 1, True)])
+def test_the_compiler_takes_it_and_spills_nothing(tmp_path, rows, layouts, others):
+    """By the tiles of 8 rows that few rows have, and the layouts of weights; `others`: with stages of other kinds."""
     (tmp_path / "user_stages.cuh").write_text(device._user_stages([SOURCE, rope_source()]))
-    given_macros = {**MACROS, "FEW_TILES": rows, "LAYOUTS": layouts, "ATTENTION": head}
-    given_macros |= {"MANY_ROWS": 128, "MANY_COLUMNS": 128}
+    given_macros = {**MACROS, "X_BYTES": device.X_BYTES, "FEW_TILES": rows, "LAYOUTS": layouts, "ATTENTION": 256}
+    given_macros |= dict.fromkeys(("MANY_ROWS", "MANY_COLUMNS"), 128 * others)
+    given_macros |= dict.fromkeys(("COMBINES", "NORMS", "HAS_USER_STAGES"), int(others))
     command = ["nvcc", "-std=c++17", "-arch=sm_90a", "-cubin", "-Xptxas", "-v", "-o", tmp_path / "run.cubin"]
     command += [
         f"-I{nvrtc._HEADERS}",
