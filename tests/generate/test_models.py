@@ -6,6 +6,7 @@ import torch
 from generate.models import MODELS, theirs, tiny
 from tilewright import ops
 from tilewright.generate import Decoder, Generator, KVCache, from_gpt, load_huggingface
+from tilewright.generate.weights import narrow
 from tilewright.models import GPT
 from tilewright.plan.gpt import LLAMA, GPTConfig
 
@@ -84,6 +85,22 @@ def test_any_module_in_the_place_of_a_linear_runs(tmp_path):
             setattr(decoder.get_submodule(owner), last, Stored(module))
     assert isinstance(decoder, Decoder)
     assert Generator(decoder).generate([PROMPT], max_tokens=8)[0].tokens == expected
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("weights", ["", "int8"])
+def test_an_activation_is_part_of_the_layer_in_front_of_it_or_follows_one_that_is_hooked(activation, weights):
+    torch.manual_seed(4)
+    model = from_gpt(GPT(GPTConfig(width=64, layers=1, heads=4, vocabulary=50, sequence=16, activation=activation)))
+    if weights:
+        narrow(model, weights)
+    mlp, x, seen = model.blocks[0].mlp, torch.randn(1, 2, 64, dtype=model.dtype), []
+    fused = mlp(x)
+    mlp.up.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    hooked = mlp(x)
+    torch.testing.assert_close(fused, hooked)
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    torch.testing.assert_close(mlp.down(torch.nn.functional.gelu(seen[0], approximate=approximate)), hooked)
 
 
 def test_a_step_reads_plain_weights_by_itself_and_calls_a_hooked_layer():

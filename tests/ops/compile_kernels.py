@@ -208,7 +208,9 @@ def rope(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, interleav
         yield name, resources(launch, [*types, "i64", "i32", "i64", "fp64", *["i64"] * 12])
 
 
-def quantized_linear(weight: torch.dtype, dtype: torch.dtype, rows: int, group: int | None, zeros: bool):
+def quantized_linear(
+    weight: torch.dtype, dtype: torch.dtype, rows: int, group: int | None, zeros: bool, activation: str = ""
+):  # fmt: skip
     """The matmul of so many rows by an 8192 x 8192 weight, the sum of its splits, and the unpacking."""
     tiles = quantized_launches.tiles(rows, 8192, 8192, group, 132, zeros)
     scale, zero = torch.bfloat16 if group else torch.float32, torch.uint8 if zeros else None
@@ -219,9 +221,9 @@ def quantized_linear(weight: torch.dtype, dtype: torch.dtype, rows: int, group: 
     types = [pointers[t] for t in tensors]
     if not group:
         del types[3]
-    launch = quantized_launches.matmul_launch(H200, tensors, 16, True, tiles, group)
+    launch = quantized_launches.matmul_launch(H200, tensors, 16, True, tiles, group, activation)
     yield "forward", resources(launch, [*types, *["i64"] * 5])
-    join = quantized_launches.join_launch(H200, (dtype, dtype, dtype), max(2, tiles.splits))
+    join = quantized_launches.join_launch(H200, (dtype, dtype, dtype), max(2, tiles.splits), activation)
     yield "join", resources(join, ["*fp32", *[POINTER[dtype]] * 3, *["i64"] * 3])
     launch = quantized_launches.dequantize_launch(H200, (weight, scale, zero, dtype), 16, group)
     middle = [pointers[zero]] if group else []
@@ -261,10 +263,10 @@ def append_to_cache(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
         yield name, resources(launch, types)
 
 
-def few_rows_linear(dtype: torch.dtype, width: int):
+def few_rows_linear(dtype: torch.dtype, width: int, activation: str = ""):
     """One row, and the most."""
     for rows in (1, MOST_ROWS):
-        launch = few_rows_linear_kernels.launch(H200, (dtype, dtype), True, rows, width)
+        launch = few_rows_linear_kernels.launch(H200, (dtype, dtype), True, rows, width, activation)
         name = "forward" if rows == 1 else "rows"
         yield name, resources(launch, [*[POINTER[dtype]] * 4, "i64"])
 

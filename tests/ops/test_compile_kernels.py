@@ -95,6 +95,8 @@ def compiled(tmp_path_factory):
         (("quantized_linear", INT4, BF, 64, 128, True), True),
         (("quantized_linear", INT4, HALF, 64, 128, False), True),
         (("few_rows_linear", BF, 14336), True),
+        (("few_rows_linear", BF, 768, "gelu"), True),
+        (("quantized_linear", INT4, BF, 1, 128, False, "gelu_tanh"), True),
         (("rope", BF, 64, 8, 128, False), True),
         (("rope", BF, 64, 8, 128, True), True),
         (("rope", F32, 32, 8, 96, True), True),
@@ -150,6 +152,8 @@ PARAMETERS = {"weight", "bias", "scale", "zero"}  # that no kernel of a chain wr
     ("case", "fetched"),
     [
         (("few_rows_linear", BF, 14336), {"weight"}),
+        (("few_rows_linear", BF, 768, "gelu_tanh"), {"weight"}),
+        (("quantized_linear", INT8, BF, 1, None, False, "gelu"), {"weight"}),
         (("quantized_linear", INT8, BF, 1, None, False), {"weight"}),
         (("quantized_linear", FP8, HALF, 32, None, False), {"weight"}),
         (("quantized_linear", INT4, BF, 1, 128, True), {"weight"}),

@@ -40,6 +40,25 @@ def test_matches_float64_and_is_no_worse_than_torch(dtype, rows, bias):
         assert_no_worse([y], [LINEAR(*inputs)], [LINEAR(*doubles(inputs))])
 
 
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_activation_is_no_further_from_float64_than_one_behind_the_layer(dtype, activation):
+    apply, inputs = ACTIVATIONS[activation], problem(3, 1000, 80, dtype)
+    inputs[0].mul_(0.1)
+    y, truth = few_rows_linear(*inputs, activation=activation), apply(LINEAR(*doubles(inputs)))
+    assert_near_truth([y], [truth], reduced=1000)
+    if DEVICE == "cuda" or dtype != torch.bfloat16:  # Triton's interpreter cuts bfloat16 off
+        assert_no_worse([y], [apply(LINEAR(*inputs))], [truth])
+    many = [inputs[0].repeat(4, 1), *inputs[1:]]
+    assert torch.equal(few_rows_linear(*many, activation=activation), apply(LINEAR(*many))), "of many rows PyTorch's"
+
+
 @pytest.mark.parametrize(
     "sizes",
     [(1, 1, 1), (1, 2048, 5), (1, 2049, 3), (2, 31, 7), (4, 4100, 2), (3, 128, 1), (1, 16, 40), (2, 5000, 1)],
@@ -107,7 +126,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 def test_one_graph_and_a_registered_op():
     inputs = problem(2, 40, 6)
-    torch.library.opcheck(OP._registered, inputs)
+    torch.library.opcheck(OP._registered, (*inputs, "gelu"))
     torch.compiler.reset()
     compiled = torch.compile(lambda *tensors: few_rows_linear(*tensors) * 2, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*inputs), few_rows_linear(*inputs) * 2)
@@ -131,6 +150,11 @@ def test_mistakes_are_one_sentence():
         with pytest.raises(kind, match=sentence) as error:
             few_rows_linear(*inputs)
         assert str(error.value).startswith("few_rows_linear: ") and "\n" not in str(error.value)
+
+
+def test_an_unknown_activation_is_one_sentence():
+    with pytest.raises(ValueError, match="few_rows_linear: activation is 'relu'; choose 'silu', 'gelu' or 'gelu_tanh'"):
+        few_rows_linear(*problem(1, 8, 4), activation="relu")
 
 
 def test_cost_counts_the_weight():

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from ops.contract import DEVICE
 from ops.ptx import order
 from tilewright.generate import KVCache, Sampling
+from tilewright.generate.config import of_gpt
+from tilewright.generate.decoder import Decoder
 from tilewright.generate.load import from_gpt
 from tilewright.generate.step import prefill
 from tilewright.generate.weights import narrow
+from tilewright.measure import work
 from tilewright.models import GPT
 from tilewright.ops import bias_gelu, dropout_add_norm, few_rows_linear, swiglu
 from tilewright.ops.quantized_linear import few_rows
@@ -73,10 +77,10 @@ def test_packed_weights(kind, splits, in_chain):
     if kind == torch.uint8:
         weight = torch.randint(256, (columns, inner // 2), dtype=kind, device=DEVICE)
         scale, zero = randn(inner // group, columns), torch.randint(16, (inner // group, columns), device=DEVICE)
-        inputs = Inputs(randn(2, inner), weight, scale, zero.to(kind), randn(columns), None)
+        inputs = Inputs(randn(2, inner), weight, scale, zero.to(kind), randn(columns), None, "silu")
     else:
         weight = torch.randint(-100, 100, (columns, inner), device=DEVICE).to(kind)
-        inputs = Inputs(randn(2, inner), weight, randn(columns), None, randn(columns), randn(2, columns))
+        inputs = Inputs(randn(2, inner), weight, randn(columns), None, randn(columns), randn(2, columns), "gelu")
     chosen = Tiles(16, 16, 64, slices=1, chunks=4, splits=splits, stages=3)
     results = [randn(2, columns) for _ in range(2)]
     multiply(inputs, results[0], chosen)
@@ -135,6 +139,34 @@ def test_a_decode_step_is_a_chain_of_kernels(weights, kv_cache, changes, in_chai
     wanted = {"dropout_add_norm_forward", "decode_attention_append", "decode_attention_split", "decode_attention_join"}
     wanted |= {"quantized_linear_matmul_8bit" if weights else "few_rows_linear_matmul", "activation_forward"}
     assert {f"tilewright_{name}" for name in wanted} <= set(in_chain.names)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("weights", "changes", "fields"),
+    [
+        ("", {}, {}), ("int4", {}, {}), ("", {"qk_norm": True}, {}), ("int8", {"qk_norm": True}, {}),
+        ("", {}, {"norm": "layer", "bias": True, "position": "learned", "activation": "gelu"}),
+        ("int8", {}, {"norm": "layer", "bias": True, "position": "learned", "activation": "gelu_tanh"}),
+    ],
+    ids=["llama", "llama int4", "qwen3", "qwen3 int8", "gpt-2", "gpt-2 int8"],
+)  # fmt: skip
+def test_no_kernel_but_ours_is_between_those_of_a_decode_step(weights, changes, fields, monkeypatch):
+    """A copy or an activation of PyTorch's would make a full dependency, twice in a layer."""
+    llama = {"width": 64, "layers": 2, "heads": 2, "vocabulary": 16, "sequence": 40, "ffn": 64, **LLAMA, "kv_heads": 1}
+    config = of_gpt(GPTConfig(**{**llama, **fields}))
+    model = Decoder(replace(config, shape=replace(config.shape, **changes))).to(DEVICE, BF).requires_grad_(False)
+    if weights:
+        narrow(model, weights)
+    cache = KVCache(model.config.shape, batch=2, context=36, device=DEVICE, dtype=BF)
+    tokens = prefill(model, cache, [[3, 1, 4], [1, 5]], Sampling())
+    with dispatch.forcing_kernels(), pdl.chaining(pdl.Chain()), work.Watch() as watch:
+        monkeypatch.setattr(work, "watching", watch)
+        model(tokens[:, None], cache)
+    names = [asked.op for asked in watch.asked]
+    first = next(place for place, name in enumerate(names) if name.startswith("tilewright_"))
+    assert not [name for name in names[first:] if not name.startswith("tilewright_")]
+    assert len(names) - first > 2 * 8 and all("tilewright" not in name for name in names[:first])
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here to compile it with")

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,11 +47,11 @@ def layer(kind, outputs, inputs, group=0, zeros=False):
     return weight, torch.rand(outputs, device=DEVICE) + 0.1, None
 
 
-def call(kind, x, packed, *added):
+def call(kind, x, packed, *added, **options):
     weight, scale, zero = packed
     if kind == "int4":
-        return ops.int4_linear(x, weight, scale, zero, *added)
-    return getattr(ops, f"{kind}_linear")(x, weight, scale, *added)
+        return ops.int4_linear(x, weight, scale, zero, *added, **options)
+    return getattr(ops, f"{kind}_linear")(x, weight, scale, *added, **options)
 
 
 def check(kind, packed, x, bias=None, residual=None):
@@ -96,6 +98,40 @@ def test_more_rows_than_the_kernels_take_are_multiplied_by_pytorch(kind, monkeyp
     check(kind, packed, randn(5, 128, dtype=FP16), randn(24, dtype=FP16), randn(5, 24, dtype=FP16))
 
 
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", ("int8", "int4"))
+@pytest.mark.parametrize("most", (4, launch.MOST_ROWS), ids=("PyTorch", "kernel"))
+def test_an_activation_is_no_further_from_float64_than_one_behind_the_layer(kind, activation, most, monkeypatch):
+    monkeypatch.setattr(launch, "MOST_ROWS", most)
+    packed, x, apply = layer(kind, 140, 512, 64, True), randn(5, 512, dtype=FP16, grad=False), ACTIVATIONS[activation]
+    x *= 0.003 if kind == "int8" else 0.05
+    bias, residual = randn(140, dtype=FP16, grad=False), randn(5, 140, dtype=FP16, grad=False)
+    truth = apply(reference(x.double(), *packed, bias.double()))
+    y = call(kind, x, packed, bias, activation=activation)
+    peer = apply(F.linear(x, dequantize(*packed, FP16), bias))
+    assert_near_truth([y], [truth], 512)
+    assert_no_worse([y], [peer], [truth])
+    y = call(kind, x, packed, bias, residual, activation=activation)
+    assert_near_truth([y], [truth + residual], 512)
+    assert torch.allclose(
+        reference(x.double(), *packed, bias.double(), residual.double(), activation), truth + residual
+    )
+
+
+def test_a_gradient_goes_through_an_activation():
+    packed, leaves = layer("int8", 24, 64), [randn(3, 64), randn(24), randn(3, 24)]
+    for dtype in (torch.float32, FP16):
+        given = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        y = ops.int8_linear(given[0] * 0.01, *packed[:2], *given[1:], activation="silu")
+        exact = doubles(given)
+        truth = F.silu(reference(exact[0] * 0.01, *packed, exact[1])) + exact[2]
+        upstream = [torch.randn_like(y)]
+        assert_near_truth([y, *gradients([y], given, upstream)], [truth, *gradients([truth], exact, upstream)], 64)
+
+
 @pytest.mark.parametrize("case", LAYERS, ids=str)
 def test_a_packed_weight_is_unpacked_to_the_numbers_it_stands_for(case):
     packed = layer(*case)
@@ -125,8 +161,10 @@ def test_any_tiles_give_the_same_numbers(kind, inputs, tiles):
     packed, x = layer(kind, 70, inputs, 64, True), randn(35, inputs, dtype=FP16, grad=False)
     bias, residual = randn(70, grad=False), randn(35, 70, dtype=FP16, grad=False)
     y = torch.full((35, 70), float("nan"), dtype=FP16, device=DEVICE)
-    launch.multiply(Inputs(x, *packed, bias, residual), y, tiles)
-    assert_near_truth([y], [reference(x.double(), *packed, bias.double(), residual.double())], inputs)
+    for activation in ("", "gelu_tanh"):
+        launch.multiply(Inputs(x, *packed, bias, residual, activation), y, tiles)
+        truth = reference(x.double(), *packed, bias.double(), residual.double(), activation)
+        assert_near_truth([y], [truth], inputs)
 
 
 def test_many_rows_and_few_programs_split_the_inner_dimension():
@@ -198,7 +236,7 @@ def test_compiles_as_one_graph():
 def test_opcheck():
     for kind in ("int8", "int4"):
         x, packed = randn(3, 64, dtype=FP16), layer(kind, 8, 64, 32, True)
-        torch.library.opcheck(_OP.registered, (x, *packed, randn(8, dtype=FP16), None))
+        torch.library.opcheck(_OP.registered, (x, *packed, randn(8, dtype=FP16), None, "gelu"))
         torch.library.opcheck(_UNPACK.registered, (*packed, FP16))
 
 
@@ -245,3 +283,9 @@ def test_bad_arguments_are_one_sentence(function, arguments, says):
     with pytest.raises((TypeError, ValueError), match=says) as caught:
         function(*arguments)
     assert "\n" not in str(caught.value) and str(caught.value).startswith(function.__name__)
+
+
+@pytest.mark.parametrize("activation", ("relu", None, "tanh"))
+def test_an_unknown_activation_is_one_sentence(activation):
+    with pytest.raises(ValueError, match="int8_linear: activation is .*; choose 'silu', 'gelu' or 'gelu_tanh'"):
+        ops.int8_linear(X, W, S, activation=activation)

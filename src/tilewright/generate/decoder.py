@@ -3,7 +3,8 @@
 One forward serves a prompt, a token and the tokens of a draft: they come to lie behind those that each row of the cache
 has, and see all that lies before them. The residual stream travels as (x, residual), so that each norm
 adds what the sublayer before it computed. A matmul is whatever module lies in the place of an `nn.Linear`; of a plain
-one the weights are read by `few_rows_linear` where there are few rows.
+one the weights are read by `few_rows_linear` where there are few rows. The activation of an MLP without a gate is part
+of the matmul before it, where that is ours: no kernel of PyTorch's comes between those of a step.
 """
 
 from __future__ import annotations
@@ -15,21 +16,26 @@ from torch import Tensor, nn
 from tilewright.generate.cache import KVCache
 from tilewright.generate.config import DecoderConfig, inverse_frequencies
 from tilewright.nn.hooks import is_own
+from tilewright.nn.quantized_linear import QuantizedLinear
 from tilewright.ops import append_to_cache, decode_attention, dropout_add_norm, few_rows_linear, geglu, swiglu
+from tilewright.ops.activation.op import activate
 from tilewright.runtime import dispatch
 
 
-def matmul(layer: nn.Module, x: Tensor) -> Tensor:
+def matmul(layer: nn.Module, x: Tensor, activation: str = "") -> Tensor:
     """Call a layer, or compute what it would where nobody could tell: one that is hooked or replaced is called.
+
+    With an activation, return that of the output.
 
     >>> layer = nn.Linear(8, 4).requires_grad_(False)
     >>> torch.allclose(matmul(layer, torch.ones(1, 8)), layer(torch.ones(1, 8)), atol=1e-5)
     True
     """
     if isinstance(layer, nn.Linear) and is_own(layer, nn.Linear) and type(layer.weight) in dispatch.PLAIN:
-        return few_rows_linear(x, layer.weight, layer.bias)
-    y: Tensor = layer(x)
-    return y
+        return few_rows_linear(x, layer.weight, layer.bias, activation=activation)
+    fused = {"activation": activation} if activation and is_own(layer, QuantizedLinear) else {}
+    y: Tensor = layer(x, **fused)
+    return y if fused else activate(y, activation)
 
 
 class Norm(nn.Module):
@@ -62,10 +68,12 @@ class Attention(nn.Module):
         self.k_norm = Norm(self.head_dim, config, kind="rms") if shape.qk_norm else None
 
     def forward(self, x: Tensor, tables: tuple[Tensor, ...], cache: KVCache, layer: int) -> Tensor:
-        sizes = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in matmul(self.qkv, x).split(sizes, -1))
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        heads = matmul(self.qkv, x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split(sizes, -2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, None)[0], self.k_norm(k, None)[0]
+            # Of all heads, of which each norm's own are kept: a norm would copy heads that lie apart, by a kernel more.
+            q, k = self.q_norm(heads, None)[0].split(sizes, -2)[0], self.k_norm(heads, None)[0].split(sizes, -2)[1]
         keys, values = cache.keys[layer], cache.values[layer]
         k_scale, v_scale = cache.scales_of(layer)
         q = append_to_cache(q, k, v, keys, values, cache.before, *tables, k_scale=k_scale, v_scale=v_scale)
@@ -89,13 +97,11 @@ class MLP(nn.Module):
         self.down = nn.Linear(shape.ffn, shape.width, bias=shape.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return matmul(self.down, self._activate(matmul(self.up, x)))
-
-    def _activate(self, x: Tensor) -> Tensor:
-        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
         if not self.gated:
-            return F.silu(x) if self.activation == "silu" else F.gelu(x, approximate=approximate)
-        return swiglu(x) if self.activation == "silu" else geglu(x, approximate=approximate)
+            return matmul(self.down, matmul(self.up, x, self.activation))
+        both = matmul(self.up, x)
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+        return matmul(self.down, swiglu(both) if self.activation == "silu" else geglu(both, approximate=approximate))
 
 
 class Block(nn.Module):

@@ -50,19 +50,19 @@ class QuantizedLinear(torch.nn.Module):
             bias = torch.nn.Parameter(bias)
         self.register_parameter("bias", bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The layer's output; with a residual, their sum, rounded once."""
+    def forward(self, x: Tensor, residual: Tensor | None = None, activation: str = "") -> Tensor:
+        """The layer's output, or an activation of it; with a residual, their sum. It is rounded once."""
         if self.order is not None:
             x = x.index_select(-1, self.order)
         if self.weight.dtype == torch.uint8:
-            return int4_linear(x, self.weight, self.scale, self.zero, self.bias, residual)
+            return int4_linear(x, self.weight, self.scale, self.zero, self.bias, residual, activation=activation)
         linear = _EIGHT_BITS.get(self.weight.dtype)
         if linear is None:
             raise TypeError(
                 f"QuantizedLinear: the weight has become {self.weight.dtype}, as after tie_weights(); quantize the "
                 "model again."
             )
-        return linear(x, self.weight, self.scale, self.bias, residual)
+        return linear(x, self.weight, self.scale, self.bias, residual, activation=activation)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The ``(out, in)`` matrix that the weight stands for."""

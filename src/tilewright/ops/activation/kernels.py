@@ -93,6 +93,14 @@ def _activate(z, ACTIVATION: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def activate(z, ACTIVATION: tl.constexpr, SIZE: tl.constexpr):
+    """The activation of z, for epilogues of other kernels; z itself where ACTIVATION is empty."""
+    if ACTIVATION != "":
+        z, _slope = _activate(z, ACTIVATION, SIZE)
+    return z
+
+
+@triton.jit
 def _at(row, column, stride, VECTOR: tl.constexpr):
     """Offsets of a tile. The compiler cannot see that a stride is whole vectors, and would load element by element."""
     return tl.multiple_of(row * stride, VECTOR)[:, None] + column[None, :]

@@ -59,6 +59,26 @@ def _compute(gate: Any, up: Any, bias: Any, activation: str, gated: bool) -> tor
     return out if up is None else out * up
 
 
+def activation_of(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """An activation by PyTorch's own op; `x` itself where the name is empty."""
+    return _compute(x, None, None, activation, False) if activation else x
+
+
+def check_activation(op: str, activation: Any) -> None:
+    """Refuse an activation that `activation_of` does not know."""
+    if not isinstance(activation, str) or activation not in ("", "silu", *_GELU.values()):
+        raise ValueError(f"{op}: activation is {activation!r}; choose 'silu', 'gelu' or 'gelu_tanh', or leave it out.")
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """An activation by name: "silu", "gelu" or "gelu_tanh"; `x` itself where the name is empty.
+
+    >>> activate(torch.zeros(2), "silu"), activate(torch.ones(1), "")
+    (tensor([0., 0.]), tensor([1.]))
+    """
+    return _apply("activation", x, None, None, activation, False) if activation else x
+
+
 def _width(gate: torch.Tensor, up: torch.Tensor | None, gated: bool) -> int:
     """Return the width of the output."""
     return gate.shape[-1] // 2 if gated and up is None else gate.shape[-1]

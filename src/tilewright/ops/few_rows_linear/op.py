@@ -1,6 +1,6 @@
 """A linear layer of a few rows without a gradient, as each step of decoding has it: limited by the weight's bytes.
 
-    y = x @ weight^T + bias
+    y = activation(x @ weight^T + bias)
 
 Matmuls of libraries work in tiles of 64 rows and more, of which all but a few are empty here, and split the sums of
 narrow layers over several programs, to be added up by another launch. This kernel has no tiles: a program sums one
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilewright.ops.activation.op import activation_of, check_activation
 from tilewright.plan.cost import few_rows_linear as cost
 from tilewright.runtime import dispatch, paths, register
 
@@ -28,9 +29,9 @@ _NAME = "few_rows_linear"
 MOST_ROWS = 4  # of more, each row's products take the multiprocessors longer than the weight takes memory
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "") -> Tensor:
     """The same in plain PyTorch: the definition."""
-    return F.linear(x, weight, bias)
+    return activation_of(F.linear(x, weight, bias), activation)
 
 
 class Inputs(NamedTuple):
@@ -39,6 +40,7 @@ class Inputs(NamedTuple):
     x: Tensor
     weight: Tensor
     bias: Tensor | None
+    activation: str
 
 
 def _launch(inputs: Inputs) -> Tensor:
@@ -51,7 +53,7 @@ def _launch(inputs: Inputs) -> Tensor:
     features, width = weight.shape
     out = torch.empty((*x.shape[:-1], features), dtype=x.dtype, device=x.device)
     launch = kernels.launch(
-        x.device, dispatch.dtypes((x, bias)), weight.data_ptr() % 16 == 0, x.numel() // width, width
+        x.device, dispatch.dtypes((x, bias)), weight.data_ptr() % 16 == 0, x.numel() // width, width, inputs.activation
     )  # fmt: skip
     launch((features, 1), (x, weight, bias, out), (features,))
     return out
@@ -65,13 +67,14 @@ _OP = register.Op(_NAME, _launch, _fake)
 _registered = _OP.registered
 
 
-def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "") -> Tensor:
     """``torch.nn.functional.linear`` at the memory's speed where x has 1 to 4 rows and nobody needs a gradient.
 
     Args:
         x: ``(..., in)``, in bfloat16, float16 or float32; its leading dimensions are its rows.
         weight: ``(out, in)``, contiguous, in the dtype of x.
         bias: ``(out,)``, in the dtype of x.
+        activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``, before the result is rounded; left out, there is none.
 
     Returns:
         ``(..., out)``, contiguous, in the dtype of x.
@@ -86,14 +89,15 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     True
     """
     _check(x, weight, bias)
+    check_activation(_NAME, activation)
     why = _why_not(x, weight, bias)
     if why:
         paths.note(_NAME, paths.PYTORCH, why)
-        return reference(x, weight, bias)
+        return reference(x, weight, bias, activation)
     path = paths.choose(_NAME, x, weight, bias)
     if path == paths.REFERENCE:
-        return reference(x, weight, bias)
-    inputs = Inputs(x, weight, bias)
+        return reference(x, weight, bias, activation)
+    inputs = Inputs(x, weight, bias, activation)
     return _launch(inputs) if path == paths.KERNEL else _OP.call_registered(inputs)
 
 

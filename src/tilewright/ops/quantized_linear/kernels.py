@@ -20,6 +20,7 @@ waits. The wait is in front of the loop: a load that is pipelined could get past
 import triton
 import triton.language as tl
 
+from tilewright.ops.activation.kernels import activate
 from tilewright.runtime import dispatch
 from tilewright.runtime.pdl_kernels import let_next_begin, prefetch_rows, wait_for_previous
 
@@ -130,23 +131,27 @@ def _from_int4(codes, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def _add(total, bias, residual, row, column, there, columns, residual_row):
-    """The total with what is added before it is rounded; `row` and `column` broadcast to its shape."""
+def _finish(total, bias, residual, row, column, there, columns, residual_row, ACTIVATION: tl.constexpr):
+    """What is done to a total before it is rounded; `row` and `column` broadcast to its shape."""
     if bias is not None:
         total += tl.load(bias + column, column < columns, 0.0).to(tl.float32)
+    total = activate(total, ACTIVATION, 2)
     if residual is not None:
         total += tl.load(residual + row * residual_row + column, there, 0.0).to(tl.float32)
     return total
 
 
 @triton.jit
-def _store(total, bias, residual, y, row, column, rows, columns, residual_row, split, SPLITS: tl.constexpr):
+def _store(
+    total, bias, residual, y, row, column, rows, columns, residual_row, split, SPLITS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
     """Write a tile of (chunks, BLOCK_N, BLOCK_M); of a split, as it is, to `y` of (SPLITS, rows, columns)."""
     row = row[None, None, :]
     column = column[:, :, None]
     there = (row < rows) & (column < columns)
     if SPLITS == 1:
-        total = _add(total, bias, residual, row, column, there, columns, residual_row)
+        total = _finish(total, bias, residual, row, column, there, columns, residual_row, ACTIVATION)
     tl.store(y + (split * rows + row) * columns + column, total.to(y.dtype.element_ty), there)
 
 
@@ -165,7 +170,7 @@ def tilewright_quantized_linear_matmul_8bit(
     rows: tl.int64, columns: tl.int64, inner: tl.int64, x_row: tl.int64, residual_row: tl.int64,
     FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
     CHUNKS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One byte a weight, one scale a row of it. EVEN: all splits have as many whole steps."""
     let_next_begin(PDL)
@@ -204,7 +209,7 @@ def tilewright_quantized_linear_matmul_8bit(
     if SLICES > 1:
         sums = tl.sum(sums, 0, keep_dims=True)
     sums *= tl.load(scale + column, column < columns, 0.0).to(tl.float32)[:, :, None]
-    _store(sums, bias, residual, y, row, column, rows, columns, residual_row, split, SPLITS)
+    _store(sums, bias, residual, y, row, column, rows, columns, residual_row, split, SPLITS, ACTIVATION)
 
 
 @triton.jit
@@ -229,7 +234,8 @@ def tilewright_quantized_linear_matmul_4bit(
     x, weight, scale, zero, bias, residual, y,
     rows: tl.int64, columns: tl.int64, inner: tl.int64, x_row: tl.int64, residual_row: tl.int64,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SLICES: tl.constexpr, CHUNKS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Two weights a byte: the low nibbles of a span's bytes are its first half, the high ones its second.
 
@@ -289,13 +295,13 @@ def tilewright_quantized_linear_matmul_4bit(
         of_group += (STEP // GROUP) * columns
     if SLICES > 1:
         sums = tl.sum(sums, 0, keep_dims=True)
-    _store(sums, bias, residual, y, row, column, rows, columns, residual_row, split, SPLITS)
+    _store(sums, bias, residual, y, row, column, rows, columns, residual_row, split, SPLITS, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "residual_row"])
 def tilewright_quantized_linear_join(
     parts, bias, residual, y, rows: tl.int64, columns: tl.int64, residual_row: tl.int64,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the splits of a result up, in their order; a program writes BLOCK columns of a row."""
     let_next_begin(PDL)
@@ -306,7 +312,7 @@ def tilewright_quantized_linear_join(
     total = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(parts + (split * rows + row) * columns + column, there, 0.0)
-    total = _add(total, bias, residual, row, column, there, columns, residual_row)
+    total = _finish(total, bias, residual, row, column, there, columns, residual_row, ACTIVATION)
     tl.store(y + row * columns + column, total.to(y.dtype.element_ty), there)
 
 

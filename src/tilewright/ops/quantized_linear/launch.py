@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilewright.ops.activation.op import activation_of
 from tilewright.ops.quantized_linear import few_rows
 from tilewright.ops.quantized_linear.reference import span_of
 from tilewright.runtime import dispatch
@@ -28,7 +29,7 @@ _JOINED = 1024  # columns of a program that adds splits up
 
 
 class Inputs(NamedTuple):
-    """A linear layer with a packed weight; x and the residual are of one dtype, of 16 bits."""
+    """A linear layer with a packed weight; x and the residual are of one dtype, of 16 bits. No activation is ""."""
 
     x: Tensor
     weight: Tensor
@@ -36,6 +37,7 @@ class Inputs(NamedTuple):
     zero: Tensor | None
     bias: Tensor | None
     residual: Tensor | None
+    activation: str
 
 
 class Packed(NamedTuple):
@@ -121,8 +123,9 @@ def _split(chosen: Tiles, rows: int, columns: int, inner: int, processors: int, 
 
 @functools.cache
 def matmul_launch(
-    device: torch.device, dtypes: tuple[Any, ...], unit: int, even: bool, chosen: Tiles, group: int | None
-) -> dispatch.Launch:
+    device: torch.device, dtypes: tuple[Any, ...], unit: int, even: bool, chosen: Tiles, group: int | None,
+    activation: str,
+) -> dispatch.Launch:  # fmt: skip
     """The kernel for arguments of these dtypes: x, weight, scale, zero, bias, residual, y.
 
     `unit` divides the strides of x and, of 8 bits, of the weight. `even`: all splits have as many whole steps. `group`
@@ -132,18 +135,19 @@ def matmul_launch(
 
     block_n, block_m, block_k, *batch, warps = astuple(chosen)
     if group:
-        constants = (group, block_n, block_m, *batch, unit, even)
+        constants = (group, block_n, block_m, *batch, unit, even, activation)
         return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_4bit, device, constants, warps, chained=True)
-    constants = (dtypes[1] == torch.float8_e4m3fn, block_n, block_m, block_k, *batch, unit, even)
+    constants = (dtypes[1] == torch.float8_e4m3fn, block_n, block_m, block_k, *batch, unit, even, activation)
     return dispatch.Launch(kernels.tilewright_quantized_linear_matmul_8bit, device, constants, warps, chained=True)
 
 
 @functools.cache
-def join_launch(device: torch.device, dtypes: tuple[Any, ...], splits: int) -> dispatch.Launch:
+def join_launch(device: torch.device, dtypes: tuple[Any, ...], splits: int, activation: str) -> dispatch.Launch:
     """The kernel for arguments of these dtypes: bias, residual, y."""
     from tilewright.ops.quantized_linear import kernels
 
-    return dispatch.Launch(kernels.tilewright_quantized_linear_join, device, (splits, _JOINED), 4, chained=True)
+    constants = splits, _JOINED, activation
+    return dispatch.Launch(kernels.tilewright_quantized_linear_join, device, constants, 4, chained=True)
 
 
 @functools.cache
@@ -159,7 +163,7 @@ def dequantize_launch(device: torch.device, dtypes: tuple[Any, ...], unit: int, 
 
 
 def forward(inputs: Inputs) -> Tensor:
-    """``x @ weight^T + bias + residual``."""
+    """``activation(x @ weight^T + bias) + residual``."""
     x, weight, scale, residual = inputs.x, inputs.weight, inputs.scale, inputs.residual
     columns = len(weight)
     matrix = x.reshape(-1, x.shape[-1])
@@ -182,7 +186,7 @@ def _multiply_few_rows(inputs: Inputs, y: Tensor) -> bool:
     """Write the result to `y` by the kernel in CUDA C++, where it takes the call: whether it did."""
     weight, scale, zero, bias = dispatch.packed((inputs.weight, inputs.scale, inputs.zero, inputs.bias))
     x, residual = walkable(inputs.x), None if inputs.residual is None else walkable(inputs.residual)
-    if few_rows.why_not(x, weight, scale):
+    if inputs.activation or few_rows.why_not(x, weight, scale):
         return False
     group, processors = group_of(weight, scale), dispatch.multiprocessors(x.device)
     config = few_rows.choose(
@@ -212,12 +216,13 @@ def multiply(inputs: Inputs, y: Tensor, chosen: Tiles) -> None:
     launch = matmul_launch(
         x.device, dispatch.dtypes((x, weight, scale, zero, *added, out)), math.gcd(16, inner, x.stride(0)),
         inner % (splits * chosen.slices * chosen.block_k) == 0, chosen, group_of(weight, scale),
+        inputs.activation if splits == 1 else "",
     )  # fmt: skip
     grid = (-(-columns // chosen.columns), -(-rows // chosen.block_m) * splits)
     middle = (zero,) if weight.dtype == torch.uint8 else ()
     launch(grid, (x, codes, scale, *middle, *added, out), (rows, columns, inner, x.stride(0), residual_row))
     if splits > 1:
-        join = join_launch(x.device, dispatch.dtypes((bias, residual, y)), splits)
+        join = join_launch(x.device, dispatch.dtypes((bias, residual, y)), splits, inputs.activation)
         join((-(-columns // _JOINED), rows), (out, bias, residual, y), (rows, columns, residual_row))
 
 
@@ -229,8 +234,11 @@ def walkable(matrix: Tensor) -> Tensor:
 
 
 def _unpack_and_multiply(inputs: Inputs) -> Tensor:
-    x, weight, scale, zero, bias, residual = inputs
+    x, weight, scale, zero, bias, residual, activation = inputs
     matrix = dequantize(Packed(weight, scale, zero, x.dtype))
+    if activation:
+        y = activation_of(F.linear(x, matrix, None if bias is None else bias.to(x.dtype)), activation)
+        return y if residual is None else y + residual
     if residual is None:
         return F.linear(x, matrix, None if bias is None else bias.to(x.dtype))
     if bias is None:

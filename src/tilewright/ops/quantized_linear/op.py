@@ -1,6 +1,6 @@
 """Linear layers with weights of 8 or 4 bits and inputs of 16.
 
-    y = x @ W^T + bias + residual
+    y = activation(x @ W^T + bias) + residual
 
     int8_linear    W[n, k] = scale[n] * weight[n, k]                              int8
     fp8_linear     W[n, k] = scale[n] * weight[n, k]                              float8 e4m3
@@ -12,7 +12,7 @@ numbers of x's dtype in registers, exactly; sums are float32, scales multiply th
 once.
 
 Saved for backward: the packed weight, nothing of x. The weight and its scales get no gradient; dx is dy @ W by cuBLAS
-on an unpacked copy.
+on an unpacked copy. Where a gradient goes through an activation, that is an op of its own.
 
 Floor: the packed weight and its scales, x, the bias and the residual are read once, y is written once.
 """
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.ops.activation.op import activate, check_activation
 from tilewright.ops.linear.op import matmul_dtype
 from tilewright.ops.quantized_linear.launch import FEW_ROWS, HALVES, Inputs, Packed, dequantize, forward
 from tilewright.ops.quantized_linear.reference import reference, span_of
@@ -75,9 +76,10 @@ _eager, _registered = _OP.differentiate(_save, _differentiate, _UNPACK), _OP.reg
 
 
 def int8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
-    """``x @ W^T + bias + residual`` with a weight of int8 and a scale for each output.
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
+    activation: str = "",
+) -> Tensor:  # fmt: skip
+    """``activation(x @ W^T + bias) + residual`` with a weight of int8 and a scale for each output.
 
     Args:
         x: ``(..., in)``. bfloat16 and float16 are for the kernels; others are plain PyTorch on an unpacked weight.
@@ -85,6 +87,7 @@ def int8_linear(
         scale: ``(out,)``, float32, bfloat16 or float16.
         bias: ``(out,)``, added before the result is rounded.
         residual: ``(..., out)`` in x's dtype, likewise.
+        activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``, before the residual is added; left out, there is none.
 
     Returns:
         ``(..., out)`` in x's dtype, or in autocast's. x, bias and residual get gradients.
@@ -94,13 +97,14 @@ def int8_linear(
     >>> int8_linear(torch.ones(1, 2), weight, scale)
     tensor([[ -0.5000, 127.0000]])
     """
-    return _linear("int8_linear", torch.int8, x, weight, scale, None, bias, residual)
+    return _linear("int8_linear", torch.int8, x, weight, scale, None, bias, residual, activation)
 
 
 def fp8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
-    """``x @ W^T + bias + residual`` with a weight of 8-bit floats, e4m3, and a scale for each output.
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
+    activation: str = "",
+) -> Tensor:  # fmt: skip
+    """``activation(x @ W^T + bias) + residual`` with a weight of 8-bit floats, e4m3, and a scale for each output.
 
     The arguments are those of `int8_linear`, but for the weight, which is ``torch.float8_e4m3fn`` and has no NaN: the
     kernels do not look for one.
@@ -110,7 +114,7 @@ def fp8_linear(
     >>> fp8_linear(torch.ones(1, 2), weight, scale)
     tensor([[-1.]])
     """
-    return _linear("fp8_linear", torch.float8_e4m3fn, x, weight, scale, None, bias, residual)
+    return _linear("fp8_linear", torch.float8_e4m3fn, x, weight, scale, None, bias, residual, activation)
 
 
 def int4_linear(
@@ -120,8 +124,10 @@ def int4_linear(
     zero: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    *,
+    activation: str = "",
 ) -> Tensor:
-    """``x @ W^T + bias + residual`` with a weight of 4 bits and a scale for each output and group of inputs.
+    """``activation(x @ W^T + bias) + residual`` with a weight of 4 bits, scales for each output and group of inputs.
 
     Args:
         x: ``(..., in)``, as of `int8_linear`; ``in`` is a multiple of the group, which is 32, 64 or 128, and of 64.
@@ -129,31 +135,35 @@ def int4_linear(
             the codes of its first half, the high ones those of the second.
         scale: ``(in / group, out)``, float32, bfloat16 or float16.
         zero: ``(in / group, out)``, uint8, the codes that stand for 0; 8 everywhere where it is left out.
-        bias, residual: as of `int8_linear`.
+        bias, residual, activation: as of `int8_linear`.
 
     >>> import torch
     >>> weight, scale = torch.full((1, 32), 0x9A, dtype=torch.uint8), torch.tensor([[0.5]])
     >>> int4_linear(torch.ones(1, 64), weight, scale)  # 32 times 2 and 32 times 1, halved
     tensor([[48.]])
     """
-    return _linear("int4_linear", torch.uint8, x, weight, scale, zero, bias, residual)
+    return _linear("int4_linear", torch.uint8, x, weight, scale, zero, bias, residual, activation)
 
 
 def _linear(
-    name: str, dtype: torch.dtype, x: Any, weight: Any, scale: Any, zero: Any, bias: Any, residual: Any
+    name: str, dtype: torch.dtype, x: Any, weight: Any, scale: Any, zero: Any, bias: Any, residual: Any, activation: Any
 ) -> Tensor:
     _check(name, dtype, x, weight, scale, zero, bias, residual)
+    check_activation(name, activation)
     x = x.to(matmul_dtype(x))
     if residual is not None:
         residual = residual.to(x.dtype)
+    if activation and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias)):
+        y = activate(_linear(name, dtype, x, weight, scale, zero, bias, None, ""), activation)
+        return y if residual is None else y + residual
     if x.dtype not in HALVES:
         paths.note(name, paths.REFERENCE, f"kernels take bfloat16 and float16, and x is {x.dtype}")
-        return reference(x, weight, scale, zero, bias, residual)
+        return reference(x, weight, scale, zero, bias, residual, activation)
     remark = _MANY_ROWS if x.numel() > FEW_ROWS * x.shape[-1] else ""
     path = paths.choose(name, x, weight, scale, zero, bias, residual, remark=remark)
     if path == paths.REFERENCE:
-        return reference(x, weight, scale, zero, bias, residual)
-    inputs = Inputs(x, weight, scale, zero, bias, residual)
+        return reference(x, weight, scale, zero, bias, residual, activation)
+    inputs = Inputs(x, weight, scale, zero, bias, residual, activation)
     return _eager(*inputs) if path == paths.KERNEL else _OP.call_registered(inputs)
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilewright.ops.activation.op import activation_of
 from tilewright.runtime import dispatch
 
 MIDDLE = 8  # the 4-bit code of zero where there are no zero points
@@ -56,11 +57,13 @@ def reference(
     zero: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    activation: str = "",
 ) -> Tensor:
-    """``x @ dequantize(weight)^T + bias + residual``, computed in float32 (float64 for float64) and rounded once."""
+    """``activation(x @ dequantize(weight)^T + bias) + residual``, in float32 (float64 for float64), rounded once."""
     compute = dispatch.compute_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         y = F.linear(
             x.to(compute), dequantize(weight, scale, zero, compute), None if bias is None else bias.to(compute)
         )
+    y = activation_of(y, activation)
     return (y if residual is None else y + residual).to(x.dtype)
