@@ -1,3 +1,4 @@
+import math
 import sys
 
 import pytest
@@ -14,8 +15,9 @@ from ops.contract import (
     on_gpu,
     randn,
 )
-from tilewright.ops.decode_attention import eight_bits
+from tilewright.ops.decode_attention import eight_bits, kernels
 from tilewright.ops.decode_attention.op import cost, decode_attention, reference
+from tilewright.runtime import pdl
 
 OP = sys.modules["tilewright.ops.decode_attention.op"]
 
@@ -190,6 +192,40 @@ def test_one_graph_and_a_registered_op():
     torch.compiler.reset()
     compiled = torch.compile(lambda *tensors: decode_attention(*tensors) * 2, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*inputs), decode_attention(*inputs) * 2)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is fetched is seen by the interpreter alone")
+@pytest.mark.parametrize("cache", [None, torch.int8], ids=str)
+@pytest.mark.parametrize(("lengths", "parts", "by_token"), [([700, 130, 2], 1, False), ([650], 3, True)], ids=str)
+def test_in_a_chain_keys_of_earlier_tokens_are_fetched_and_nothing_else(lengths, parts, by_token, cache, monkeypatch):
+    tokens, ahead, found = 2, 128, []
+    arguments, scales = problem(len(lengths), tokens, 4, 2, 16, 700, torch.float16, lengths=lengths), {}
+    if cache is not None:
+        arguments, scales, _ = in_eight_bits(arguments, cache)
+    if by_token:
+        q, *both, count = arguments
+        arguments = (q, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in both), count)
+
+    def note(rows, stride, size, count, *_):
+        found.append(
+            [int(x.handle.data.item()) if hasattr(x, "handle") else int(x) for x in (rows, stride, size, count)]
+        )
+
+    monkeypatch.setattr(kernels, "prefetch_rows", note)
+    with pdl.chaining(pdl.Chain()):
+        out = decode_attention(*arguments, **scales)
+    assert torch.equal(out, decode_attention(*arguments, **scales))
+    expected = set()
+    for x in arguments[1:3]:
+        row, head, token = (stride * x.itemsize for stride in x.stride()[:3])
+        for batch, length in enumerate(lengths):
+            share = 16 * math.ceil(math.ceil(length / parts) / 16)
+            for begin in range(0, length, share):
+                keys = range(begin, min(begin + share, begin + ahead, length - tokens))
+                expected |= {x.data_ptr() + batch * row + h * head + key * token for h in range(2) for key in keys}
+    fetched = [rows + stride * key for rows, stride, _, count in found for key in range(min(count, ahead))]
+    assert set(fetched) == expected and len(fetched) == len(expected)
+    assert {size for _, _, size, _ in found} == {16 * arguments[1].itemsize}
 
 
 @on_gpu

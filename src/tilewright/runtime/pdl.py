@@ -10,7 +10,8 @@ The rule that each such kernel keeps:
    one wait is enough for what was written two kernels before.
 2. Before the wait it writes nothing: its memory may be that of a tensor which a kernel before it still reads.
 3. Before the wait it reads nothing that a kernel of the chain writes: only weights, their scales and biases. To have a
-   line brought into L2 is not to read it.
+   line brought into L2 is not to read it: a write that comes later goes to that line. So keys and values of earlier
+   tokens are fetched as well, and how many there are is read past L1 for that, and read again after the wait.
 
 Then it may let the next one begin at any time, even before its own wait: the next one waits for it.
 

@@ -5,6 +5,12 @@ share the head, ROWS of them, once; then BLOCK keys and values at a time, each o
 values of every query in registers. A part is a multiple of 16 keys, by the length that is on the device: a program
 whose part is empty ends at once.
 
+In a chain (`runtime/pdl.py`) a program of `split` has its part's first _AHEAD blocks of keys and values brought into L2
+before it waits. Most of the cache is older than the chain, but the newest TOKENS keys are what `append`, the launch
+before, writes: they are left out, and what is fetched goes to no register and no L1. So nothing stale can be used,
+whatever the lengths say: L2 is where the writes of all multiprocessors meet, and every key is loaded after the wait.
+How many keys are there is read before the wait as a hint alone, past L1, and bounded by the capacity; it is read again.
+
 `join`: a program has one query. It loads what the parts have found, scales it to their common maximum and adds it up in
 the order of the parts.
 
@@ -27,11 +33,12 @@ import triton.language as tl
 
 from tilewright.ops.quantized_linear.kernels import _from_fp8
 from tilewright.runtime import dispatch
-from tilewright.runtime.pdl_kernels import let_next_begin, wait_for_previous
+from tilewright.runtime.pdl_kernels import let_next_begin, prefetch_rows, wait_for_previous
 
 _INTERPRETED = tl.constexpr(dispatch.INTERPRETED)
 _PART = 16  # keys of the smallest part
 _PROGRAMS = 2  # for each multiprocessor
+_AHEAD = 2  # blocks of keys
 _APPENDED = 1024  # elements that a program of `append` moves
 _INT8, _FP8 = tl.constexpr(1), tl.constexpr(2)  # CODES of a cache of 8 bits; 0: floats
 CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -56,6 +63,15 @@ def _unpack(codes, FLOAT: tl.constexpr, CODES: tl.constexpr):
         return codes
 
 
+@triton.jit
+def _part(length, capacity, split, SPLITS: tl.constexpr, PART: tl.constexpr):
+    """(keys that are there, where a split's part of them begins, where it ends)."""
+    length = tl.minimum(tl.maximum(length.to(tl.int64), 0), capacity)
+    share = ((length + SPLITS - 1) // SPLITS + PART - 1) // PART * PART
+    begin = split * share
+    return length, begin, tl.minimum(begin + share, length)
+
+
 @triton.jit(
     do_not_specialize=[
         "capacity", "states", "q_batch", "q_token", "q_head", "k_batch", "k_head", "k_token", "v_batch", "v_head",
@@ -68,19 +84,29 @@ def tilewright_decode_attention_split(
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr, UNIT: tl.constexpr,
-    KEY_UNIT: tl.constexpr, CODES: tl.constexpr, FOLD: tl.constexpr, PDL: tl.constexpr,
+    KEY_UNIT: tl.constexpr, AHEAD: tl.constexpr, CODES: tl.constexpr, FOLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of all queries of one head of keys over one part of its keys; the whole where SPLITS is 1."""
+    """Attention of all queries of one head of keys over one part of its keys; the whole where SPLITS is 1.
+
+    AHEAD: how many keys are fetched before the wait; 0 where rows of the cache do not begin at multiples of 16 bytes.
+    """
     let_next_begin(PDL)
-    wait_for_previous(PDL)
     program = tl.program_id(0)
     split = program % SPLITS
     head = ((program // SPLITS) % KV_HEADS).to(tl.int64)
     batch = (program // SPLITS // KV_HEADS).to(tl.int64)
-    length = tl.minimum(tl.maximum(tl.load(lengths + batch).to(tl.int64), 0), capacity)
-    share = ((length + SPLITS - 1) // SPLITS + PART - 1) // PART * PART
-    begin = split * share
-    end = tl.minimum(begin + share, length)
+    k += batch * (k_batch // KEY_UNIT * KEY_UNIT) + head * (k_head // KEY_UNIT * KEY_UNIT)
+    v += batch * (v_batch // KEY_UNIT * KEY_UNIT) + head * (v_head // KEY_UNIT * KEY_UNIT)
+    k_token = k_token // KEY_UNIT * KEY_UNIT
+    v_token = v_token // KEY_UNIT * KEY_UNIT
+    if PDL and AHEAD > 0:
+        old, begin, end = _part(tl.load(lengths + batch, cache_modifier=".cg"), capacity, split, SPLITS, PART)
+        count = tl.minimum(end, old - TOKENS) - begin  # without those that the kernel before writes
+        SIZE: tl.constexpr = k.dtype.element_ty.primitive_bitwidth // 8
+        prefetch_rows(k + begin * k_token, k_token * SIZE, HEAD_DIM * SIZE, count, AHEAD, PDL)
+        prefetch_rows(v + begin * v_token, v_token * SIZE, HEAD_DIM * SIZE, count, AHEAD, PDL)
+    wait_for_previous(PDL)
+    length, begin, end = _part(tl.load(lengths + batch), capacity, split, SPLITS, PART)
 
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
     token, inner = row // GROUP, row % GROUP
@@ -89,10 +115,6 @@ def tilewright_decode_attention_split(
     at += (head * GROUP + inner) * (q_head // UNIT * UNIT)
     queries = tl.load(q + at[:, None] + dim[None, :], there, 0.0)
     last = length - TOKENS + token  # key that a query sees
-    k += batch * (k_batch // KEY_UNIT * KEY_UNIT) + head * (k_head // KEY_UNIT * KEY_UNIT)
-    v += batch * (v_batch // KEY_UNIT * KEY_UNIT) + head * (v_head // KEY_UNIT * KEY_UNIT)
-    k_token = k_token // KEY_UNIT * KEY_UNIT
-    v_token = v_token // KEY_UNIT * KEY_UNIT
 
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -194,11 +216,12 @@ def plan(
     wanted = _PROGRAMS * dispatch.multiprocessors(device) // (batch * kv_heads)
     splits = max(1, min(wanted, -(-capacity // _PART), 128))
     constants: tuple[Any, ...] = (tokens, group, kv_heads, head_dim, splits)
+    size = dtypes[1].itemsize
+    begins = all(aligned[1:]) and head_dim * size % 16 == 0 and units[1] * size % 16 == 0
+    ahead = _AHEAD * block if begins else 0
     fold = {0: 1, 1: 128, 2: 512}[codes] if dtype == torch.float16 else 1
-    split = dispatch.Launch(
-        tilewright_decode_attention_split, device, (*constants, rows, block, dim, _PART, *units, codes, fold), warps,
-        chained=True,
-    )  # fmt: skip
+    sizes = (*constants, rows, block, dim, _PART, *units, ahead, codes, fold)
+    split = dispatch.Launch(tilewright_decode_attention_split, device, sizes, warps, chained=True)
     if splits == 1:
         return Plan(splits, split, None)
     join = dispatch.Launch(
