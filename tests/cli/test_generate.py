@@ -53,7 +53,21 @@ def test_sampling_and_stop_strings_are_options(run, tilewright):
     assert cut["text"] == whole["text"][: whole["text"].index(stop)] and cut["reason"] == "stop"
 
 
+def test_what_changes_nothing_and_what_speculation_gives_is_said(run, tilewright):
+    code, _, err = tilewright("generate", run, "abab", "--max-tokens", 9, "--top-p", 0.9, "--device", "cpu")
+    assert code == 0 and "--temperature 0 draws nothing" in err and "forward" not in err
+    arguments = ("generate", run, "abab", "--max-tokens", 9, "--speculate", 3, "--temperature", 1, "--top-k", 9)
+    code, _, err = tilewright(*arguments, "--device", "cpu")
+    assert code == 0 and " of them a forward: " in err and "draws nothing" not in err
+    found = json.loads(tilewright(*arguments, "--json")[1])
+    assert 1 <= found["tokens_per_forward"] <= 4
+    assert json.loads(tilewright(*arguments[:5], "--json")[1])["tokens_per_forward"] == 1
+
+
 def test_mistakes_are_one_sentence_and_exit_code_2(run, tmp_path, tilewright):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "model.safetensors").touch()
     for arguments, sentence in (
         ((run, "ab", "--max-tokens", 100), "are more than the model's 64 positions"),
         ((run, "ab", "--context", 8, "--max-tokens", 20), "more than the cache's context of 8"),
@@ -61,6 +75,7 @@ def test_mistakes_are_one_sentence_and_exit_code_2(run, tmp_path, tilewright):
         ((run, "ab", "--max-tokns", 3), "--max-tokens"), ((run, ""), "The prompt is empty"),
         ((run, "ab", "--dtype", "int3"), "choose bf16, fp16 or fp32"), ((run, "ab", "--device", "tpu"), "cuda or cpu"),
         ((tmp_path / "nothing", "ab"), "is not a folder"), ((tmp_path, "ab"), "no checkpoint"),
+        ((bare, "ab"), "has weights and no config.json"),
         ((run, "ab", "--temperature", -1, "--max-tokens", 3), "temperature is -1.0"),
     ):  # fmt: skip
         code, _, err = tilewright("generate", *arguments)

@@ -34,6 +34,7 @@ def test_a_folder_is_quantized_checked_and_read(folder, tmp_path, tilewright):
     assert printed.startswith("int4 in groups of 64, the head int8, calibrated by gptq with act-order: ")
     tables = [line for line in printed.splitlines() if re.match("[┏┃┡│└]", line)]
     assert len(tables) > 12 and max(map(len, tables)) <= 80
+    assert re.search(r"0\.\d{5} \(at most 0\.\d{5}\)", printed), "the worst token beside the mean, in the same digits"
     for said in ("self_attn.q_proj, k_proj, v_proj", "perplexity", "divergence", "same first choice", "report.html"):
         assert said in printed
     facts = json.loads((out / "quantized.json").read_text())
@@ -91,6 +92,7 @@ def test_without_a_tokenizer_errors_are_those_of_weights(folder, tmp_path, tilew
         (bare / name).write_bytes((folder / name).read_bytes())
     code, printed, _ = tilewright("quantize", bare, *SHORT)
     assert code == 0 and "no tokenizer.json to read text with" in printed
+    assert "read it with `tilewright.quantize.load`" in printed, "generate needs a tokenizer"
     code, _, err = tilewright("quantize", bare, "--out", tmp_path / "c", "--calibrate", "gptq", *SHORT)
     assert code == 2 and "has no tokenizer.json" in err and not (tmp_path / "c").exists()
 
@@ -99,6 +101,7 @@ BAD = (
     (("--format", "int3"), "--format is 'int3'; choose int8, fp8 or int4"),
     (("--head", "big"), "--head is 'big'"), (("--calibrate", "awq"), "--calibrate is 'awq'"),
     (("--act-order",), "add --calibrate gptq"), (("--zeros",), "--zeros are of int4"),
+    (("--group", "64"), "--group is of int4, and --format is int8"),
     (("--most-error", "0"), "--most-error is 0"), (("--samples", "0"), "--samples is 0"),
     (("--format", "int4"), "has 64 inputs, no multiple of 128"), (("--format", "int4", "--group", 7), "group of int4"),
     (("--text", "nothing-there"), "Cannot read nothing-there"), (("--device", "tpu"), "--device is 'tpu'"),

@@ -149,6 +149,7 @@ def test_a_model_of_somebody_elses(tilewright, tmp_path):
         (("--storage", "postgresql://127.0.0.1:1/x", *TINY), "127.0.0.1:1"),
         (("--storage", "nonsense", *TINY), "no URL"),
         (("--model", "nowhere:build"), "nowhere"),
+        (("--for", "decode", "--hf", "llama"), "takes the folder without --hf: tilewright tune --for decode llama"),
         (("--model", "mine:biuld"), "did you mean build"),
         (("--model", "mine:broken"), "no weights in /nowhere"),
         (("--model", "mine:empty"), "parameters"),

@@ -61,6 +61,8 @@ def generate(
     options |= {"decode": decode, "pdl": pdl}
     if draft is not None:
         options["draft"], speculate = _open(draft, dtype, device), speculate or _DRAFTED
+    if temperature == 0 and (top_k or top_p < 1 or min_p):
+        typer.echo("--top-k, --top-p and --min-p are about drawing, and --temperature 0 draws nothing.", err=True)
     generator = _open(folder, dtype, device, **options)
     if generator.tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json, which makes text of tokens; put it beside the model.")
@@ -88,7 +90,7 @@ def generate(
         sys.stdout.flush()
     sys.stdout.write("\n")
     sys.stdout.flush()
-    typer.echo(_sentence(_facts(generator)), err=True)
+    typer.echo(_sentence(_facts(generator), bool(speculate)), err=True)
 
 
 def _open(folder: Path, dtype: str, device: str, **options: Any) -> Generator:
@@ -125,14 +127,25 @@ def _facts(generator: Generator) -> dict[str, Any]:
         "tokens_per_second": found.tokens_per_second, "bytes_per_second": speed,
         "memory_ceiling_bytes_per_second": ceiling,
         "memory_share": speed / ceiling if speed is not None and ceiling else None,
+        "tokens_per_forward": found.tokens_per_forward,
     }  # fmt: skip
 
 
-def _sentence(facts: dict[str, Any]) -> str:
+def _sentence(facts: dict[str, Any], speculates: bool) -> str:
     first = f"First token after {facts['first_token_seconds'] * 1e3:,.0f} ms"
     if facts["tokens_per_second"] is None:
         return f"{first}; no other followed."
-    speed = f"{first}, then {facts['tokens_per_second']:,.1f} tokens/s: {facts['bytes_per_second'] / 1e9:,.1f} GB/s"
+    share = f", {facts['tokens_per_forward']:.2f} of them a forward" if speculates else ""
+    speed = f"{first}, then {facts['tokens_per_second']:,.1f} tokens/s{share}: {_rate(facts['bytes_per_second'])}"
     if facts["memory_share"] is None:
         return f"{speed} read. There is no measured ceiling of a CPU's memory."
     return f"{speed} read, {facts['memory_share']:.0%} of {facts['memory_ceiling_bytes_per_second'] / 1e9:,.0f} GB/s."
+
+
+def _rate(speed: float) -> str:
+    """Bytes a second in words.
+
+    >>> _rate(3.6e12), _rate(2.5e6)
+    ('3,600.0 GB/s', '2.5 MB/s')
+    """
+    return f"{speed / 1e9:,.1f} GB/s" if speed >= 1e8 else f"{speed / 1e6:,.1f} MB/s"

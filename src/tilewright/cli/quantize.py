@@ -31,7 +31,7 @@ def quantize(
     folder: Path = typer.Argument(help="A Hugging Face folder, or a run's folder or checkpoint of `tilewright train`."),
     form: str = typer.Option("int8", "--format", help=f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}."),
     out: Path = typer.Option(None, help="The folder to write. [default: FOLDER-FORMAT]"),
-    group: int = typer.Option(128, help="Of int4: how many inputs share a scale; 32, 64 or 128."),
+    group: int = typer.Option(None, help="Of int4: how many inputs share a scale; 32, 64 or 128. [default: 128]"),
     zeros: bool = typer.Option(False, "--zeros", help="Of int4: a zero point for each group, too."),
     head: str = typer.Option("", help="Format of the head, or keep. [default: int8 with int4, else the format]"),
     calibrate: str = typer.Option("none", help="none, search (of scales), scales (by inputs) or gptq."),
@@ -90,7 +90,7 @@ def quantize(
 
 
 def _plan(
-    form: str, group: int, zeros: bool, head: str, calibrate: str, act_order: bool, most_error: float,
+    form: str, group: int | None, zeros: bool, head: str, calibrate: str, act_order: bool, most_error: float,
     keep: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     from tilewright.generate import Plan
@@ -109,6 +109,9 @@ def _plan(
         raise UserError(f"--zeros are of int4, and --format is {form}; leave it out.")
     search = calibrate == "search"
     of_head = head or ("int8" if form == "int4" else form)
+    if group is not None and "int4" not in (form, of_head):
+        raise UserError(f"--group is of int4, and --format is {form}; leave it out.")
+    group = 128 if group is None else group
     return Plan(
         _format(form, group, zeros, search), None if of_head == "keep" else _format(of_head, group, zeros, search),
         calibrate if calibrate in ("scales", "gptq") else "", act_order, most_error, keep,
@@ -245,6 +248,7 @@ def _show(
         lines.append(f"Left out: {len(report.left_out) - _NAMED} more; {out / 'quantized.json'} has all of them.")
     lines += [*report.notes, *([without_text] if without_text else [])]
     lines += [f"Report: {page}"] if page else []
-    lines.append(f"Written to {out}; read it with `tilewright generate {out} PROMPT`.")
+    reader = "`tilewright.quantize.load`" if without_text else f"`tilewright generate {out} PROMPT`"
+    lines.append(f"Written to {out}; read it with {reader}.")
     for line in lines:
         screen.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))

@@ -98,6 +98,8 @@ def tune(
         raise UserError(
             f"--nproc tunes Tilewright's own GPT over several ranks, and {what} run in one process; leave --nproc out."
         )
+    if purpose != "train" and hf and not arguments:
+        raise UserError(f"--for {purpose} takes the folder without --hf: tilewright tune --for {purpose} {hf}")
     if purpose != "train" and (not arguments or "=" in arguments[0] or model or hf):
         raise UserError(f"--for {purpose} needs the folder of a model: tilewright tune --for {purpose} path/to/llama")
     model = _model(model, model_arg, hf)

@@ -26,6 +26,15 @@ class Metrics:
         return more / self.decode_seconds if more and self.decode_seconds > 0 else None
 
     @property
+    def tokens_per_forward(self) -> float | None:
+        """Tokens of a row that a forward gave, 1 without speculation; None where there was none behind the first.
+
+        >>> Metrics(1, 3, 10, 3, 0.1, 0.2, 0.0).tokens_per_forward
+        3.0
+        """
+        return (self.new_tokens - self.rows) / self.rows / self.steps if self.steps else None
+
+    @property
     def bytes_per_second(self) -> float | None:
         """Bytes that decoding read a second."""
         return self.bytes_read / self.decode_seconds if self.steps and self.decode_seconds > 0 else None

@@ -30,7 +30,7 @@ class Quality:
         agreement: how often both find the same token the most likely one, from 0 to 1.
 
     >>> print(Quality(2048, 12.0, 12.06, 0.002, 0.03, 0.985))
-    2,048 tokens: perplexity 12.000 to 12.060 (+0.50%), divergence 0.0020 nats (at most 0.030), same first choice 98.5%
+    2,048 tokens: perplexity 12.000 to 12.060 (+0.50%), divergence 0.0020 nats (at most 0.0300), same first choice 98.5%
     """
 
     tokens: int
@@ -47,7 +47,7 @@ class Quality:
         change = self.quantized_perplexity / self.perplexity - 1
         return (
             f"{self.tokens:,} tokens: perplexity {self.perplexity:.3f} to {self.quantized_perplexity:.3f} "
-            f"({change:+.2%}), divergence {self.divergence:.4f} nats (at most {self.largest_divergence:.3f}), "
+            f"({change:+.2%}), divergence {self.divergence:.4f} nats (at most {self.largest_divergence:.4f}), "
             f"same first choice {self.agreement:.1%}"
         )
 

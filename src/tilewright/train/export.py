@@ -180,6 +180,8 @@ def _facts(source: Path) -> tuple[Path, dict[str, Any]]:
         )
     path = next((found for found in (newest(source), newest(source / "checkpoints")) if found), source)
     if source.is_dir() and not (path / "manifest.json").exists():
+        if any(source.glob("*.safetensors")):
+            raise UserError(f"{source} has weights and no config.json; copy it from the model's folder, too.")
         raise UserError(f"There is no checkpoint in {source}; give a run's folder, or a step-... folder of one.")
     return path, read_facts(path) if path.is_dir() else {}
 

@@ -55,7 +55,7 @@ def quality_rows(quality: Quality) -> list[list[str]]:
     change = quality.quantized_perplexity / quality.perplexity - 1
     return [
         ["perplexity", f"{quality.perplexity:,.3f}", f"{quality.quantized_perplexity:,.3f} ({change:+.2%})"],
-        ["divergence, nats a token", "0", f"{quality.divergence:.5f} (at most {quality.largest_divergence:.3f})"],
+        ["divergence, nats a token", "0", f"{quality.divergence:.5f} (at most {quality.largest_divergence:.5f})"],
         ["same first choice", "100%", f"{quality.agreement:.2%}"],
     ]
 
