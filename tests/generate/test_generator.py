@@ -111,7 +111,8 @@ def test_what_lies_behind_a_shorter_prompt_of_an_earlier_call_is_not_seen(genera
         ({"prompts": "a", "temperature": float("nan")}, "temperature"), ({"prompts": "a", "top_k": -1}, "top_k"),
         ({"prompts": "a", "top_p": 0.0}, "top_p"), ({"prompts": "a", "min_p": 1.5}, "min_p"),
         ({"prompts": "a", "seed": -1}, "seed"), ({"prompts": "a", "stop": ["x", ""]}, "stop string is empty"),
-        ({"prompts": "a", "stop": "x"}, "give a list"),
+        ({"prompts": "a", "stop": "x"}, "give a list"), ({"prompts": "a", "temperature": "hot"}, "give a number"),
+        ({"prompts": "a", "top_p": None}, "top_p is None; give a number"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

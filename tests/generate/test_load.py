@@ -62,6 +62,20 @@ def test_a_config_that_cannot_be_computed_is_refused_by_its_field(folder, change
     assert sentence in refused(folder)
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"device": "gpu"}, "device is 'gpu'; choose cuda or cpu"), ({"device": "meta"}, "device is 'meta'"),
+        ({"dtype": "bf16"}, "dtype is 'bf16'; choose torch.bfloat16"), ({"dtype": torch.int8}, "dtype is torch.int8"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_device_or_dtype_that_cannot_be_is_refused(folder, options, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        load_huggingface(folder, **options)
+    assert "\n" not in str(error.value)
+
+
 def test_sliding_windows_are_refused(tmp_path):
     tiny("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=0).save_pretrained(tmp_path)
     assert "use_sliding_window is true" in refused(tmp_path)

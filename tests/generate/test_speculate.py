@@ -169,6 +169,8 @@ def test_a_draft_that_does_not_fit_is_refused():
     own, tokenizer = make(20), Tokenizer(json.dumps(byte_tokenizer()).encode(), 256)
     with pytest.raises(UserError, match="a vocabulary of 21 and the model one of 20"):
         Generator(own.model, draft=make(21).model)
+    with pytest.raises(UserError, match="The draft is a str; read a folder by Generator.from_folder"):
+        Generator(own.model, draft="path/to/smaller")
     changed = byte_tokenizer()
     names = changed["model"]["vocab"]
     names["a"], names["b"] = names["b"], names["a"]

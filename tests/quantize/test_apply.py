@@ -126,6 +126,11 @@ def test_what_cannot_be_quantized_is_refused_and_the_model_stays_as_it_was(spoil
     assert [type(module) for module in model] == [torch.nn.Linear, torch.nn.GELU, torch.nn.Linear]
 
 
+def test_a_folder_is_no_model():
+    with pytest.raises(UserError, match="The model is 'path/to/llama'; give a torch.nn.Module, or use quantize_folder"):
+        quantize_("path/to/llama", Int8())
+
+
 def test_an_error_of_the_model_itself_leaves_no_hook_and_no_change():
     model = mlp().train()
     with pytest.raises(RuntimeError):

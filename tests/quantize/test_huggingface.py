@@ -87,6 +87,22 @@ def test_every_family_comes_through_a_folder_with_its_head_tied_or_not(name, tmp
     assert ours.tokens == follow[0, 8:].tolist()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options", "says"),
+    [
+        (("int4",), {}, "The format is 'int4'; give one such as"),
+        ((Int8(),), {"keep": "lm_head"}, "keep is the string 'lm_head'; give a list"),
+        ((Int8(),), {"keep": ["lm_haed"]}, "keep has 'lm_haed', which names no linear layer"),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_cannot_be_meant_is_one_sentence(arguments, options, says, tmp_path):
+    from tilewright.quantize import TilewrightConfig
+
+    tiny("llama").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=says):
+        read(tmp_path, quantization_config=TilewrightConfig(*arguments, **options))
+
+
 def test_a_tied_head_that_is_packed_on_the_way_is_tied_no_more(tmp_path):
     from tilewright.quantize import TilewrightConfig
 

@@ -108,12 +108,14 @@ class Generator:
         stop_tokens: Sequence[int] = (), kv_cache: str | None = None, draft: Decoder | GPT | Generator | None = None,
         graph: bool | None = None, compile: bool = False, decode: str = "graph", pdl: bool = False,
     ) -> None:  # fmt: skip
-        self.model = _decoder(model)
+        self.model = _decoder(model, "model")
         self.tokenizer, self.stop_tokens = tokenizer, frozenset(stop_tokens)
         self.cache_dtype = dtype_of(kv_cache, self.model.dtype)
         self._how: dict[str, Any] = {"graph": graph, "compile": compile, "decode": decode, "pdl": pdl}
         known = draft.tokenizer if isinstance(draft, Generator) else None
-        self.draft = None if draft is None else draft.model if isinstance(draft, Generator) else _decoder(draft)
+        self.draft = (
+            None if draft is None else draft.model if isinstance(draft, Generator) else _decoder(draft, "draft")
+        )
         if self.draft is not None:
             refuse_draft(self.model, tokenizer, self.draft, known)
         self.metrics: Metrics | None = None  # of the last call
@@ -310,8 +312,14 @@ class Generator:
         )  # fmt: skip
 
 
-def _decoder(model: Decoder | GPT) -> Decoder:
-    return from_gpt(model, device=model.token.weight.device) if isinstance(model, GPT) else model
+def _decoder(model: Decoder | GPT, what: str) -> Decoder:
+    if isinstance(model, GPT):
+        return from_gpt(model, device=model.token.weight.device)
+    if not isinstance(model, Decoder):
+        raise UserError(
+            f"The {what} is a {type(model).__name__}; read a folder by Generator.from_folder, or give a GPT."
+        )
+    return model
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

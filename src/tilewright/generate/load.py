@@ -120,6 +120,20 @@ def open_huggingface(folder: Path, opened: contextlib.ExitStack) -> tuple[Opened
     return Opened(raw, config, names, saved, stored, dtype, is_gpt2), model
 
 
+def _check_place(device: Any, dtype: Any) -> None:
+    """Refuse a device that is none here, and a dtype that no decoder computes in."""
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"device is {device!r}; choose cuda or cpu.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device is {str(device)!r} and PyTorch sees no GPU; `tilewright doctor` says why.")
+    if dtype is not None and dtype not in _DTYPES.values():
+        raise UserError(f"dtype is {dtype!r}; choose torch.bfloat16, float16 or float32, or leave it out.")
+
+
 def load_huggingface(
     folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Decoder:  # fmt: skip
@@ -127,6 +141,7 @@ def load_huggingface(
 
     Quantized layers keep their formats: those of `tilewright quantize`, GPTQ, AWQ and compressed-tensors.
     """
+    _check_place(device, dtype)
     with contextlib.ExitStack() as opened:
         found, model = open_huggingface(folder, opened)
         if torch.device(device).type == "cpu":

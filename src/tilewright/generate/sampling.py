@@ -35,6 +35,9 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            if type(getattr(self, name)) not in (int, float):
+                raise UserError(f"{name} is {getattr(self, name)!r}; give a number.")
         if not 0.0 <= self.temperature < math.inf:
             raise UserError(f"temperature is {self.temperature}; give 0 for the likeliest token, or a number above 0.")
         if type(self.top_k) is not int or self.top_k < 0:

@@ -58,6 +58,8 @@ def quantize_(
     (QuantizedLinear(in_features=64, out_features=32, int8, bias=True), 1)
     """
     config = Int8() if config is None else config
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"The model is {model!r}; give a torch.nn.Module, or use quantize_folder for a folder.")
     _check_options(config, inputs, calibrate, act_order, most_error)
     before, layers, sites = total_bytes(model), [], []
     for site in linear_layers(model):

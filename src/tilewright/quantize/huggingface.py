@@ -48,6 +48,10 @@ def config_class() -> Any:
             method = more.pop("quant_method", METHOD)
             if more or method != METHOD:
                 raise UserError(f"quantization_config has {', '.join(sorted(more)) or shorten(method)}, unknown here.")
+            if config is not None and not isinstance(config, Format):
+                raise UserError(f"The format is {config!r}; give one such as tilewright.quantize.Int8().")
+            if isinstance(keep, str):
+                raise UserError(f"keep is the string {keep!r}; give a list of patterns.")
             self.quant_method: Any = METHOD
             self.config = Int8() if config is None else config
             self.keep, self.inputs, self.calibrate, self.act_order = tuple(keep), inputs, calibrate, act_order
@@ -107,6 +111,10 @@ def _check_layers(model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
 
 def _quantize(model: torch.nn.Module, config: Any) -> None:
     """Quantize a model as its configuration says, and write there what has become of it."""
+    names = [site.name for site in linear_layers(model)]
+    for pattern in config.keep:
+        if not any(fnmatch(name, pattern) for name in names):
+            raise UserError(f"keep has {pattern!r}, which names no linear layer; give a pattern such as '*.down_proj'.")
     quantize_(
         model, config.config, lambda _, name: not any(fnmatch(name, pattern) for pattern in config.keep),
         inputs=config.inputs, calibrate=config.calibrate, act_order=config.act_order, most_error=config.most_error,
