@@ -65,7 +65,7 @@ def settings(folder, rule=None, **changes):
     fixed = ["global_batch=2", "threads=1", "model.recompute=none", "model.mlp=auto", "model.residual=auto"]
     space = open_space(read(None, fixed), device="cpu", numerics="same")
     given = {"space": space, "machine": probe("cpu", command=command), "folder": folder, "name": folder.name}
-    given |= {"storage": f"sqlite:///{folder}/study.db", "budget": 60.0, "command": command}
+    given |= {"storage": f"sqlite:///{folder}/study.db", "budget": 240.0, "command": command}
     return Settings(**(given | changes))
 
 
@@ -794,7 +794,7 @@ def test_the_search_goes_on_from_what_is_allowed(tmp_path):
 
 def test_what_there_is_no_time_for_does_not_end_the_search(tmp_path, monkeypatch):
     monkeypatch.setattr(pace, "_COMPILED", (1e6, 1e6))
-    answer = run(settings(tmp_path / "study"))
+    answer = run(settings(tmp_path / "study", budget=60.0))
     assert answer.changes == {"model.gpt_block": "optimized", "model.loss": "linear_fused"}
     assert not any(record.point["compile"] == "default" for record in answer.records)
 
