@@ -117,6 +117,18 @@ def test_a_step_that_ended_the_round_is_not_run_again(tmp_path, quick, monkeypat
     }  # fmt: skip
 
 
+def test_a_study_that_has_begun_is_resumed(tmp_path, quick):
+    study = step("study", "import sys; print(sys.argv[1:])", resumes="study/trials")
+    for said in ("[]", "['--resume']"):
+        assert gpu_round.main(["--resume", str(tmp_path)], [study]) == 0
+        assert read(tmp_path)["study"]["last"] == said
+        (tmp_path / "round.json").unlink()  # so that it is left
+        (tmp_path / "round.tar.gz").unlink()
+        (tmp_path / "results" / "study").mkdir(exist_ok=True)
+        (tmp_path / "results" / "study" / "trials").touch()
+    assert all(each.resumes for each in STEPS if "tune" in each.command)
+
+
 @pytest.fixture
 def plugin(pytestconfig):
     return pytestconfig.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))

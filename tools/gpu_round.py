@@ -51,6 +51,7 @@ class Step:
     environment: dict[str, str] = field(default_factory=dict)
     copied: str = ""  # the recorded result that it goes on with
     makes: str = ""  # in the scratch folder, which another machine has not
+    resumes: str = ""  # among the results: where it is, the step goes on with --resume
 
 
 def _tests(name: str, limit: float, *files: str, options: tuple[str, ...] = ()) -> Step:
@@ -69,6 +70,12 @@ def _gpu_tests(name: str, limit: float, *files: str) -> Step:
 
 def _tilewright(name: str, limit: float, *arguments: str, copied: str = "") -> Step:
     return Step(name, limit, ("{python}", "-m", "tilewright", *arguments), {}, copied)
+
+
+def _tune(name: str, limit: float, study: str, *arguments: str) -> Step:
+    options = "--study", study, "--out", "{results}/tune", "--budget", "{seconds}s"
+    command = ("{python}", "-m", "tilewright", "tune", *arguments, *options)
+    return Step(f"tune {name}", limit, command, resumes=f"tune/{study}/trials.jsonl")
 
 
 def _bench(name: str, limit: float, *options: str, label: str = "") -> Step:
@@ -91,7 +98,6 @@ with torch.device("cuda"):
 """
 _PACKED = "ops/test_attention_backends.py::test_nothing_waits_for_packed_sequences_to_be_read[hopper]"
 _FEW_ROWS = "ops/test_quantized_linear_few_rows.py::test_large_layers_on_a_gpu"
-_TUNE = ("--out", "{results}/tune", "--budget", "{seconds}s")
 _HF = ("--model-arg", "batch=8", "--model-arg", "sequence=2048", "--model-arg", "dtype=bf16")
 STEPS = (
     _tilewright("doctor", 60, "doctor"),
@@ -118,10 +124,9 @@ STEPS = (
                                     "few_rows_linear")),
     _bench("attention", 180, "--learn"),
     Step("a folder to tune", 60, ("{python}", "-c", _FOLDER, "{scratch}/llama"), makes="llama"),
-    _tilewright("tune --hf", 260, "tune", "--hf", "{scratch}/llama", *_HF, "--study", "llama", *_TUNE),
-    *(_tilewright(f"tune {preset}", 260, "tune", f"model.preset={preset}", "--study", preset, *_TUNE)
-      for preset in ("125m", "1b", "760m")),
-    _tilewright("tune --for decode", 200, "tune", "--for", "decode", "{scratch}/llama", "--study", "decode", *_TUNE),
+    _tune("--hf", 260, "llama", "--hf", "{scratch}/llama", *_HF),
+    *(_tune(preset, 260, preset, f"model.preset={preset}") for preset in ("125m", "1b", "760m")),
+    _tune("--for decode", 200, "decode", "--for", "decode", "{scratch}/llama"),
     _sanitized("memcheck", _PACKED),
     _sanitized("memcheck", "ops/test_glu_mlp.py::test_what_is_not_a_number_comes_out"),
     _sanitized("memcheck", f"{_FEW_ROWS}[int4-8]"),
@@ -179,6 +184,8 @@ def _run(step: Step, seconds: float, folder: Path, log: Path, is_budget: bool) -
         "scratch": str(SCRATCH),
     }  # fmt: skip
     command = [re.sub(r"\{(python|results|seconds|scratch)\}", lambda m: known[m[1]], each) for each in step.command]
+    if step.resumes and (folder / "results" / step.resumes).exists():
+        command.append("--resume")
     target, recorded = folder / "results" / f"{step.copied}.json", ROOT / "results" / "h200" / f"{step.copied}.json"
     if step.copied and not target.exists():
         shutil.copy(recorded, target)

@@ -106,7 +106,7 @@ def test_a_model_that_its_user_compiles_with_our_backend(name: str, mode: str, m
     model = build().train()
     captured = Captured()
     monkeypatch.setattr(backend, "Captured", lambda: captured)
-    model.compile(backend="tilewright", options={"mode": mode})
+    model.compile(backend=backend.tilewright_backend, options={"mode": mode})
     found = zoo.step(model, loss_of)
     assert not captured.failures
     _check_sites(name, count(captured.sites))
