@@ -57,6 +57,7 @@ def test_a_round_says_what_failed_stops_what_takes_too_long_and_goes_on(tmp_path
     folder, archive = tmp_path / "round", tmp_path / "out" / "all.tar.gz"
     fails = "print('FAILED tests/one.py::test_a[1-x] - boom'); print('ERROR tests/two.py'); raise SystemExit(1)"
     writes = "import sys; open(sys.argv[1] + '/made.json', 'a').write('x'); print(sys.argv[2])"
+    writes += "; open(sys.argv[1] + '/weights', 'wb').truncate(2**30)"
     steps = (
         step("writes", writes, 30.0, "{results}", "{seconds}"), step("fails", fails), step("sleeps", SLEEPS, 2.0),
         Step("absent", 9.0, ("no-such-program-anywhere",)), step("given up", SLEEPS, 60.0),
@@ -76,6 +77,7 @@ def test_a_round_says_what_failed_stops_what_takes_too_long_and_goes_on(tmp_path
     assert "    tests/two.py" in printed and "2 steps are left: given up, last." in printed
     with tarfile.open(archive) as tar:
         assert {"round.json", "summary.txt", "results/made.json", "logs/01_fails.log"} < set(tar.getnames())
+        assert "results/weights" not in tar.getnames()
 
     elsewhere = tmp_path / "elsewhere"  # where nothing but the archive came to be
     elsewhere.mkdir()

@@ -5,10 +5,11 @@
     python tools/gpu_round.py --list --only "tests|models"        say what there is
 
 A step is a command with a time limit, in a process group of its own. `round.json` says of each what came of it, `logs`
-has what it printed and `results` what it recorded, for `results/<gpu>`. After each step all of this goes to one archive
-too, so that a machine that is taken away loses no more than a step. A step that the budget ended is run again by the
-next call, and so is one that made a folder for others, where that is on another machine. One that failed, outlasted its
-own limit or ended the round itself, as one may that hangs the GPU, is not: take it out of round.json for that.
+has what it printed and `results` what it recorded, for `results/<gpu>`. After each step all of this but weights goes to
+one archive too, so that a machine that is taken away loses no more than a step. A step that the budget ended is run
+again by the next call, and so is one that made a folder for others, where that is on another machine. One that failed,
+outlasted its own limit or ended the round itself, as one may that hangs the GPU, is not: take it out of round.json for
+that.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 SCRATCH = Path(tempfile.gettempdir()) / "gpu_round"
 RESERVE = 25.0  # seconds that remain for a step to end, and for the archive
 LEAST = 20.0  # a step is not begun with fewer
+LARGEST = 8 * 2**20  # bytes of a file in the archive
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 _GRACE = (12.0, 5.0)  # seconds to end by itself after SIGINT, and after SIGTERM
 STATES = ("passed", "failed", "outlasted its limit", "no such program", "ended by the budget")
@@ -144,12 +146,12 @@ STEPS = (
 
 
 def _archive(folder: Path, to: Path) -> None:
-    """Write all of a round to one file, which is whole at any time."""
+    """Write a round to one file, which is whole at any time, without weights that a study has made."""
     to.parent.mkdir(parents=True, exist_ok=True)
     new = to.with_name(f".{to.name}")
     with tarfile.open(new, "w:gz", compresslevel=3) as tar:
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and path not in (to, new):
+            if path.is_file() and path not in (to, new) and path.stat().st_size <= LARGEST:
                 tar.add(path, str(path.relative_to(folder)))
     new.replace(to)
 
