@@ -49,7 +49,7 @@ def test_doctor_says_what_works_without_a_gpu():
     assert done.returncode == 0
     report = json.loads(done.stdout)
     found = {f["what"]: f for f in report["findings"]}
-    assert found["torch"]["found"] == torch.__version__
+    assert found["torch"]["found"].split("+")[0] == torch.__version__.split("+")[0]  # only some say for which CUDA
     assert not found["accelerator"]["ok"] and found["accelerator"]["advice"]
     assert report["works"]["tune"] == "yes" and "no GPU" in report["works"]["fused kernels"]
     assert "What will work" in tilewright("doctor").stdout
