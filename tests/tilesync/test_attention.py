@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tilesync.emulated import Emulated, build
 from tilesync.graphs import tensors
-from tilewright.tilesync import Attention, Graph, check
+from tilewright.tilesync import Attention, Graph, chains, check
+from tilewright.tilesync.compiled import compute_plainly
 from tilewright.tilesync.stages.attention import NOTHING
 
 
@@ -113,3 +114,16 @@ def test_a_cache_whose_length_is_on_the_device(library, data):
     compare(
         graph, library, data.draw(st.integers(1, 3)), data.draw(st.integers(0, 99)), data.draw(st.integers(0, context))
     )
+
+
+@pytest.mark.parametrize(("rows", "context", "filled"), [(1, 200, 150), (3, 24, 0)])
+def test_a_step_of_an_attention_block(library, rows, context, filled):
+    graph = chains.attention_step(rows, 48, 4, 16, context, 2)
+    assert (graph.stages[1].splits > 1) == (context == 200)
+    inputs = tensors(graph, 1, torch.bfloat16) | {"length": torch.tensor([filled], dtype=torch.int32)}
+    for name in ("k", "v"):
+        inputs[name].view(2, context, 16)[:, filled:] = torch.nan  # where nothing was written yet
+    values = Emulated(library, check(graph))(inputs, seed=rows)
+    exact = dict(zip(graph.outputs, compute_plainly(check(graph), list(inputs.values())), strict=True))
+    for name, truth in exact.items():
+        assert (values[name].float() - truth.float()).abs().max() < 0.03 * truth.float().abs().max(), name

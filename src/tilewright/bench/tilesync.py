@@ -60,9 +60,7 @@ def cases(quick: bool) -> Iterator[Case]:
 def graph_of(case: Case) -> tilesync.Graph:
     """Return the graph of a case."""
     if case["chain"] == "attention":
-        return chains.attention_block(
-            case["rows"], case["width"], case["heads"], 64, case["context"], case["key_heads"]
-        )
+        return chains.attention_step(case["rows"], case["width"], case["heads"], 64, case["context"], case["key_heads"])
     if case["chain"] == "convolutions":
         return chains.convolutions(case["rows"], case["side"], case["channels"])
     gated = case["chain"] == "llama"
@@ -80,10 +78,15 @@ def _gpt3(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.gelu(F.linear(x, up), approximate="tanh"), down)
 
 
-def _attention(x: Tensor, query: Tensor, k: Tensor, v: Tensor, project: Tensor) -> Tensor:
-    q, k, v = (t.view(1, len(t), -1, 64).transpose(1, 2) for t in (F.linear(x, query), k, v))
-    y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    return x + F.linear(y.transpose(1, 2).reshape(len(x), -1), project)
+def _attention(x: Tensor, qkv: Tensor, k: Tensor, v: Tensor, project: Tensor) -> Tensor:
+    """The new tokens are the last of the cache, which is full behind them."""
+    (key_heads, context, size), rows, inner = k.shape, len(x), project.shape[1]
+    each = F.linear(x, qkv).split([inner, key_heads * size, key_heads * size], -1)
+    q, new_k, new_v = (part.unflatten(-1, (-1, size)).transpose(0, 1) for part in each)
+    k[:, context - rows :], v[:, context - rows :] = new_k, new_v
+    mask = torch.ones(rows, context, dtype=torch.bool, device=x.device).tril(context - rows) if rows > 1 else None
+    y = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, enable_gqa=True)[0]
+    return x + F.linear(y.transpose(0, 1).flatten(1), project)
 
 
 def _convolutions(x: Tensor, *weights: Tensor) -> Tensor:
@@ -105,7 +108,11 @@ def _as_pytorch_takes(case: Case, inputs: dict[str, Tensor]) -> tuple[Callable[.
         side = case["side"]
         image = x.view(-1, side, side, x.shape[1]).permute(0, 3, 1, 2)
         return _convolutions, [image, *(weight.permute(0, 3, 1, 2) for weight in weights)]
-    return (_gpt3 if case["chain"] == "gpt3" else _attention), [x, *weights]
+    if case["chain"] == "attention":
+        _, qkv, k, v, project = weights
+        k, v = (cache.view(case["key_heads"], case["context"], -1) for cache in (k, v))
+        return _attention, [x, qkv, k, v, project]
+    return _gpt3, [x, *weights]
 
 
 def _as_graphs_have(case: Case, y: Tensor) -> Tensor:
@@ -119,8 +126,10 @@ def _exact(case: Case, inputs: dict[str, Tensor]) -> Tensor:
     return _as_graphs_have(case, function(*(each.double() for each in arguments)))
 
 
-def _random(graph: tilesync.Graph, name: str) -> Tensor:
-    """An input of a graph; packed weights are any bits but those of NaN."""
+def _random(graph: tilesync.Graph, case: Case, name: str) -> Tensor:
+    """An input of a graph; packed weights are any bits but those of NaN, and the new tokens end a cache."""
+    if name in graph.integers:
+        return torch.tensor([case["context"] - case["rows"]], dtype=torch.int32, device="cuda")
     shape, dtype = graph.inputs[name], graph.packed.get(name, torch.bfloat16)
     if dtype.itemsize > 1:
         scale = 2**-10 if name in graph.packed else shape[-1] ** -0.5
@@ -133,7 +142,7 @@ def prepare(case: Case) -> Prepared:
     """The forward pass of each implementation."""
     tilesync.raise_if_failed()  # of the case before, whose graphs were replayed
     graph = graph_of(case)
-    sets = [{name: _random(graph, name) for name in graph.inputs} for _ in range(COPIES)]
+    sets = [{name: _random(graph, case, name) for name in graph.inputs} for _ in range(COPIES)]
 
     def in_turn(function: Callable[..., Any], each: list[Any]) -> dict[str, Pass]:
         following = itertools.cycle(each)

@@ -200,6 +200,37 @@ def attention_block(
 
 
 @functools.lru_cache(256)
+def attention_step(
+    rows: int, width: int, heads: int, head_dim: int, context: int, key_heads: int | None = None,
+    machine: Machine | None = None,
+) -> Graph:  # fmt: skip
+    """Return q, k and v of some new tokens, attention over a cache and over themselves, projection, and x added.
+
+    The cache lies head by head, and its first `length` tokens are filled. Outputs: y, and the new tokens' q, k and v,
+    of which the caller appends the latter two to the cache.
+
+    >>> [type(stage).__name__ for stage in attention_step(1, 256, 4, 64, 128).stages]
+    ['Gemm', 'Attention', 'Gemm']
+    """
+    if rows > MOST_FEW_ROWS:
+        raise GraphError(f"A step has up to {MOST_FEW_ROWS} new tokens, not {rows}; more of them are a prefill.")
+    key_heads, machine = key_heads or heads, machine or Machine()
+    q, kv = heads * head_dim, key_heads * head_dim
+    splits = attention_splits(rows, context, heads, key_heads, head_dim, machine)
+    inputs: dict[str, tuple[int, ...]] = {"x": (rows, width), "length": (1,), "qkv": (q + 2 * kv, width)}
+    inputs |= dict.fromkeys(("k", "v"), (key_heads * context, head_dim)) | {"out": (width, q)}
+    attention = Attention("c", "r", "k", "v", rows=rows, context=context, heads=heads, key_heads=key_heads,
+                          head_dim=head_dim, length="length", new=(q, q + kv), by_head=True, splits=splits,
+                          tile=attention_rows(heads, key_heads))  # fmt: skip
+    combined = {"prologue": Combined(heads, splits)} if splits > 1 else {}
+    stages = [
+        few_rows_gemm("r", "x", "qkv", (rows, q + 2 * kv, width), machine=machine), attention,
+        few_rows_gemm("y", "c", "out", (rows, width, q), machine=machine, residual="x", **combined),
+    ]  # fmt: skip
+    return Graph(inputs, stages, ["y", "r"], f"attention-step-{rows}x{width}-{context}")
+
+
+@functools.lru_cache(256)
 def decode_step(
     layers: int, width: int, inner: int, heads: int, key_heads: int, head_dim: int, vocabulary: int, context: int,
     rows: int = 1, eps: float = 1e-5, machine: Machine | None = None,
