@@ -24,7 +24,7 @@ def whole(block, x):
 def test_steps_over_a_cache_are_attention_over_all_tokens(heads, kv_heads, head_dim, context, compiled):
     block = FusedAttentionBlock(24, heads, kv_heads=kv_heads, head_dim=head_dim)
     torch.compiler.reset()
-    run = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=False) if compiled else block
+    run = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
     keys, values = torch.full((2, kv_heads, context, block.head_dim), torch.nan)  # where nothing was written yet
     x, length = torch.randn(9, 24), torch.zeros(1, dtype=torch.int32)
     truth, k, v = whole(block, x)

@@ -64,6 +64,15 @@ def test_a_graph_is_described_once_and_not_in_each_call(monkeypatch):
     assert len(described) == 1
 
 
+def test_torch_compile_takes_one_number_of_rows_after_the_other():
+    torch.compiler.reset()
+    mlp = FusedMLP(16, 24)
+    run = torch.compile(mlp, backend="eager", fullgraph=True)
+    for rows in (3, 4, 5):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(run(x), mlp(x))
+
+
 def test_layers_that_are_hooked_or_replaced_are_called():
     for activation in ("swiglu", "geglu_tanh", "gelu"):
         ours, calls, x = FusedMLP(16, 24, activation=activation), [], torch.randn(3, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ class FusedAttentionBlock(torch.nn.Module):
 
     A token sees the cache and the new tokens up to itself, whose keys and values come to lie behind what is filled.
     Queries, keys and values are not rotated. Each number of tokens is a graph of its own, which is checked and measured
-    at its first call; torch.compile takes them with ``dynamic=False``. On a GPU it is for 16-bit weights. There are no
-    gradients.
+    at its first call. On a GPU it is for 16-bit weights. There are no gradients.
 
     Args:
         width: size of the last dimension, in and out.
@@ -75,7 +75,9 @@ class FusedAttentionBlock(torch.nn.Module):
             length: one number, int32, on x's device. The caller adds the rows; they must fit behind it.
         """
         self._check(x, keys, values, length)
-        rows, context, dtype = len(x), keys.shape[1], matmul_dtype(x)
+        # Constants, also where torch.compile has other rows in mind.
+        rows, context = operator.index(x.shape[0]), operator.index(keys.shape[1])
+        dtype = matmul_dtype(x)
         if rows == 0:
             return torch.zeros_like(x)
         name = _compile(self.mode, rows, self.width, self.heads, self.head_dim, context, self.kv_heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class FusedMLP(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.width:
             raise ValueError(f"FusedMLP: x has {x.shape[-1]} features, but {self.width} are needed.")
-        rows = x.numel() // self.width
+        rows = operator.index(x.numel() // self.width)  # a constant, also where torch.compile has other rows in mind
         activation, gated = _ACTIVATIONS[self.activation]
         if rows == 0:
             return self._by_layers(x)

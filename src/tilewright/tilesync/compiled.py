@@ -72,6 +72,7 @@ class Compiled:
     def __init__(self, program: Program, mode: str, name: str) -> None:
         self.program, self.mode, self.name = program, mode, name
         self.graph = program.graph
+        self.packed = self.graph.packed  # found here, for torch.compile traces no lock of a cached property
         if changed := [each for each in self.graph.inputs if each in self.graph.producers]:
             raise GraphError(
                 f"The graph changes its input {changed[0]} in place, which a compiled graph cannot; copy it."
@@ -99,8 +100,8 @@ class Compiled:
                 raise GraphError(
                     f"{graph.name}: {name} has shape {tuple(x.shape)}, but {graph.inputs[name]} is needed."
                 )
-            if x.dtype != graph.packed.get(name, x.dtype):
-                raise GraphError(f"{graph.name}: {name} is {x.dtype}, but {graph.packed[name]} is needed.")
+            if x.dtype != self.packed.get(name, x.dtype):
+                raise GraphError(f"{graph.name}: {name} is {x.dtype}, but {self.packed[name]} is needed.")
             if x.device != ordered[0].device:
                 raise GraphError(f"{graph.name}: {name} is on {x.device}, but {ordered[0].device} is needed.")
         return ordered
