@@ -58,12 +58,15 @@ def test_layouts_that_the_model_does_not_allow(layout, optimizer, words):
 @pytest.mark.parametrize("layout, optimizer, words", [
     (Layout(dp=3, ep=3), "adamw", "4 experts do not divide by expert parallel 3"),
     (Layout(dp=3, cp=2, ep=4), "adamw", "6 data and context ranks do not divide by expert parallel 4"),
+    (Layout(dp=4, tp=2, ep=4), "adamw", "4 experts do not divide by tensor parallel 2 x expert parallel 4"),
+    (Layout(tp=3, ep=1), "adamw", "sequence of 32 does not divide by tensor parallel 3"),
+    (Layout(dp=4, ep=4, zero=3, dp_replicate=2), "adamw", "2 data and context ranks of a group do not divide by"),
     (Layout(dp=2, ep=2), "adafactor", "means over whole rows"),
 ])  # fmt: skip
 def test_experts_that_cannot_be_shared_so(layout, optimizer, words):
     with pytest.raises(UserError, match=words):
-        check(layout, from_gpt(dataclasses.replace(MODEL, experts=4)), Training(), optimizer=optimizer)
-    assert str(layout).endswith(f", ep {layout.ep}") and not layout.is_replicated
+        check(layout, from_gpt(dataclasses.replace(MODEL, kv_heads=6, experts=4)), Training(), optimizer=optimizer)
+    assert str(layout).endswith(f", ep {layout.ep}" if layout.ep > 1 else "tp 3") and not layout.is_replicated
 
 
 def test_layouts_that_the_model_allows():

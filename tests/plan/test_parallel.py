@@ -7,6 +7,7 @@ from tilewright import hardware
 from tilewright.errors import UserError
 from tilewright.plan.calibration import FITTED
 from tilewright.plan.decoder import Decoder, load
+from tilewright.plan.flops import matmuls
 from tilewright.plan.memory import train
 from tilewright.plan.parallel import Cluster, estimate, search
 from tilewright.plan.traffic import Links
@@ -148,6 +149,14 @@ def test_ranks_that_share_experts_keep_fewer_and_send_tokens():
     for many, message in ((3, "64 experts do not divide"), (16, "8 data and context ranks do not divide")):
         with pytest.raises(UserError, match=message):
             check_parallel(MIXTURE, dataclasses.replace(base, expert=many))
+    # Ranks of tensor share whole experts and the tokens: as many rows, in fewer matmuls of the same size.
+    in_both = dataclasses.replace(base, data=4, tensor=2, sequence_parallel=True, expert=4)
+    both = estimate(MIXTURE, in_both, Cluster(H100, 8))
+    experts_of = [[op for op in matmuls(MIXTURE, 4096, *ranks) if op.name == "expert up"] for ranks in ((1, 4), (2, 4))]
+    assert [(op.m, op.n, op.count) for (op,) in experts_of] == [(2048, 2048, 16 * 16), (2048, 2048, 16 * 8)]
+    assert 0 < both.expert_traffic < shared.expert_traffic
+    with pytest.raises(UserError, match="64 experts do not divide by tensor parallel 16 x expert parallel 8"):
+        check_parallel(MIXTURE, dataclasses.replace(base, tensor=16, expert=8))
     given = {"expert": 4, "tensor": 1, "pipeline": 1}
     assert all(plan.training.expert == 4 for plan in search(MIXTURE, Cluster(H100, 64), 256, 5, given=given))
     found = search(MIXTURE, Cluster(H100, 64), 256, 1000, given={"tensor": 1, "pipeline": 1})

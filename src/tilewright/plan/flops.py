@@ -36,7 +36,8 @@ class Matmul:
 def matmuls(decoder: Decoder, tokens: int, tensor: int = 1, expert: int = 1) -> Iterator[Matmul]:
     """Every matmul with a weight of one forward pass over `tokens` tokens, on one of `tensor` ranks.
 
-    Of `expert` ranks, each with as many tokens, every one has a part of the experts, and takes the tokens of all.
+    Of `expert` ranks, each with as many tokens, those of `tensor` among them, every one has a part of the experts, and
+    takes the tokens of all.
 
     >>> from tilewright.plan.decoder import load
     >>> [(p.name, p.n, p.k, p.count) for p in matmuls(load("125m"), 1)][2:]
@@ -48,13 +49,13 @@ def matmuls(decoder: Decoder, tokens: int, tensor: int = 1, expert: int = 1) -> 
     ups = 2 if decoder.gated else 1
     sparse = layers - decoder.dense_layers
     if decoder.experts > 1:
-        yield Matmul("router", tokens, decoder.experts + decoder.expert_gates, h, sparse)
+        yield Matmul("router", -(-tokens // tensor), decoder.experts + decoder.expert_gates, h, sparse)
         taken = expert * tokens * decoder.active_experts
-        met = min(decoder.experts // expert, taken)  # experts that work here: few tokens cannot meet all
-        seen = -(-taken // (expert * met))  # tokens that one of them sees
+        met = min(decoder.experts // (tensor * expert), taken)  # that work here: few tokens cannot meet all
+        seen = -(-taken // (tensor * expert * met))  # tokens that one of them sees
         active = decoder.active_experts / met
-        yield Matmul("expert up", seen, ups * decoder.ffn // tensor, h, sparse * met, active)
-        yield Matmul("expert down", seen, h, decoder.ffn // tensor, sparse * met, active)
+        yield Matmul("expert up", seen, ups * decoder.ffn, h, sparse * met, active)
+        yield Matmul("expert down", seen, h, decoder.ffn, sparse * met, active)
         if decoder.shared_ffn:
             yield Matmul("shared up", tokens, ups * decoder.shared_ffn // tensor, h, sparse)
             yield Matmul("shared down", tokens, h, decoder.shared_ffn // tensor, sparse)

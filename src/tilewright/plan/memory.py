@@ -80,6 +80,7 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     before = min(2, decoder.norms)  # one where attention and MLP take the same norm's output
     norms = min(before, kept_sums) * r * h + masks if cheap else before * (n * h + c * h + statistics + masks)
     norms += (decoder.norms - before) * (c * h + statistics)  # norms behind a branch keep their input
+    routed = 0.0
     queries, keys = heads * decoder.head_dim, t * decoder.kv_heads_on(t) * decoder.head_dim  # repeated for more ranks
     values = keys * decoder.values // decoder.head_dim
     attention = c * (queries + keys + values) + c * heads * decoder.values
@@ -99,7 +100,7 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
         # The mean over layers with and without experts.
         sparse = 1 - decoder.dense_layers / decoder.layers
         inner = sparse * (decoder.active_experts * f + decoder.shared_ffn) + (1 - sparse) * (decoder.dense_ffn or f)
-        norms += sparse * 2 * c * h * decoder.active_experts  # copies of a token for its experts, and what they return
+        routed = sparse * 2 * c * h * decoder.active_experts  # copies of a token for its experts, and what they return
     # Gated: gate, up, the activated gate and their product; else the activation's input and output.
     again = cheap or training.mlp_recompute
     mlp = (c * inner * (3 if again else 4)) if decoder.gated else (c * inner * (1 if again else 2))
@@ -108,7 +109,7 @@ def layer_activation_bytes(decoder: Decoder, training: Training) -> float:
     crossed = decoder.cross_layers / decoder.layers  # what attends to an encoder is a second branch, as the first is
     norms += crossed * ((kept_sums - 1) * r * h + masks if cheap else n * h + c * h + statistics + masks)
     shared_rows = t if training.sequence_parallel else 1
-    return norms / shared_rows + ((1 + crossed) * attention + mlp) / t
+    return norms / shared_rows + ((1 + crossed) * attention + mlp + routed) / t
 
 
 def kept_activations(
@@ -236,6 +237,8 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
         gathered = two_layers + (table / training.tensor if last else 0)
         if training.pipeline > 1:  # what one micro batch's backward has gathered is there for another's forward
             gathered = here * min(1.0, PIECES_HELD / training.interleave)
+        if 0 < training.reshard < ranks:  # beside each rank's own shard
+            gathered += here / training.reshard
         copies = head_copy = training.compute_bytes * gathered
     elif (training.is_autocast or training.has_copies) and not training.lora:
         in_layers = (matmul_weights(decoder) - table) / share

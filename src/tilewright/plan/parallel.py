@@ -176,7 +176,7 @@ def splits(
         # Under ZeRO 2 and 3 gradients or weights would travel for every micro batch of a pipeline.
         stages_of_zero = choices("zero", *((0, 1) if pipeline > 1 else (0, 1, 2, 3)) if data * context > 1 else (0,))
         recomputes, pieces = choices("recompute", "none", "selective", "full"), choices("interleave", 1, 2, 4)
-        shared = list(_powers(min(decoder.experts, data * context)))
+        shared = list(_powers(min(max(1, decoder.experts // tensor), data * context)))
         experts = choices(
             "expert", *dict.fromkeys((1, shared[min(len(shared), cluster.node.bit_length()) - 1], shared[-1]))
         )

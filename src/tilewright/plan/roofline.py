@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tilewright.hardware import COPY_SHARE, Accelerator, Rate
 from tilewright.plan.cost import Cost
 from tilewright.plan.decoder import Decoder
-from tilewright.plan.training import MATMUL_DTYPES, Training
+from tilewright.plan.training import MATMUL_DTYPES, Training, check_parallel
 from tilewright.plan.work import How, micro_batch_work, update_work
 
 LAUNCH_SECONDS = 2e-6  # below this a kernel's own start and end rule
@@ -67,7 +67,7 @@ def roofline(
     decoder: Decoder, training: Training, accelerator: Accelerator, *, achievable: bool = False
 ) -> list[Floor]:
     """The floor of every op, the largest first."""
-    decoder.check_tensor(training.tensor)
+    check_parallel(decoder, training)
     rate, bandwidth = rates(accelerator, training, achievable)
     vector = accelerator.peak_flops.get("fp32", rate.flops)
     floors = []

@@ -14,6 +14,7 @@ from tilewright.errors import UserError
 from tilewright.hardware import Accelerator
 from tilewright.plan.decoder import Decoder
 from tilewright.plan.flops import Matmul, matmuls
+from tilewright.plan.training import Training, check_parallel
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 256, 0.85), (64, 128, 0.8), (64, 64, 0.65))
 # What rows that do not begin on 16 bytes leave of the speed: SwiGLU at h = 4096 on an H100 ran at 272.7 TFLOPS with
@@ -110,7 +111,7 @@ def lint(decoder: Decoder, accelerator: Accelerator, *, micro_batch: int = 1, te
     """Everything about the model's shape that a GPU minds, bad ones first, the costliest of them first."""
     if accelerator.multiprocessors is None:
         raise UserError(f"The table has no number of multiprocessors for {accelerator.name}.")
-    decoder.check_tensor(tensor)
+    check_parallel(decoder, Training(tensor=tensor))
     tokens = micro_batch * decoder.sequence
     findings = []
 
@@ -124,7 +125,10 @@ def lint(decoder: Decoder, accelerator: Accelerator, *, micro_batch: int = 1, te
     divisible("head width h/a", decoder.head_dim, 64, "a multiple of 64")
     divisible("width h/t", decoder.width // tensor, 64, "a multiple of 64")
     divisible("tokens b·s", tokens, 64, "a multiple of 64")
-    divisible("feed-forward f/t", decoder.ffn // tensor, 64, "a multiple of 64")
+    if decoder.experts == 1:
+        divisible("feed-forward f/t", decoder.ffn // tensor, 64, "a multiple of 64")
+    else:
+        divisible("feed-forward f", decoder.ffn, 64, "a multiple of 64")
     whole = micro_batch * decoder.heads % tensor == 0
     findings.append(Finding("(b·a)/t", f"{micro_batch * decoder.heads / tensor:g}", whole, None, "a whole number"))
     findings += [_matmul(matmul, accelerator.multiprocessors) for matmul in matmuls(decoder, tokens, tensor)]

@@ -7,10 +7,11 @@ nodes, the ranks of a group that share a node share their cards to the network, 
               gradients are scattered while the next one computes. In the open: the first gather, the last scatter, what
               is longer than the computing, and what copies take from the computing beside them.
     DDP       gradients travel by buckets, behind the backward of the last micro batch.
-    tensor    nothing hides it: two reductions a layer forward and two backward.
+    tensor    nothing hides it: two reductions a layer forward and two backward. Of a mixture's layer one of each, and
+              without sequence parallel a gather more, since tokens are shared to be routed.
     pipeline  activations from stage to stage in the open, and the bubble.
     context   every rank gathers the keys and values of the whole sequence, in the open.
-    experts   tokens travel to their experts and back, each by itself, in the open.
+    experts   tokens travel to their experts and back, each by itself, in the open; ranks of tensor share both.
 """
 
 from __future__ import annotations
@@ -103,16 +104,18 @@ def exposed(decoder: Decoder, training: Training, links: Links, phases: Phases) 
     layers = stage_layers(decoder, training)
     one = tokens * decoder.width * c
     ways = 3 if training.recompute == "full" else 2  # forward, again, and backward
+    sparse = layers * (1 - decoder.dense_layers / decoder.layers)
     if t > 1:
         halves = layers + decoder.cross_layers / 2  # attention, MLP: two reductions a layer, and three where two attend
+        routed = 0.0 if training.sequence_parallel else 0.25  # of a mixture's tokens, in place of its reduction
+        halves -= sparse * (0.5 - routed - (0.5 if decoder.shared_ffn else 0.0)) if decoder.experts > 1 else 0.0
         found["tensor"] = micro_batches * halves * ways * reductions(decoder, tokens, c, t, links)
     if training.context > 1:  # backward gathers, too, and scatters the gradients
         keys = decoder.kv_heads_on(t) * (decoder.head_dim + decoder.values)
         of_sequence = training.context * tokens * keys * c
         found["context"] = micro_batches * layers * (ways + 1) * links.ring(of_sequence, training.context, t)
-    if training.expert > 1:
-        sparse = layers * (1 - decoder.dense_layers / decoder.layers)
-        sent = links.exchange(decoder.active_experts * one / t, training.expert, t)
+    if decoder.experts > 1 and training.sharing > 1:
+        sent = links.exchange(decoder.active_experts * one / t, training.sharing)
         found["expert"] = micro_batches * sparse * ways * 2 * sent
     if p > 1:
         late = links.round_seconds / (1 if p * t > links.node else 3)
@@ -137,10 +140,11 @@ def _data(decoder: Decoder, training: Training, links: Links, phases: Phases) ->
     if training.lora:
         trained = decoder.adapter_parameters(training.lora) / training.tensor / training.pipeline / layers
     gather = links.ring(training.compute_bytes * here, d, apart)
+    again = links.ring(training.compute_bytes * here, training.reshard or d, apart)
     scatter = links.ring(training.gradient_bytes * trained, d, apart)
     if training.zero == 3:
         forward = gather + beside(phases.forward, (layers - 1) * gather)
-        backward = scatter + beside(phases.backward, layers * gather + (layers - 1) * scatter)
+        backward = scatter + beside(phases.backward, layers * again + (layers - 1) * scatter)
         return micro_batches * (forward + backward) + _between(training, links, trained, layers)
     if training.zero == 2:  # gradients scattered for every micro batch, weights gathered once
         return (
@@ -174,23 +178,32 @@ def sent(decoder: Decoder, training: Training) -> dict[str, float]:
     tokens, layers = training.micro_batch * decoder.sequence // context, stage_layers(decoder, training)
     one, found = float(tokens * decoder.width * training.compute_bytes), dict[str, float]()
     ends = 2 / p  # of a model, on a stage in the mean
+    mixtures = decoder.layers - decoder.dense_layers if decoder.experts > 1 else 0
+    sparse = layers * mixtures / decoder.layers
+    is_shared = mixtures > 0 and training.sharing > 1
+    # What every rank of tensor has whole.
+    places = decoder.sequence * decoder.width if decoder.positions == "learned" else 0
+    routers = mixtures * decoder.router_weights
+    whole = places + routers + decoder.norm_parameters
+    whole += decoder.layers * (decoder.out_bias + decoder.mlp_bias) * decoder.width
     if t > 1:
-        again = {"none": 0.0, "selective": 1.5 if training.sequence_parallel else 1.0, "full": 2.0}
-        reductions = layers * (4 + again[training.recompute]) + ends
+        in_parts = training.sequence_parallel
+        again = 0.0 if training.recompute == "none" else 1.5 if in_parts else 1.0  # but for what a block ends with
+        reductions = (layers - sparse) * (4 + again) + ends
+        # A mixture gathers the tokens that its ranks have shared, and their gradients.
+        reductions += sparse * ((2 if in_parts else 3) + min(again, 1.0))
         found["tensor"] = micro_batches * (reductions * 2 * _ring(one, t) + ends / 2 * 3 * 2 * _ring(4.0 * tokens, t))
-        if training.sequence_parallel:  # gradients of what each rank has whole, of its part of the sequence
-            rows = decoder.layers * (decoder.out_bias + decoder.mlp_bias)
-            rows += decoder.sequence if decoder.positions == "learned" else 0
-            small = decoder.norm_parameters + rows * decoder.width
-            found["tensor"] += 2 * _ring(small / p * training.gradient_bytes, t)
+        # Gradients of what saw a part of the tokens on each rank.
+        seen_apart = (whole if in_parts else routers) / p / (s if training.zero >= 2 else 1)
+        found["tensor"] += 2 * _ring(seen_apart * training.gradient_bytes, t)
     if context > 1:
         keys = 2 * tokens * context * decoder.kv_heads_on(t) * decoder.head_dim * training.compute_bytes
         times = 2 if training.recompute == "none" else 3
         found["context"] = micro_batches * layers * times * _ring(float(keys), context)
-    sparse = layers * (1 - decoder.dense_layers / decoder.layers)
-    if training.expert > 1:  # with selective recompute what came is kept
+    if is_shared:  # with selective recompute what came is kept
         ways = 3 if training.recompute == "full" else 2
-        found["expert"] = micro_batches * sparse * ways * 2 * _ring(decoder.active_experts * one, training.expert)
+        routed = _ring(decoder.active_experts * one / t, training.sharing)
+        found["expert"] = micro_batches * sparse * ways * 2 * routed
     twice = decoder.head_weights if decoder.tied and p > 1 else 0  # on the first stage and on the last
     if p > 1:
         shares = t if training.sequence_parallel else 1
@@ -198,35 +211,37 @@ def sent(decoder: Decoder, training: Training) -> dict[str, float]:
         held = twice / t / (s if training.zero >= 2 else 1) * training.gradient_bytes
         found["pipeline"] += ends * 2 * _ring(held, 2)
     if d > 1:
-        experts = decoder.expert_parameters(decoder.layers) / t / p if training.expert > 1 else 0.0
-        ends_alone = (decoder.embedding_parameters + twice) / t / p
-        dense = (decoder.parameters + twice) / t / p - experts
-        found["data"] = _replicas_sent(training, dense, ends_alone, s, training.replicate)
-        if training.expert > 1:
+        experts = decoder.expert_parameters(decoder.layers) / t / p if is_shared else 0.0
+        ends_alone = (places + (decoder.embedding_parameters - places + twice) / t) / p
+        dense = (whole + (decoder.parameters - whole + twice) / t) / p - experts
+        again = training.reshard or s  # ranks that have all weights when backward gathers them
+        found["data"] = _replicas_sent(training, dense, ends_alone, s, again)
+        if is_shared:
             shared = experts / training.expert  # of which those of a stage's last layer stay gathered
-            found["data"] += _replicas_sent(training, shared, shared / sparse, d // training.expert)
+            same = s // training.expert, max(1, again // training.expert)
+            found["data"] += _replicas_sent(training, shared, shared / sparse, *same)
     return found
 
 
-def _replicas_sent(training: Training, here: float, ends: float, ranks: int, groups: int = 1) -> float:
+def _replicas_sent(training: Training, here: float, ends: float, ranks: int, again: int) -> float:
     """Bytes that DDP or FSDP sends of so many parameters, of which `ends` stay gathered.
 
     Args:
         ranks: that have them or, by FSDP, share them.
-        groups: of such ranks, that have the same.
+        again: of these, the ranks that have all of them when backward gathers them.
     """
+    groups, staged = training.replicate, training.pipeline > 1
     micro_batches, gathered, scattered = training.accumulation or 1, training.compute_bytes, training.gradient_bytes
     if training.zero < 2:
         return 2 * _ring(here * scattered, ranks * groups)
     # A pipeline's schedule scatters gradients once a step, and keeps weights from one backward to the next.
-    staged = training.pipeline > 1
-    each, scatters = (micro_batches + 1, 1) if staged else (2 * micro_batches, micro_batches)
-    gathers = here
+    times = 1 if staged else micro_batches
+    gathers, more = float(times if training.zero == 3 else 1), 0.0
     if training.interleave > 1:
-        gathers = here * piece_gathers(training.pipeline, training.interleave, micro_batches)
+        gathers = piece_gathers(training.pipeline, training.interleave, micro_batches)
     elif training.zero == 3:
-        gathers = each * (here - ends) + ends * (1 if staged else micro_batches)
-    within = _ring(gathers * gathered + scatters * here * scattered, ranks)
+        more = micro_batches * (here - ends)
+    within = _ring(here * (gathers * gathered + times * scattered), ranks) + _ring(more * gathered, again)
     return within + 2 * _ring(here / ranks * scattered, groups)
 
 

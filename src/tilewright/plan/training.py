@@ -57,8 +57,9 @@ class Training:
     interleave: int = 1  # pieces of a pipeline stage; more of them make a smaller bubble and more traffic
     lora: int = 0  # rank of adapters beside every linear layer, which alone are trained; 0: all parameters are
     context: int = 1  # ranks that share every sequence
-    expert: int = 1  # of the data and context ranks, those that share the experts of a mixture
+    expert: int = 1  # of the data and context ranks, those that share the experts of a mixture, with those of tensor
     replicate: int = 1  # groups of data and context ranks; ZeRO shares among those of a group (HSDP)
+    reshard: int = 0  # under ZeRO 3, neighbours that keep all weights among them from forward to backward; 0: all ranks
 
     def __post_init__(self) -> None:
         if self.precision == "amp":
@@ -86,6 +87,11 @@ class Training:
     def shards(self) -> int:
         """Of these, the ranks among which ZeRO shares."""
         return self.replicas // self.replicate
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share the experts of a mixture, whole ones, and each route their part of the tokens."""
+        return self.tensor * self.expert
 
     @property
     def ranks(self) -> int:
@@ -131,23 +137,25 @@ def split_problem(decoder: Decoder, training: Training) -> str:
     problem = decoder.tensor_problem(t)
     if problem:
         return problem
-    if training.sequence_parallel and decoder.sequence % t:
+    tokens_cut = t if training.sequence_parallel or decoder.experts > 1 else 1
+    if decoder.sequence % tokens_cut:
         return f"A sequence of {decoder.sequence:,} does not divide by tensor parallel {t}."
-    cut = 2 * training.context * (t if training.sequence_parallel else 1)
+    cut = 2 * training.context * tokens_cut
     if training.context > 1 and decoder.sequence % cut:
         return f"A sequence of {decoder.sequence:,} does not divide by {cut}, two pieces a rank of context parallel."
-    if training.expert > 1:
-        if decoder.experts == 1:
-            return "The model has no experts; leave expert parallel out."
-        if decoder.experts % training.expert:
-            return f"{decoder.experts} experts do not divide by expert parallel {training.expert}."
-        if training.replicas % training.expert:
-            return f"{training.replicas} data and context ranks do not divide by expert parallel {training.expert}."
     if training.replicate > 1:
         if training.zero < 2:
             return f"{training.replicate} groups that each share the weights need ZeRO 2 or 3; zero is {training.zero}."
         if training.replicas % training.replicate or training.shards == 1:
             return f"{training.replicas} data and context ranks do not make {training.replicate} groups of several."
+    if training.expert > 1 and decoder.experts == 1:
+        return "The model has no experts; leave expert parallel out."
+    if decoder.experts > 1 and decoder.experts % training.sharing:
+        ways = [f"tensor parallel {t}"] * (t > 1) + [f"expert parallel {training.expert}"] * (training.expert > 1)
+        return f"{decoder.experts} experts do not divide by {' x '.join(ways)}."
+    if training.shards % training.expert:
+        ranks = f"{training.shards} data and context ranks{' of a group' if training.replicate > 1 else ''}"
+        return f"{ranks} do not divide by expert parallel {training.expert}."
     if decoder.cross_layers and (p > 1 or training.context > 1):
         return (
             "An encoder with a decoder is not counted on pipeline stages and context-parallel ranks; leave those out."

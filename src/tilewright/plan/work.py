@@ -344,7 +344,7 @@ def _experts(decoder: Decoder, training: Training, how: How) -> Iterator[Work]:
     if decoder.experts == 1:
         return
     tokens, c = rank_tokens(decoder, training), training.compute_bytes
-    one = cost.elementwise(tokens * decoder.active_experts * decoder.width, 2 * c, 1)
+    one = cost.elementwise(tokens * decoder.active_experts * decoder.width // training.tensor, 2 * c, 1)
     layers = 2 * (decoder.layers - decoder.dense_layers)
     style = "compiled" if training.compiled else "eager"
     for side in ("forward", *(("recompute",) if training.recompute == "full" else ()), "backward"):

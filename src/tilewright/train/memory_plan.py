@@ -29,6 +29,7 @@ def planned(
         residual=config.model.residual, loss=config.model.loss, accumulation=accumulation,
         attention="softmax" if config.model.attention == "math" else "flash", compiled=config.compile != "none",
         mlp_recompute=config.model.mlp == "recompute", mlp_tiles=config.model.mlp == "tilesync",
+        reshard=config.parallel.reshard,
     )  # fmt: skip
     return training if layout is None else split(training, layout)
 
