@@ -128,15 +128,16 @@ def test_what_does_not_know_experts_says_so(tmp_path):
     with pytest.raises(UserError, match="do not wait for the host .the standard loop waits"):
         check_levers(graphs, torch.device("cuda"), 1)
     for parallel, words in [
-        ({"tp": 2}, "parallel.tp does not know model.experts"),
-        ({"ep": 2, "zero": 3, "reshard": 2}, "parallel.reshard does not know parallel.ep"),
-        ({"ep": 2, "zero": 3, "dp_replicate": 2}, "parallel.dp_replicate does not know parallel.ep"),
+        ({"tp": 2, "ep": 4}, "4 experts do not divide by tensor parallel 2 x expert parallel 4"),
+        ({"ep": 4, "zero": 3, "dp_replicate": 4}, "2 data and context ranks of a group do not divide by expert"),
+        ({"ep": 4, "zero": 3, "reshard": 2}, "parallel.reshard is 2 and ep 4; with ep, choose 4 for both"),
+        ({"tp": 2, "zero": 3, "reshard": 2}, "parallel.reshard=2 among 4 ranks does not go together with tp and pp"),
     ]:
         with pytest.raises(UserError, match=words):
-            check_ranks(tiny(tmp_path, model={"experts": 4}, global_batch=4, micro_batch=1, parallel=parallel), 4)
+            check_ranks(tiny(tmp_path, model={"experts": 4}, global_batch=8, micro_batch=1, parallel=parallel), 8)
     again = tiny(tmp_path, model={"experts": 4, "recompute": "selective"}, global_batch=4, micro_batch=1,
                  parallel={"ep": 2, "pp": 2, "zero": 3})  # fmt: skip
-    with pytest.raises(UserError, match="recompute=selective does not go together with parallel.ep, pp and zero 3"):
+    with pytest.raises(UserError, match="recompute=selective does not go together with parallel.ep or tp, pp and"):
         check_ranks(again, 4)
     with pytest.raises(UserError, match="cuda_graphs does not go together with parallel .dp 2, ep 2"):
         check_ranks(dataclasses.replace(graphs, parallel=dataclasses.replace(run.parallel, ep=2), micro_batch=2), 2)

@@ -41,6 +41,7 @@ MODELS = {
         "recompute": "selective",
     },
     "standard experts": {"dropout": 0.1, "experts": 6, "recompute": "full"},
+    "full recompute": {"dropout": 0.1, "recompute": "full"},
 }  # fmt: skip
 # By the number of ranks: the section `parallel` of a run.
 MESHES = {
@@ -70,6 +71,11 @@ MESHES = {
         "ddp x pp, 2 pieces, ep": {"dp": 2, "pp": 2, "pieces": 2, "ep": 2, "overlap": False},
         "zero 3 x ep": {"dp": 4, "zero": 3, "ep": 2},
         "zero 2 x cp, ep": {"zero": 2, "cp": 2, "ep": 4},
+        "zero 3 x pp, ep": {"zero": 3, "pp": 2, "ep": 2},
+        "tp x cp, ep": {"tp": 2, "cp": 2, "ep": 2},
+        "zero 3 x tp + sp, ep": {"zero": 3, "tp": 2, "sp": True, "ep": 2},
+        "zero 3 in 2 groups, ep": {"dp": 4, "zero": 3, "dp_replicate": 2, "ep": 2},
+        "zero 3, reshard, ep": {"dp": 4, "zero": 3, "reshard": 2, "ep": 2},
     },
 }  # fmt: skip
 ALONE = Parallel(dropout="position")
@@ -79,12 +85,15 @@ ONE_IS_ENOUGH = ("ddp, no overlap", "ddp x tp", "ddp x pp", "ddp x pp, 2 pieces"
 MODELS_OF = dict.fromkeys(ONE_IS_ENOUGH, DENSE[:1]) | {
     "pp": (*DENSE, "experts"), "ep": ("experts", "standard experts"), "zero 3, ep": ("experts",),
     "ddp x ep": ("experts",), "zero 3 x ep": ("standard experts",), "zero 2 x cp, ep": ("experts",),
+    "tp": (*DENSE, "full recompute", "standard experts"), "tp + sp": (*DENSE, "experts"),
     "ddp x pp, 2 pieces, ep": ("experts",),
+    "zero 3 x pp, ep": ("standard experts",), "tp x cp, ep": ("experts",),
+    "zero 3 x tp + sp, ep": ("experts",), "zero 3 in 2 groups, ep": ("experts",), "zero 3, reshard, ep": ("experts",),
 }  # fmt: skip
 # A mesh of each number of ranks: what one of them has saved, the others go on with.
 SAVERS = {
     "optimized": {1: {}, 2: {"tp": 2, "sp": True}, 4: {"zero": 3, "tp": 2}},
-    "experts": {1: {}, 2: {"ep": 2}, 4: {"zero": 3, "cp": 2, "ep": 2}},
+    "experts": {1: {}, 2: {"ep": 2}, 4: {"zero": 3, "tp": 2}},
 }
 GROUPS = {"tp": 1, "cp": 2, "dp_replicate": 2}  # what else the four may be
 SAVED, MORE = 6, 4
@@ -131,9 +140,8 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, inputs=(), options=None):
         if op.namespace == "_c10d_functional" and op.overloadpacket.__name__ == "all_to_all_single":
-            tensor, _, sent, group = inputs
-            own = sent[dist.get_rank(dist.distributed_c10d._resolve_process_group(group))]
-            self.bytes += tensor.nbytes * (1 - own / sum(sent)) if sum(sent) else 0
+            tensor, _, sent, _ = inputs  # which rows stay here is chance, in a model this small
+            self.bytes += tensor.nbytes * (1 - 1 / len(sent))
         elif op.namespace == "c10d":
             objects = [each for each in inputs if isinstance(each, torch.ScriptObject)]
             (group,) = [each for each in objects if each._type().name() == "ProcessGroup"]
@@ -257,7 +265,7 @@ def test_a_step_sends_what_the_plan_says(everything, tmp_path, model):
             plan = planned(run, "fp32", sizes.micro, sizes.accumulation, layout)
             expected = sum(sent(from_gpt(run.model), plan).values())
             measured = sum(each[f"{mesh}: {model}"][-1] for each in found[:ranks]) / ranks
-            if measured != pytest.approx(expected, rel=0.05):
+            if measured != pytest.approx(expected, rel=0.01):
                 wrong[mesh] = (measured, expected)
     assert not wrong
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tilewright.models.standard import StandardMixtureOfExperts
 from tilewright.nn import MixtureOfExperts
-from tilewright.parallel.experts import share
+from tilewright.parallel.experts import routers_of, share
 from tilewright.parallel.layout import Layout
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.tensor import local
@@ -48,6 +48,32 @@ def _compare(kind, rows, bias, mesh):
     assert torch.equal(here.counts, whole.counts)
 
 
+def _compare_tensor(kind, mesh):
+    """Ranks of tensor parallel have all tokens, and each routes a part of every sequence."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    whole = kind(8, 12, experts=4, per_token=2, activation="geglu", dtype=torch.float64)
+    here = copy.deepcopy(whole)
+    share(here, mesh, torch.device("cpu"))
+    assert list(here.state_dict()) == list(whole.state_dict())
+    assert list(routers_of(torch.nn.ModuleDict({"mlp": here}))) == ["mlp.router.weight"]
+    x, weight = torch.randn(2, 3, 6, 8, dtype=torch.float64)
+    x.requires_grad_()
+    own = x.detach().clone().requires_grad_()
+    expected, found = whole(x), here(own)
+    torch.testing.assert_close(found, expected)
+    (expected * weight).sum().backward()
+    (found * weight).sum().backward()
+    torch.testing.assert_close(own.grad, x.grad)
+    for name in ("up", "down"):
+        gradient = local(getattr(here.experts, name).grad)
+        torch.testing.assert_close(gradient, getattr(whole.experts, name).grad.chunk(ranks)[rank])
+    for tensor in (here.router.weight.grad, here.counts):
+        dist.all_reduce(tensor)
+    torch.testing.assert_close(here.router.weight.grad, whole.router.weight.grad)
+    assert torch.equal(here.counts, whole.counts)
+
+
 def _narrow(mesh):
     """Under autocast rows travel as the matmuls take them."""
     torch.manual_seed(0)
@@ -72,6 +98,8 @@ def _rank(rank):
             for bias in BIASES:
                 _compare(kind, rows, bias, mesh)
     _narrow(mesh)
+    for kind in (MixtureOfExperts, StandardMixtureOfExperts):
+        _compare_tensor(kind, Mesh(Layout(tp=2), "cpu"))
 
 
 def test_ranks_that_share_experts_compute_what_one_rank_does():

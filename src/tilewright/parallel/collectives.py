@@ -32,6 +32,10 @@ def scatter(x: Tensor, group: Any) -> Tensor:
     return out.transpose(0, 1)
 
 
+def _part(x: Tensor, group: Any) -> Tensor:
+    return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
+
+
 def _sum(x: Tensor, group: Any) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
@@ -59,6 +63,16 @@ def enter(x: Tensor, group: Any, in_parts: bool) -> Tensor:
 def leave(x: Tensor, group: Any, in_parts: bool) -> Tensor:
     """The sum of what the ranks of tensor parallel have; of that each gets all, or its part of the sequence."""
     return _Message.apply(x, group, scatter if in_parts else _sum, gather if in_parts else None)
+
+
+def keep_part(x: Tensor, group: Any) -> Tensor:
+    """This rank's part of a sequence that every rank has whole."""
+    return _Message.apply(x, group, _part, gather)
+
+
+def gather_whole(x: Tensor, group: Any) -> Tensor:
+    """The whole of a sequence of which each rank has a part, for all to go on alike: gradients are not added up."""
+    return _Message.apply(x, group, gather, _part)
 
 
 def gather_sequence(x: Tensor, group: Any) -> Tensor:

@@ -7,6 +7,9 @@ sorted by expert, are then in the order of ranks. They go to their experts' rank
 
 How many rows each rank has for each other one is a message of its own, for whose result the host waits: an exchange
 takes its sizes from there. No row is padded and none is dropped.
+
+Ranks of tp share experts, too, and no expert is cut: each rank routes a part of every sequence. With sequence
+parallel that is what it has; else it takes its part ahead of the mixture, and all parts are gathered behind it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torch.func import functional_call
 
 from tilewright.nn import MixtureOfExperts
 from tilewright.nn.experts import Experts, Order, shift_balance, take_counts
-from tilewright.parallel.collectives import exchange
+from tilewright.parallel.collectives import exchange, gather_whole, keep_part
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.tensor import local
 
@@ -37,12 +40,31 @@ def share(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Leave of the experts of a model, in place, those of this rank, and let it send rows to the others."""
     for experts in experts_of(model):
         _share(experts, mesh, device)
+    if mesh.layout.tp > 1 and not mesh.layout.sp:
+        for module in model.modules():
+            if isinstance(module, MixtureOfExperts):
+                _share_tokens(module, mesh.group("tp"))
+
+
+def routers_of(model: nn.Module) -> Iterator[str]:
+    """The names of the parameters of all routers in a model."""
+    for name, module in model.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            yield from (f"{name}.router.{parameter}" for parameter, _ in module.router.named_parameters())
+
+
+def _share_tokens(mixture: Any, group: Any) -> None:
+    run = mixture.forward
+
+    def forward(x: Tensor, *rest: Any) -> Tensor:
+        return gather_whole(run(keep_part(x, group), *rest), group)
+
+    mixture.forward = forward
 
 
 def _share(experts: Any, mesh: Mesh, device: torch.device) -> None:
     part = copy.deepcopy(experts).to("meta")  # computes with tensors that it is given
-    along = mesh.of_experts("ep")
-    group = along.get_group()
+    along, group = mesh.experts, mesh.experts.get_group()
     for name, parameter in list(experts.named_parameters()):
         here = parameter.data.chunk(along.size())[along.get_local_rank()].clone().to(device)
         cut = DTensor.from_local(here, along, [Shard(0)], run_check=False)
@@ -93,6 +115,8 @@ def balance(mixtures: Sequence[MixtureOfExperts], mesh: Mesh, rate: Tensor) -> T
     counts = take_counts(mixtures)
     if mesh.replicas is not None:
         dist.all_reduce(counts, group=mesh.replicas.get_group())
+    if mesh.layout.tp > 1:
+        dist.all_reduce(counts, group=mesh.group("tp"))
     shift_balance(mixtures, counts, rate)
     largest = (counts.amax(-1) / counts.sum(-1)).max()
     if mesh.layout.pp > 1:  # the other layers are elsewhere

@@ -32,7 +32,7 @@ class Layout:
     sp: bool = False
     pieces: int = 1  # of a pipeline stage
     dp_replicate: int = 1  # groups of replicas, each of which shares the weights among its ranks
-    ep: int = 1  # of the replicas, those that share experts
+    ep: int = 1  # of the replicas, those that share experts; ranks of tp share them, too
     wrap: bool = False  # one rank runs by DDP or FSDP2 as several do
 
     @property
@@ -53,6 +53,11 @@ class Layout:
     def shards(self) -> int:
         """Of the replicas, the ranks among which FSDP2 shards the parameters."""
         return self.replicas // self.dp_replicate
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share the experts of a mixture, where a model has any."""
+        return self.ep * self.tp
 
     @property
     def is_sharded(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +30,6 @@ class Mesh:
         self.replicas: DeviceMesh | None = None
         self.sharding: DeviceMesh | None = None  # what FSDP2 takes: replicas, or groups of them that have the same
         self._weights: DeviceMesh | None = None  # what weights are cut over
-        self.experts: DeviceMesh | None = None
         if layout.is_alone:
             return
         sizes = (layout.pp, layout.dp, layout.cp, layout.tp)
@@ -41,9 +41,6 @@ class Mesh:
             groups = layout.pp, layout.dp_replicate, layout.shards, layout.tp
             self._weights = init_device_mesh(device_type, groups, mesh_dim_names=("pp", *GROUPS, "tp"))
             self.sharding = self._weights[GROUPS]
-        if layout.ep > 1:  # the same ranks, once more: neighbours share experts, those of `copies` have the same
-            cut = (layout.pp, layout.replicas // layout.ep, layout.ep, layout.tp)
-            self.experts = init_device_mesh(device_type, cut, mesh_dim_names=("pp", "copies", "ep", "tp"))
 
     def __deepcopy__(self, memo: Any) -> Mesh:
         return self  # there is one, whatever is copied that knows it
@@ -57,10 +54,26 @@ class Mesh:
         assert self._weights is not None
         return self._weights[dimension]
 
-    def of_experts(self, *dimensions: str) -> DeviceMesh:
-        """The mesh along dimensions of what ranks that share experts are: "copies", "ep" and "tp"."""
-        assert self.experts is not None
-        return self.experts[dimensions]
+    @functools.cached_property
+    def _experts(self) -> DeviceMesh:
+        """The same ranks, once more, for a model that has experts: neighbours share them, also those of tp."""
+        layout = self.layout
+        sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "copies": layout.shards // layout.ep,
+                 "ep": layout.sharing}  # fmt: skip
+        if layout.dp_replicate == 1:
+            del sizes["dp_replicate"]
+        assert self.whole is not None
+        return init_device_mesh(self.whole.device_type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """The mesh of the ranks that share experts."""
+        return self._experts["ep"]
+
+    @property
+    def copies(self) -> DeviceMesh:
+        """The mesh of the ranks that have the same experts, as FSDP2 takes it."""
+        return self._experts["copies" if self.layout.dp_replicate == 1 else ("dp_replicate", "copies")]
 
     def group(self, dimension: str) -> Any:
         """The process group along a dimension; None where it has one rank."""

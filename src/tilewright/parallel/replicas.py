@@ -51,18 +51,20 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, policy: Policy)
         param_dtype=_DTYPES[policy.parameters], reduce_dtype=_DTYPES[policy.gradients], cast_forward_inputs=False
     )
     reshard: bool | int = mesh.layout.zero == 3 and mesh.layout.pieces == 1 and (policy.reshard or True)
+    # As many neighbours as share the experts have all of these among them if each keeps its own.
+    of_experts = bool(reshard) and policy.reshard not in (1, mesh.layout.ep)
     assert mesh.sharding is not None
     groups: list[list[Any]] = []
     for block in blocks:
-        shared = list(experts_of(block)) if mesh.layout.ep > 1 else []
+        shared = list(experts_of(block)) if mesh.layout.sharing > 1 else []
         for module in (*shared, block):
-            among = mesh.sharding if module is block else mesh.of_experts("copies")
+            among = mesh.sharding if module is block else mesh.copies
             # Selective recompute may gather nothing in a block that its forward did not gather there. Backward has the
             # experts of all blocks ready but those of the last: these stay gathered.
-            stays = block is blocks[-1] and module is not block
+            how = reshard if module is block else block is not blocks[-1] and of_experts
             fully_shard(
-                module, mesh=among, mp_policy=precision, reshard_after_forward=False if stays else reshard,
-                shard_placement_fn=None if policy.reshard else partial(_cut, ranks=among.shape[-1]),
+                module, mesh=among, mp_policy=precision, reshard_after_forward=how,
+                shard_placement_fn=None if policy.reshard and module is block else partial(_cut, ranks=among.shape[-1]),
             )  # fmt: skip
         groups.append([block, *shared])
     fully_shard(model, mesh=mesh.sharding, mp_policy=precision, reshard_after_forward=False)

@@ -35,7 +35,7 @@ def split(model: GPT, mesh: Mesh, device: torch.device) -> tuple[list[Any], dict
             attention.__class__ = ContextAttention
             attention.join(mesh)
     orders = tensor.cut(model, mesh, device) if mesh.layout.tp > 1 else {}
-    if mesh.layout.ep > 1:
+    if mesh.layout.sharing > 1:
         experts.share(model, mesh, device)
     model.mesh = mesh  # type: ignore[assignment]
     model.to(device)
@@ -76,6 +76,8 @@ class Spread:
             for root in self.roots:
                 replicas.shard(root, replicas.blocks_of(root), mesh, policy)
         self.shards = Shards(model, mesh, twice="token.weight" if tied else "")
+        self.shares_experts = layout.sharing > 1 and any(experts.experts_of(model))
+        self.routers = set(experts.routers_of(model)) if layout.tp > 1 else set()
         # DDP takes no model of which only some parameters are DTensors: with tp, gradients are added up after backward.
         watches = layout.tp == 1 and (layout.replicas > 1 or layout.wrap)
         self.overlaps = policy.overlap and watches and not layout.is_sharded
@@ -124,22 +126,22 @@ class Spread:
     def reduce_gradients(self) -> None:
         """Complete what all micro batches have added up; divided by `divisor` it is a mean over the replicas."""
         self.shards.take_gradients()
-        if self.mesh.layout.sp:  # what every rank of tp has whole saw a part of the tokens on each
-            for part in self.shards.parts:
-                if part.local.grad is not None and "tp" not in part.cut:
-                    dist.all_reduce(part.local.grad, group=self.mesh.group("tp"))
+        for part in self.shards.parts:  # what every rank of tp has whole, and saw a part of the tokens on each
+            in_parts = (self.mesh.layout.sp and not part.cut & {"tp", "ep"}) or part.name in self.routers
+            if part.local.grad is not None and in_parts:
+                dist.all_reduce(part.local.grad, group=self.mesh.group("tp"))
         table = getattr(self.model, "token", None)
         if self.ends is not None and table is not None:
             dist.all_reduce(self.shards.gradient("token.weight"), group=self.ends)
         if self.divisor > 1:
             for gradient in self.shards.gradients():
                 dist.all_reduce(gradient, group=self.mesh.replicas.get_group())  # type: ignore[union-attr]
-        if self.mesh.layout.ep > 1:
+        if self.shares_experts:
             self._reduce_gradients_of_experts()
 
     def _reduce_gradients_of_experts(self) -> None:
         """The same for experts that ranks share, whose gradients are sums over the rows of those ranks."""
-        layout, copies = self.mesh.layout, self.mesh.of_experts("copies")
+        layout, copies = self.mesh.layout, self.mesh.copies
         gradients = self.shards.gradients(of_experts=True)
         if copies.size() > 1 and not layout.is_sharded:
             for gradient in gradients:

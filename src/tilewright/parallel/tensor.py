@@ -17,12 +17,14 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 from tilewright.models.block import Attention
+from tilewright.nn import MixtureOfExperts
 from tilewright.ops import cross_entropy, linear
 from tilewright.parallel.collectives import enter, leave
 from tilewright.parallel.mesh import Mesh
@@ -44,8 +46,9 @@ def cut(model: Any, mesh: Mesh, device: torch.device) -> dict[str, Tensor]:
         attention = block.attention
         order = _order_of_heads(attention, mesh.layout.tp)
         orders |= {f"blocks.{number}.attention.qkv.{name}": order for name, _ in attention.qkv.named_parameters()}
-        for module in (attention, block.mlp):
-            _cut_pair(module, mesh, device, order if module is attention else None)
+        _cut_pair(attention, mesh, device, order)
+        if not isinstance(block.mlp, MixtureOfExperts):  # whose experts ranks share as they are
+            _cut_pair(block.mlp, mesh, device, None)
     for table in (model.token, model.head):
         if table is not None:
             _cut(table, "weight", 0, mesh, device)
@@ -72,7 +75,8 @@ def _cut(
 
 def _cut_pair(module: Any, mesh: Mesh, device: torch.device, order: Tensor | None) -> None:
     """Cut a module of two matmuls; it runs as it is, on its parts, between two messages."""
-    part = copy.deepcopy(module).to("meta")  # computes with tensors that it is given
+    groups = {id(each): each for each in vars(module).values() if isinstance(each, dist.ProcessGroup)}  # not copied
+    part = copy.deepcopy(module, groups).to("meta")  # computes with tensors that it is given
     group, in_parts = mesh.group("tp"), mesh.layout.sp
     if isinstance(part, Attention):
         part.heads, part.key_heads = part.heads // mesh.layout.tp, part.key_heads // mesh.layout.tp

@@ -38,8 +38,6 @@ def _check_together(config: Train, layout: Layout) -> None:
     how = "cuda_graphs" if config.cuda_graphs else how
     if how and not layout.is_replicated:  # what is recorded does not move, and weights that are gathered do
         raise UserError(f"{how} does not go together with parallel ({layout}); leave it out, or use dp alone.")
-    if config.model.experts and layout.tp > 1:
-        raise UserError("parallel.tp does not know model.experts yet; leave it out.")
     if layout.cp > 1 and config.model.attention not in ("auto", *OWN_ATTENTION):
         raise UserError("parallel.cp takes its own attention to all ranks' keys; choose model.attention=auto.")
 
@@ -50,31 +48,43 @@ def _check_sharding(config: Train, layout: Layout) -> None:
     for name in ("parameters", "gradients"):
         if getattr(settings, name) != "auto" and layout.zero == 0:
             raise UserError(f"parallel.{name} is for parallel.zero=2 or 3, and zero is 0; set zero, or leave it out.")
-    if settings.reshard and layout.zero != 3:
-        raise UserError(f"parallel.reshard is for parallel.zero=3, and zero is {layout.zero}; leave it out.")
-    if settings.reshard and layout.pieces > 1:
+    if settings.reshard:
+        _check_reshard(settings.reshard, layout)
+    # A pipeline's schedule gathers weights for some micro batches alone.
+    alone = layout.pp > 1 and layout.pieces == 1 and layout.zero == 3 and layout.is_sharded
+    shared = config.model.experts and layout.sharing > 1
+    if shared and alone and config.model.recompute in ("selective", "budget"):
         raise UserError(
-            "parallel.reshard keeps weights from forward to backward, and with parallel.pieces the pipeline's schedule "
-            "says how long they stay; leave one of them out."
-        )
-    for name in ("reshard", "dp_replicate"):
-        if layout.ep > 1 and getattr(settings, name) > 1:
-            raise UserError(f"parallel.{name} does not know parallel.ep yet; leave one of them out.")
-    alone = layout.pp > 1 and layout.pieces == 1 and layout.zero == 3  # weights gathered for some micro batches alone
-    if layout.ep > 1 and alone and config.model.recompute in ("selective", "budget"):
-        raise UserError(
-            f"model.recompute={config.model.recompute} does not go together with parallel.ep, pp and zero 3 yet; "
+            f"model.recompute={config.model.recompute} does not go together with parallel.ep or tp, pp and zero 3 yet; "
             "choose zero 2 or recompute=full."
-        )
-    if settings.reshard and layout.is_sharded and layout.shards % settings.reshard:
-        raise UserError(
-            f"parallel.reshard is {settings.reshard}, and {layout.shards} ranks share the weights; choose a divisor."
         )
     in_bf16 = config.model.residual == "bf16" or config.precision in ("bf16_kahan", "bf16_stochastic")
     if settings.parameters == "bf16" and not in_bf16:
         raise UserError(
             "parallel.parameters=bf16 makes the residual stream bfloat16; set model.residual=bf16, or leave it out."
         )
+
+
+def _check_reshard(reshard: int, layout: Layout) -> None:
+    """Refuse groups of neighbours that FSDP2 cannot make, or that would do nothing."""
+    if layout.zero != 3:
+        raise UserError(f"parallel.reshard is for parallel.zero=3, and zero is {layout.zero}; leave it out.")
+    if layout.pieces > 1:
+        raise UserError(
+            "parallel.reshard keeps weights from forward to backward, and with parallel.pieces the pipeline's schedule "
+            "says how long they stay; leave one of them out."
+        )
+    if layout.is_sharded and layout.shards % reshard:
+        raise UserError(
+            f"parallel.reshard is {reshard}, and {layout.shards} ranks share the weights; choose a divisor."
+        )
+    # FSDP2 makes these groups by itself, which hangs where not all ranks make them of the same ranks.
+    if 1 < reshard < layout.shards and (layout.tp > 1 or layout.pp > 1):
+        raise UserError(
+            f"parallel.reshard={reshard} among {layout.shards} ranks does not go together with tp and pp; leave it out."
+        )
+    if 1 < reshard < layout.shards and layout.ep not in (1, reshard):
+        raise UserError(f"parallel.reshard is {reshard} and ep {layout.ep}; with ep, choose {layout.ep} for both.")
 
 
 def with_fewer_ranks(config: Train, ranks: int) -> tuple[str, ...]:

@@ -186,7 +186,7 @@ class Parallel:
     sp: bool = told(False, "Between matmuls, each rank of tp has a part of the sequence.")
     pp: int = told(1, "Stages of a pipeline, each with a part of the layers.", minimum=1)
     cp: int = told(1, "Ranks that share every sequence, attention too.", minimum=1)
-    ep: int = told(1, "Of the ranks of dp x cp, those that share the experts of a mixture.", minimum=1)
+    ep: int = told(1, "Of the ranks of dp x cp, those that share a mixture's experts, as those of tp do.", minimum=1)
     dp_replicate: int = told(
         1, "Groups that each have all weights, shared by zero 2 or 3 among the ranks of a group (HSDP).", minimum=1
     )
