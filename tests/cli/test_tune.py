@@ -150,6 +150,8 @@ def test_a_model_of_somebody_elses(tilewright, tmp_path):
         (("--storage", "nonsense", *TINY), "no URL"),
         (("--model", "nowhere:build"), "nowhere"),
         (("--for", "decode", "--hf", "llama"), "takes the folder without --hf: tilewright tune --for decode llama"),
+        (("llama", "--for", "decode", "--search", "weights"), "--search is of --for train; leave it out"),
+        (("llama", "--for", "prefill", "--numerics", "same"), "--numerics is of --for train; leave it out"),
         (("--model", "mine:biuld"), "did you mean build"),
         (("--model", "mine:broken"), "no weights in /nowhere"),
         (("--model", "mine:empty"), "parameters"),

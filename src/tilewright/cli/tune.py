@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tilewright.tune.store.record import Prediction, Record, RuleGains
 
 HF_FACTORY = "tilewright.optimize.huggingface:build"
+_NUMERICS = "rounding"
 _ROWS = 12  # of the table
 _WIDE = 110  # columns of a terminal that has room for all of its columns
 _REHEARSAL = "its speeds are this CPU's, where fused ops run as plain PyTorch, and say nothing of a GPU."
@@ -49,7 +50,7 @@ def tune(
     aim: str = typer.Option("latency", help="Of --for: latency of one text, or throughput of batches."),
     quality: str = typer.Option("1%", help="Of --for: how far the perplexity may rise. docs/tune.md has more words."),
     nproc: int = typer.Option(1, "--nproc", help="Every run is on so many ranks, whose layout is a lever, too."),
-    numerics: str = typer.Option("rounding", help="How far numbers may move: same, rounding, state or rule."),
+    numerics: str = typer.Option(_NUMERICS, help="How far numbers may move: same, rounding, state or rule."),
     precision_floor: str = typer.Option(None, help="No precision below this: fp32, tf32, bf16 ..."),
     first: list[str] = typer.Option([], "--try", metavar="FIELD=VALUE,...", help="A run to try before any other."),
     memory: str = typer.Option(None, help="The most a run may take, such as 80GB."),
@@ -102,6 +103,8 @@ def tune(
         raise UserError(f"--for {purpose} takes the folder without --hf: tilewright tune --for {purpose} {hf}")
     if purpose != "train" and (not arguments or "=" in arguments[0] or model or hf):
         raise UserError(f"--for {purpose} needs the folder of a model: tilewright tune --for {purpose} path/to/llama")
+    if purpose != "train":
+        _refuse_training_only(purpose, search, numerics, precision_floor, gpu)
     model = _model(model, model_arg, hf)
     if budget is not None:
         seconds(budget)  # a mistake in a word shows before torch is loaded
@@ -140,6 +143,16 @@ def tune(
         raise typer.Exit(130)
     if answer.best is None:
         raise UserError(f"No run was measured to its end; {folder / 'report.html'} has what each of them said.")
+
+
+def _refuse_training_only(
+    purpose: str, search: list[str], numerics: str, precision_floor: str | None, gpu: str | None
+) -> None:  # fmt: skip
+    """Refuse what a study of generating would not read."""
+    given = {"search": search, "numerics": numerics != _NUMERICS, "precision-floor": precision_floor, "gpu": gpu}
+    for name, is_given in given.items():
+        if is_given:
+            raise UserError(f"--{name} is of --for train; leave it out. Fix a lever of --for {purpose} as NAME=VALUE.")
 
 
 def _model(model: str, arguments: list[str], folder: str) -> str:
