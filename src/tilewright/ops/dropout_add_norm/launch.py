@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.ops.dropout_add_norm import kernels
+from tilewright.ops.dropout_add_norm import backward_kernels, kernels
 from tilewright.runtime import dispatch
 
 _WIDEST_ROW = 16384  # columns that one program of forward holds in registers
@@ -237,7 +237,7 @@ def backward_plan(
         added[1],
         rows,
         slices,
-        dispatch.Launch(kernels.tilewright_dropout_add_norm_row_sums, device, sums, 8) if slices > 2 else None,
-        dispatch.Launch(kernels.tilewright_dropout_add_norm_backward, device, constants, warps),
-        dispatch.Launch(kernels.tilewright_dropout_add_norm_add_partials, device, (given_width, *added), 4),
+        dispatch.Launch(backward_kernels.tilewright_dropout_add_norm_row_sums, device, sums, 8) if slices > 2 else None,
+        dispatch.Launch(backward_kernels.tilewright_dropout_add_norm_backward, device, constants, warps),
+        dispatch.Launch(backward_kernels.tilewright_dropout_add_norm_add_partials, device, (given_width, *added), 4),
     )
