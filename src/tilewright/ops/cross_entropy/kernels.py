@@ -12,12 +12,8 @@ one that cannot run. On a Hopper, `hopper.cu` takes the rows in bfloat16 that a 
 The two roles in grids of their own serve logits that are cut by columns: over the ranks of a process group, or over
 time in `linear_cross_entropy`. There `offset` is the class of the first column and CLASSES the size of the whole.
 
-Loads and stores move vectors of 16 bytes. Where a row does not begin at a vector (a contiguous row of 50257 logits), or
-does not end at one, the vectors that lie within the row are its *body*, and the logits before and behind it are its
-*edges*: at most one vector's worth at each end, which the program of the first tile takes one by one.
-
-Sums are in float32, or float64 for float64 input, every lane with its own running maximum, so that nothing is exchanged
-between threads before the end of a tile; exponentials are powers of two.
+Every lane has its own running maximum, so that nothing is exchanged between threads before the end of a tile.
+`row_kernels.py` has what happens within a row: its vectors, its edges, its loss.
 """
 
 import functools
@@ -27,157 +23,27 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.ops.cross_entropy.row_kernels import (
+    LN2,
+    LOG2E,
+    body_vectors,
+    class_weights,
+    combine_tiles,
+    is_in_tile,
+    load_logits,
+    row_body,
+    row_edges,
+    row_factors,
+    smooth_sum,
+    store_loss,
+)
 from tilewright.runtime import dispatch
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
 
 
 def numbers(smooth: bool) -> int:
     """How many numbers a tile leaves: maximum, sum of exponentials and, for label smoothing, a number near the logits,
     the weighted sum of their differences from it, and the sum of the weights."""
     return 5 if smooth else 2
-
-
-@triton.jit
-def _tanh(u):
-    """Compute tanh by the exponential, and near 0, where the difference from 1 would cancel, by its series."""
-    square = u * u
-    series = 0.003592128036572481 - square * 0.0014558343870513183
-    series = 0.021869488536155203 + square * (-0.008863235529902197 + square * series)
-    series = 0.13333333333333333 + square * (-0.05396825396825397 + square * series)
-    series = u * (1.0 + square * (-0.3333333333333333 + square * series))
-    return tl.where(square < 0.01, series, 1.0 - 2.0 / (tl.exp2(u * (2.0 * _LOG2E)) + 1.0))
-
-
-@triton.jit
-def _load(logits, at, inside, softcap, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr):
-    """The logits as the loss sees them, and what the cap lets through of their gradient."""
-    x = tl.load(logits + at, inside, float("-inf")).to(COMPUTE)
-    slope = tl.full(x.shape, 1.0, COMPUTE)
-    if SOFTCAP:
-        bent = _tanh(x / softcap)
-        slope = 1.0 - bent * bent
-        x = tl.where(inside, bent * softcap, float("-inf"))
-    return x, slope
-
-
-@triton.jit
-def _factor(weight, column, inside, COMPUTE: tl.constexpr):
-    """The weight of each class: ones where there is none."""
-    if weight is None:
-        factor = tl.where(inside, tl.full(column.shape, 1.0, COMPUTE), 0.0)
-    else:
-        factor = tl.load(weight + column, inside, 0.0).to(COMPUTE)
-    return factor
-
-
-@triton.jit
-def _smooth(top, total, pivot, spread, weights):
-    """The sum of weight x (log-sum-exp - logit)."""
-    return weights * ((top - pivot) + tl.log2(total) * _LN2) - spread
-
-
-@triton.jit
-def _combine(
-    picked, partials, row, counts, TILES: tl.constexpr, ROUND: tl.constexpr, NUMBERS: tl.constexpr,
-    SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """What tiles have left, as one: (target's logit, maximum, sum of exponentials, `_smooth`, sum of weights)."""
-    tile = tl.arange(0, ROUND)
-    at = partials + (row * TILES + tile) * NUMBERS
-    inside = tile < TILES
-    # Past the caches that are not kept in step with other processors: other programs have written these.
-    x_target = tl.load(picked + row, counts, 0.0, cache_modifier=".cg")
-    maximum = tl.load(at, inside, float("-inf"), cache_modifier=".cg")
-    total = tl.load(at + 1, inside, 0.0, cache_modifier=".cg")
-    top = tl.max(maximum, 0)
-    total = tl.sum(tl.where(inside, total * tl.exp2((maximum - top) * _LOG2E), 0.0), 0)
-    smooth = tl.zeros([], COMPUTE)
-    weights = tl.zeros([], COMPUTE)
-    if SMOOTH:
-        pivot = tl.load(at + 2, inside, 0.0, cache_modifier=".cg")
-        spread = tl.load(at + 3, inside, 0.0, cache_modifier=".cg")
-        weight = tl.load(at + 4, inside, 0.0, cache_modifier=".cg")
-        smooth = tl.sum(_smooth(top, total, pivot, spread, weight), 0)
-        weights = tl.sum(weight, 0)
-    return x_target, top, total, smooth, weights
-
-
-@triton.jit
-def _factors(target, counts, weight, denominator, COMPUTE: tl.constexpr):
-    """What a row's loss is multiplied by: its class's weight, and one over the denominator of a mean."""
-    row_weight = tl.full([], 1.0, COMPUTE)
-    if weight is not None:
-        row_weight = tl.load(weight + tl.where(counts, target, 0)).to(COMPUTE)
-    scale = tl.full([], 1.0, COMPUTE)
-    if denominator is not None:
-        count = tl.load(denominator).to(COMPUTE)
-        scale = tl.where(count > 0.0, 1.0 / count, 0.0)
-    return row_weight, scale
-
-
-@triton.jit
-def _finish(
-    row, target, ignored, known, x_target, top, total, smooth, weight, denominator, loss, lse, smoothing, z_loss,
-    CLASSES: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """Loss and log-sum-exp of a row."""
-    log_total = tl.log2(total) * _LN2  # apart from `top`: their sum would lose what is small beside large logits
-    row_lse = top + log_total
-    if lse is not None:
-        tl.store(lse + row, row_lse)
-    if loss is not None:
-        row_weight, scale = _factors(target, known & (ignored == 0), weight, denominator, COMPUTE)
-        row_loss = row_weight * (1.0 - smoothing) * ((top - x_target) + log_total) + z_loss * row_lse * row_lse
-        if SMOOTH:
-            row_loss += smoothing / CLASSES * smooth
-        tl.store(loss + row, tl.where(ignored, 0.0, tl.where(known, row_loss * scale, float("nan"))))
-
-
-@triton.jit
-def _body(row, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, EACH: tl.constexpr):
-    """The columns from `first` to `end` of a row are whole vectors; without edges they are all of its columns."""
-    first = 0
-    if STRIDE % EACH != 0:
-        first = tl.minimum((EACH - row * STRIDE % EACH) % EACH, COLUMNS).to(tl.int32)
-    end = first + (COLUMNS - first) // EACH * EACH
-    return first, end
-
-
-@triton.jit
-def _vectors(row, first, at, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr):
-    """LANES vectors of a row's body from its column `at` on: (offsets, columns, which of them exist).
-
-    A vector exists or it does not: the compiler sees that its elements share their mask.
-    """
-    EDGES: tl.constexpr = COLUMNS % EACH != 0 or STRIDE % EACH != 0
-    lane = tl.arange(0, LANES)[:, None] * EACH
-    begin = row * STRIDE
-    if EDGES:
-        begin = tl.multiple_of(begin + first, EACH)
-        inside = tl.broadcast_to(first + at + lane + EACH <= COLUMNS, [LANES, EACH])
-    else:
-        inside = at + lane + tl.arange(0, EACH)[None, :] < COLUMNS
-    column = at + lane + tl.arange(0, EACH)[None, :]
-    return begin + column, first + column, inside
-
-
-@triton.jit
-def _edges(tile, first, end, COLUMNS: tl.constexpr, EACH: tl.constexpr):
-    """The columns before and behind a row's body, and which of them exist: for the first tile only."""
-    lane = tl.arange(0, 2 * EACH)
-    column = tl.where(lane < EACH, lane, end + lane - EACH)
-    exists = (column < first) | ((lane >= EACH) & (column < COLUMNS))
-    return column, exists & (lane * 0 + tile == 0)
-
-
-@triton.jit
-def _is_here(target, tile, first, end, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """Whether a column belongs to a tile: to its part of the body, or, for the first tile, to the edges."""
-    body = (target >= first) & (target < end)
-    edge = (target >= 0) & (target < COLUMNS) & (body == 0)
-    return (body & ((target - first) // TILE == tile)) | (edge & (tile == 0))
 
 
 @triton.jit
@@ -191,10 +57,10 @@ def _statistics(
     EDGES: tl.constexpr = COLUMNS % EACH != 0 or STRIDE % EACH != 0
     start = row * STRIDE
     begin = tile * TILE
-    body_first, body_end = _body(row, COLUMNS, STRIDE, EACH)
+    body_first, body_end = row_body(row, COLUMNS, STRIDE, EACH)
     pivot = tl.zeros([], COMPUTE)
     if SMOOTH:
-        pivot, _slope = _load(logits, start + begin, begin < COLUMNS, softcap, SOFTCAP, COMPUTE)
+        pivot, _slope = load_logits(logits, start + begin, begin < COLUMNS, softcap, SOFTCAP, COMPUTE)
         pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
 
     # A finite start: a row may begin with -inf, and -inf - -inf is no number.
@@ -203,35 +69,35 @@ def _statistics(
     spread = tl.zeros([LANES], COMPUTE)
     weights = tl.zeros([LANES], COMPUTE)
     for first in tl.range(0, TILE, LANES * EACH, num_stages=1):
-        at, column, inside = _vectors(row, body_first, begin + first, COLUMNS, STRIDE, LANES, EACH)
-        x, _slopes = _load(logits, at, inside, softcap, SOFTCAP, COMPUTE)
+        at, column, inside = body_vectors(row, body_first, begin + first, COLUMNS, STRIDE, LANES, EACH)
+        x, _slopes = load_logits(logits, at, inside, softcap, SOFTCAP, COMPUTE)
         if SMOOTH:
-            factor = _factor(weight, offset + column, inside, COMPUTE)
+            factor = class_weights(weight, offset + column, inside, COMPUTE)
             spread += tl.sum(tl.where(inside, factor * (x - pivot), 0.0), 1)
             weights += tl.sum(factor, 1)
         highest = tl.maximum(maximum, tl.max(x, 1))
-        total *= tl.exp2((maximum - highest) * _LOG2E)
-        total += tl.sum(tl.exp2((x - highest[:, None]) * _LOG2E), 1)
+        total *= tl.exp2((maximum - highest) * LOG2E)
+        total += tl.sum(tl.exp2((x - highest[:, None]) * LOG2E), 1)
         maximum = highest
     # After the loop: nothing waits for the target before the logits are on their way.
-    here = _is_here(target, tile, body_first, body_end, COLUMNS, TILE)
-    x_target, _slope = _load(logits, start + target, here, softcap, SOFTCAP, COMPUTE)
+    here = is_in_tile(target, tile, body_first, body_end, COLUMNS, TILE)
+    x_target, _slope = load_logits(logits, start + target, here, softcap, SOFTCAP, COMPUTE)
     top = tl.max(maximum, 0)
     total_spread = tl.sum(spread, 0)
     total_weight = tl.sum(weights, 0)
     if EDGES:
-        column, inside = _edges(tile, body_first, body_end, COLUMNS, EACH)
-        x, _slopes = _load(logits, start + column, inside, softcap, SOFTCAP, COMPUTE)
+        column, inside = row_edges(tile, body_first, body_end, COLUMNS, EACH)
+        x, _slopes = load_logits(logits, start + column, inside, softcap, SOFTCAP, COMPUTE)
         if SMOOTH:
-            factor = _factor(weight, offset + column, inside, COMPUTE)
+            factor = class_weights(weight, offset + column, inside, COMPUTE)
             total_spread += tl.sum(tl.where(inside, factor * (x - pivot), 0.0), 0)
             total_weight += tl.sum(factor, 0)
         highest = tl.maximum(top, tl.max(x, 0))
-        total = tl.sum(total * tl.exp2((maximum - highest) * _LOG2E), 0)
-        total += tl.sum(tl.exp2((x - highest) * _LOG2E), 0)
+        total = tl.sum(total * tl.exp2((maximum - highest) * LOG2E), 0)
+        total += tl.sum(tl.exp2((x - highest) * LOG2E), 0)
         top = highest
     else:
-        total = tl.sum(total * tl.exp2((maximum - top) * _LOG2E), 0)
+        total = tl.sum(total * tl.exp2((maximum - top) * LOG2E), 0)
     return here, x_target, top, total, pivot, total_spread, total_weight
 
 
@@ -241,10 +107,10 @@ def _gradient_of(
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some logits, as if none of them were the target's."""
-    x, slope = _load(logits, at, inside, softcap, SOFTCAP, COMPUTE)
-    g = tl.exp2((x - top) * _LOG2E) * pull
+    x, slope = load_logits(logits, at, inside, softcap, SOFTCAP, COMPUTE)
+    g = tl.exp2((x - top) * LOG2E) * pull
     if SMOOTH:
-        g -= _factor(weight, column, inside, COMPUTE) * spread
+        g -= class_weights(weight, column, inside, COMPUTE) * spread
     return g * slope
 
 
@@ -261,23 +127,23 @@ def _gradient(
     EDGES: tl.constexpr = COLUMNS % EACH != 0 or STRIDE % EACH != 0
     start = row * STRIDE
     begin = tile * TILE
-    body_first, body_end = _body(row, COLUMNS, STRIDE, EACH)
-    edge_column, edge_inside = _edges(tile, body_first, body_end, COLUMNS, EACH)
+    body_first, body_end = row_body(row, COLUMNS, STRIDE, EACH)
+    edge_column, edge_inside = row_edges(tile, body_first, body_end, COLUMNS, EACH)
     if ignored | (known == 0):
         nothing = tl.where(ignored, 0.0, float("nan"))
         for first in tl.range(0, TILE, LANES * EACH):
-            at, column, inside = _vectors(row, body_first, begin + first, COLUMNS, STRIDE, LANES, EACH)
+            at, column, inside = body_vectors(row, body_first, begin + first, COLUMNS, STRIDE, LANES, EACH)
             filled = tl.full([LANES, EACH], 0.0, COMPUTE) + nothing
             tl.store(gradient + at, filled.to(gradient.dtype.element_ty), inside)
         if EDGES:
             filled = tl.full([2 * EACH], 0.0, COMPUTE) + nothing
             tl.store(gradient + start + edge_column, filled.to(gradient.dtype.element_ty), edge_inside)
     else:
-        row_weight, scale = _factors(target + offset, known, weight, denominator, COMPUTE)
+        row_weight, scale = row_factors(target + offset, known, weight, denominator, COMPUTE)
         if upstream is not None:
             scale *= tl.load(upstream + row * stride).to(COMPUTE)
         hit = row_weight * (1.0 - smoothing) * scale
-        pull = hit + 2.0 * z_loss * (top + tl.log2(total) * _LN2) * scale
+        pull = hit + 2.0 * z_loss * (top + tl.log2(total) * LN2) * scale
         spread = smoothing / CLASSES * scale
         if SMOOTH:
             pull += spread * weights
@@ -285,7 +151,7 @@ def _gradient(
         # From right to left: what the statistics have read last is the nearest.
         for first in tl.range(0, TILE, LANES * EACH, num_stages=1):
             last = begin + (TILE - LANES * EACH - first)
-            at, column, inside = _vectors(row, body_first, last, COLUMNS, STRIDE, LANES, EACH)
+            at, column, inside = body_vectors(row, body_first, last, COLUMNS, STRIDE, LANES, EACH)
             of_body = _gradient_of(
                 logits, at, offset + column, inside, weight, top, pull, spread, softcap, SMOOTH, SOFTCAP, COMPUTE
             )
@@ -297,9 +163,9 @@ def _gradient(
                 COMPUTE,
             )  # fmt: skip
             tl.store(gradient + edge_at, of_edges.to(gradient.dtype.element_ty), edge_inside)
-        if _is_here(target, tile, body_first, body_end, COLUMNS, TILE):
+        if is_in_tile(target, tile, body_first, body_end, COLUMNS, TILE):
             tl.debug_barrier()  # after the store above, which another thread did
-            g = tl.exp2((x_target - top) * _LOG2E) * pull - hit
+            g = tl.exp2((x_target - top) * LOG2E) * pull - hit
             if SMOOTH:
                 g -= row_weight * spread
             if SOFTCAP:
@@ -356,8 +222,8 @@ def tilewright_cross_entropy_tiles(
                     tl.store(at, top)
                     tl.store(at + 1, total)
                 if ALONE:
-                    smooth = _smooth(top, total, pivot, spread, weights)
-                    _finish(
+                    smooth = smooth_sum(top, total, pivot, spread, weights)
+                    store_loss(
                         row, target, ignored, known, x_target, top, total, smooth, weight, denominator, loss, lse,
                         smoothing, z_loss, CLASSES, SMOOTH, COMPUTE,
                     )  # fmt: skip
@@ -375,10 +241,10 @@ def tilewright_cross_entropy_tiles(
                     if arrived is not None:
                         tl.debug_barrier()  # what every thread stored comes before the count
                         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == TILES - 1:
-                            x_target, top, total, smooth, weights = _combine(
+                            x_target, top, total, smooth, weights = combine_tiles(
                                 picked, partials, row, counts, TILES, ROUND, NUMBERS, SMOOTH, COMPUTE
                             )
-                            _finish(
+                            store_loss(
                                 row, target, ignored, known, x_target, top, total, smooth, weight, denominator, loss,
                                 lse, smoothing, z_loss, CLASSES, SMOOTH, COMPUTE,
                             )  # fmt: skip
@@ -387,12 +253,12 @@ def tilewright_cross_entropy_tiles(
                 if APART:
                     while tl.atomic_add(arrived + row, 0, sem="acquire") < TILES:
                         pass
-                x_target, top, total, smooth, weights = _combine(
+                x_target, top, total, smooth, weights = combine_tiles(
                     picked, partials, row, counts, PARTS, ROUND, NUMBERS, SMOOTH, COMPUTE
                 )
                 if GIVEN:
                     if tile == 0:
-                        _finish(
+                        store_loss(
                             row, target, ignored, known, x_target, top, total, smooth, weight, denominator, loss, lse,
                             smoothing, z_loss, CLASSES, SMOOTH, COMPUTE,
                         )  # fmt: skip
