@@ -391,11 +391,11 @@ def _asked(answer: Answer) -> str:
 def tune(tree: dict[str, Any]) -> str:
     """Every run of a study: its speed, and what was predicted of it before it ran."""
     answer = Answer.from_dict(tree)
-    origin = {name: values[0] for name, values in answer.levers.items()}
+    baseline = {name: values[0] for name, values in answer.levers.items()}
     rows = []
     ranked = sorted(latest(answer.records).values(), key=lambda record: -(record.tokens_per_second or 0.0))
     for record in ranked:
-        changes = [f"{name} {value}" for name, value in record.point.items() if value != origin[name]]
+        changes = [f"{name} {value}" for name, value in record.point.items() if value != baseline[name]]
         name = ", ".join(changes).replace("model.", "").replace(" True", "") or "baseline"
         found, expected = record.measurement, record.prediction
         if found is None or expected is None:

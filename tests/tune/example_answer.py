@@ -58,11 +58,11 @@ class _Example:
     def __init__(self, device: str, hostile: bool) -> None:
         self.gpu, self.hostile, self.random = device == "cuda", HOSTILE if hostile else "plain", random.Random(0)
         self.levers: dict[str, list[Any]] = _GPU if self.gpu else _CPU
-        self.origin = {name: values[0] for name, values in self.levers.items()}
+        self.baseline = {name: values[0] for name, values in self.levers.items()}
         self.tokens = 32 * 2048 if self.gpu else 8 * 128
         self.step, self.bytes = (0.306, 61e9) if self.gpu else (0.212, 0.9e9)
         moved: Point = {"model.gpt_block": "optimized", "model.loss": "fused", "compile": "default"}
-        self.best = {**self.origin, **moved, **({"optimizer.name": "adamw_8bit"} if self.gpu else {"threads": 2})}
+        self.best = {**self.baseline, **moved, **({"optimizer.name": "adamw_8bit"} if self.gpu else {"threads": 2})}
 
     def answer(self) -> Answer:
         records = self.records()
@@ -76,7 +76,7 @@ class _Example:
             reference=reference, best=best, ablations=self.ablations(best), proof=self.proof(), work=self.work(),
             discarded={"more memory than there is": 112, f"cannot win {self.hostile}": 7}, budget=480.0, elapsed=431.7,
             sentences=[
-                f"Set {label({k: v for k, v in self.best.items() if v != self.origin[k]})}.",
+                f"Set {label({k: v for k, v in self.best.items() if v != self.baseline[k]})}.",
                 f"A step takes {best.measurement.seconds * 1e3:.0f} ms in place of "  # type: ignore[union-attr]
                 f"{reference.measurement.seconds * 1e3:.0f} ms, so {times:.2f} times the tokens a second.",  # type: ignore[union-attr]
                 "It costs a first step of 41 s while PyTorch compiles, and the loss stays within rounding; "
@@ -99,7 +99,7 @@ class _Example:
         model = Model(width=768, layers=12, heads=12, vocabulary=50368, sequence=2048, dropout=0.1)
         run = Train(global_batch=32 if self.gpu else 8, model=model if self.gpu else Model(), out="runs/<b>bold</b>")
         tree = dataclasses.asdict(run)
-        for name, value in self.origin.items():
+        for name, value in self.baseline.items():
             section, _, field = name.rpartition(".")
             (tree[section] if section else tree)[field] = value
         return tree
@@ -119,17 +119,17 @@ class _Example:
     def points(self) -> list[Point]:
         """The best, what differs from the start in one lever, and a few others."""
         found = [self.best]
-        found += [{**self.origin, name: value} for name, values in self.levers.items() for value in values[1:]]
+        found += [{**self.baseline, name: value} for name, values in self.levers.items() for value in values[1:]]
         while len(found) < 40:
             found.append({name: self.random.choice(values) for name, values in self.levers.items()})
         return found
 
     def records(self) -> list[Record]:
         failures = [name for name in OUTCOMES if name != "done"]
-        records = [self.record(self.origin, "reference", "done", 0)]
+        records = [self.record(self.baseline, "reference", "done", 0)]
         for index, point in enumerate(self.points()[:24], 1):
             if index % 6 == 0:
-                records.append(self.record(self.origin, "reference", "done", len(records)))
+                records.append(self.record(self.baseline, "reference", "done", len(records)))
             outcome = failures.pop() if index % 2 == 0 and failures else "done"
             records.append(self.record(point, "search", outcome, len(records)))
         return records
@@ -137,7 +137,7 @@ class _Example:
     def record(self, point: Point, purpose: str, outcome: str, index: int) -> Record:
         began, fast, large = _BEGAN + 17.0 * index, 1.0, 1.0
         for item in point.items():
-            more = _EFFECT.get(item, (1.0, 1.0)) if item not in self.origin.items() else (1.0, 1.0)
+            more = _EFFECT.get(item, (1.0, 1.0)) if item not in self.baseline.items() else (1.0, 1.0)
             fast, large = fast * more[0], large * more[1]
         drift = 1.0 - 0.0012 * index
         seconds = self.step / fast
@@ -214,9 +214,9 @@ class _Example:
         assert best.tokens_per_second is not None
         found = []
         for name, value in self.best.items():
-            if value != self.origin[name]:
+            if value != self.baseline[name]:
                 less = best.tokens_per_second / _EFFECT[name, value][0]
-                found.append(Ablation(name, value, self.origin[name], less * 0.99, int(self.bytes)))
+                found.append(Ablation(name, value, self.baseline[name], less * 0.99, int(self.bytes)))
         found.append(Ablation("model.mlp", "recompute", "auto", best.tokens_per_second * 1.03, int(self.bytes)))
         found.append(Ablation("model.recompute", "selective", "none", None, None, f"ran out of memory {self.hostile}"))
         return found

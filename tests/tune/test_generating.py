@@ -84,11 +84,11 @@ def test_fewer_bytes_are_predicted_to_be_faster_and_have_a_lower_floor():
 def test_what_cannot_win_by_its_bytes_is_not_tried():
     searched = space(prompt=16)
     search = Search(searched, lambda point: predict_generating(searched.at(point), MACHINE))
-    guess = search.descend(searched.origin)
+    guess = search.descend(searched.baseline)
     assert guess["weights"] == "int4" and guess["graph"] and guess["batch"] == 1
     quick = 0.3 * predict_generating(searched.at({**guess, "weights": "saved", "speculate": 0}), MACHINE).floor
     measured = Measurement(64, [quick] * 5, 1.0, 0.0, [], 10)
-    records = [Record(searched.origin, "reference", "done", measurement=measured)]
+    records = [Record(searched.baseline, "reference", "done", measurement=measured)]
     records.append(Record(guess, "search", "done", measurement=measured, prediction=Prediction(1, 1e-9, {}, 1, {})))
     search._trusted = lambda records: 1.0
     tried = []

@@ -193,7 +193,7 @@ def test_of_two_hundred_faults_each_is_in_its_record_and_a_study_ends_with_the_r
     chance = random.Random(seed)
     given = settings(tmp_path / "study", budget=600.0)
     space = given.space
-    best, levers = {**space.origin, **BEST}, space.levers
+    best, levers = {**space.baseline, **BEST}, space.levers
     good = [key(point) for point in _path(space, best)]
     points = [dict(zip(levers, values, strict=True)) for values in itertools.product(*levers.values())]
     others = [point for point in points if space.refusal(point) is None and key(point) not in good]
@@ -201,7 +201,7 @@ def test_of_two_hundred_faults_each_is_in_its_record_and_a_study_ends_with_the_r
     faults = [{"when": point, "do": chance.choice(FAULTS)} for point in asked]
     command = light_child.command({**RULE, "faults": faults})
     # One good run of each lever of the best: what has failed wherever it was tried is not tried elsewhere.
-    seeds = [{**space.origin, name: value} for name, value in BEST.items()]
+    seeds = [{**space.baseline, name: value} for name, value in BEST.items()]
     answer = run(dataclasses.replace(given, command=command, first=(*seeds, *asked)))
     assert answer.best.point == best and answer.proof.verdict == "same within rounding"
     failed = [record for record in answer.records if record.outcome not in ("done", "stopped early")]
@@ -211,7 +211,7 @@ def test_of_two_hundred_faults_each_is_in_its_record_and_a_study_ends_with_the_r
 
 def _path(space, best):
     """The baseline, the best, and all between that differ from either in one lever: those must work."""
-    ends = (space.origin, best)
+    ends = (space.baseline, best)
     return [*ends, *({**end, name: value} for end in ends for name, value in best.items())]
 
 
@@ -738,7 +738,7 @@ def test_of_a_steady_machine_the_reference_is_every_fifth_trial(tmp_path):
 
 def test_while_another_worker_confirms_the_best_its_levers_are_put_back(tmp_path, monkeypatch):
     given, real = settings(tmp_path / "study"), study.Ledger.running
-    other = {"point": {**given.space.origin, **BEST}, "purpose": CONFIRMATION, "worker": "another", "since": 0.0}
+    other = {"point": {**given.space.baseline, **BEST}, "purpose": CONFIRMATION, "worker": "another", "since": 0.0}
 
     def running(ledger):
         found = {key(record.point): record.purpose for record in ledger.records()}
@@ -912,4 +912,4 @@ def test_a_users_model_that_draws_nothing_is_compared_with_its_own_float32_basel
 
 def light_record(space):
     measured = Measurement(10, [0.1] * 5, 0.1, 0.0, [3.0, 2.0], 1)
-    return Record(space.origin, "reference", "done", measurement=measured)
+    return Record(space.baseline, "reference", "done", measurement=measured)

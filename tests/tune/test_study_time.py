@@ -152,7 +152,7 @@ def test_a_machine_that_becomes_faster_makes_no_run_the_best(tmp_path, monkeypat
     for after in range(14, 18):
         world = World(space, 3, 35.0, COMPILING, faster_after=after)
         answer = tuned(tmp_path / f"{after}", monkeypatch, world, 330.0)
-        truth = world.seconds(space.origin) / world.seconds(answer.best.point)
+        truth = world.seconds(space.baseline) / world.seconds(answer.best.point)
         assert answer.ratio == pytest.approx(truth, rel=0.03), after
 
 
@@ -161,7 +161,7 @@ def test_nor_does_one_that_had_something_else_to_do_for_a_moment(tmp_path, monke
     space = space_of("125m", 32, "compile=none", "cuda_graphs=false")
     world = World(space, 3, 35.0, COMPILING, busy=busy)
     answer = tuned(tmp_path / "s", monkeypatch, world, 330.0)
-    truth = world.seconds(space.origin) / world.seconds(answer.best.point)
+    truth = world.seconds(space.baseline) / world.seconds(answer.best.point)
     assert answer.ratio == pytest.approx(truth, rel=0.03)
     assert answer.drift > 0.5  # the baseline met it
 
@@ -196,7 +196,8 @@ def test_eight_minutes_find_confirm_and_prove_a_good_run(tmp_path, monkeypatch, 
         given.append([lever.tokens_per_second is not None for lever in answer.ablations])
         if not tries:
             reached = world.seconds(answer.best.point)
-            assert min(world.best_around(point) for point in (answer.best.point, space.origin)) > NEAR[preset] * reached
+            around = min(world.best_around(point) for point in (answer.best.point, space.baseline))
+            assert around > NEAR[preset] * reached
     assert sum(sure) >= 2 / 3 * len(sure)  # but where what wins was found too late to be run again
     # What each lever of it gave: two of three, where one compiled lever takes a minute, in half of the studies that
     # also run three peers. Putting a lever back may itself find the best, with no time left for the levers of that one.
@@ -217,7 +218,7 @@ def test_190_seconds_at_760m_recommend_an_optimized_run(tmp_path, monkeypatch, c
         world = World(space, seed, compiling=COMPILING, **costs)
         answer = tuned(tmp_path / str(seed), monkeypatch, world, 175.0, tuple(map(space.parse, tries)))  # after a probe
         searched = [record.point for record in answer.records if record.purpose == "search"]
-        assert searched[0] == Search(space, lambda point: predict(space.at(point), MACHINE)).descend(space.origin)
+        assert searched[0] == Search(space, lambda point: predict(space.at(point), MACHINE)).descend(space.baseline)
         assert answer.changes.get("model.gpt_block") == "optimized" and answer.recommended
         assert answer.proof.verdict == "same within rounding"
         assert confirmed(answer.records, answer.best)
@@ -227,7 +228,7 @@ def test_190_seconds_at_760m_recommend_an_optimized_run(tmp_path, monkeypatch, c
 def main_lever(space, point):
     """The lever of a run without which the plan expects it to be slowest."""
     return max(
-        space.changes(point), key=lambda name: predict(space.at({**point, name: space.origin[name]}), MACHINE).seconds
+        space.changes(point), key=lambda name: predict(space.at({**point, name: space.baseline[name]}), MACHINE).seconds
     )
 
 

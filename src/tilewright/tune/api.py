@@ -261,7 +261,7 @@ def _as_begun(name: str, facts: Mapping[str, Any], model: str) -> tuple[Space, f
     try:
         space, cap = space_of(dict(facts)), facts["ceilings"]["memory_cap"]
         known = {lever for lever, field in fields().items() if field.lever is not None} | {LAYOUT}
-        refused = space.ranks > 1 and space.refusal(space.origin)
+        refused = space.ranks > 1 and space.refusal(space.baseline)
         if not set(space.levers) <= known or refused or not (cap is None or 0 < float(cap) < math.inf):
             raise ValueError
         return space, cap

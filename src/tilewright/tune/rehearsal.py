@@ -90,12 +90,12 @@ def _rows(space: Space, machine: Mapping[str, Any]) -> list[dict[str, Any]]:
         lambda point: predict(space.at(point), machine, space.ranks),
         lambda prediction: misfit(prediction, machine),
     )
-    points: dict[str, Point] = {"baseline": space.origin}
-    compiled = {**space.origin, "compile": "default"}
+    points: dict[str, Point] = {"baseline": space.baseline}
+    compiled = {**space.baseline, "compile": "default"}
     if "default" in space.levers.get("compile", ()) and space.refusal(compiled) is None:
         points[space.label(compiled)] = compiled
-    best = search.descend(space.origin)
-    if best != space.origin:
+    best = search.descend(space.baseline)
+    if best != space.baseline:
         points.setdefault(space.label(best), best)
     rows, first = [], None
     for name, point in points.items():

@@ -107,7 +107,7 @@ class _Study:
 
     def _least(self) -> float:
         """Seconds that the baseline, one other trial and the proof will take, by what is usual."""
-        points = [self.space.origin, *predicted_best(self.search)]
+        points = [self.space.baseline, *predicted_best(self.search)]
         trials = sum(self.reserve.expected(point) for point in points) * 2 / len(points)
         return trials + self.pace.proof()
 

@@ -44,7 +44,7 @@ def test_two_ranks_have_every_layout_and_ddp_is_the_baseline():
     assert found.levers["parallel"][0] == "dp2" and found.start.parallel.dp == 2
     dp, cp = ({f"{name}2", f"{name}2+zero2", f"{name}2+zero3"} for name in ("dp", "cp"))
     assert words(2) == dp | cp | {"tp2", "tp2+sp", "pp2"}
-    assert found.at(found.origin) == found.start
+    assert found.at(found.baseline) == found.start
 
 
 def test_one_rank_is_the_study_that_it_was():
@@ -112,7 +112,7 @@ def test_a_size_that_the_user_has_set_stays():
 def test_settings_beside_the_sizes_stay_and_rule_out_what_they_do_not_go_with():
     found = space(2, "parallel.zero=3", "parallel.gradients=bf16", search=("parallel",))
     assert set(found.levers["parallel"]) == {"dp2+zero2", "dp2+zero3", "cp2+zero2", "cp2+zero3"}
-    assert all(found.at({**found.origin, "parallel": word}).parallel.gradients == "bf16"
+    assert all(found.at({**found.baseline, "parallel": word}).parallel.gradients == "bf16"
                for word in found.levers["parallel"])  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_settings_beside_the_sizes_stay_and_rule_out_what_they_do_not_go_with():
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused_as_everywhere(point, words):
     here = space(2, device="cuda")
-    assert words in here.refusal({**here.origin, **point})
+    assert words in here.refusal({**here.baseline, **point})
 
 
 def test_cores_are_shared_so_threads_are_no_lever():
@@ -145,7 +145,7 @@ def test_a_baseline_that_the_ranks_cannot_share_is_refused(ranks, given, sentenc
 
 def test_a_layout_can_be_asked_for():
     here = space(2)
-    assert here.parse("parallel=tp2+sp, micro_batch=4") == {**here.origin, "parallel": "tp2+sp", "micro_batch": 4}
+    assert here.parse("parallel=tp2+sp, micro_batch=4") == {**here.baseline, "parallel": "tp2+sp", "micro_batch": 4}
     assert here.label(here.parse("parallel=tp2+sp")) == "parallel tp2+sp"
     with pytest.raises(UserError, match="parallel cannot be tp3 here; choose from dp2, dp2[+]zero2"):
         here.parse("parallel=tp3")
@@ -169,7 +169,7 @@ def test_time_and_memory_of_a_layout_are_those_of_the_plan(word):
     """On GPUs of the table, whose links the table has, too."""
     gpu = hardware.find("H100-SXM5")
     here = space(4, "model.width=1024", "precision=bf16", device="cuda")
-    run, given = here.at({**here.origin, "parallel": word}), machine_of(gpu, 4)
+    run, given = here.at({**here.baseline, "parallel": word}), machine_of(gpu, 4)
     found, (layout, sizes) = predict(run, given, 4), check_ranks(run, 4)
     training = dataclasses.replace(planned(run, "bf16", sizes.micro, sizes.accumulation, layout), device="cuda")
     cluster = Cluster(gpu, 4, node=4)
@@ -198,7 +198,7 @@ def test_a_rank_has_its_share_of_a_processor_and_of_the_hosts_memory():
 def test_slow_links_make_what_sends_less_the_better_layout():
     def seconds(word, rate):
         links = {"bytes_per_second": rate, "round_seconds": 1e-6}
-        return predict(here.at({**here.origin, "parallel": word}), machine(2, links=links), 2).seconds
+        return predict(here.at({**here.baseline, "parallel": word}), machine(2, links=links), 2).seconds
 
     here = space(2, "model.recompute=none")
     assert seconds("dp2", 1e12) < seconds("tp2+sp", 1e8) and seconds("tp2", 1e12) < seconds("dp2", 1e5)
@@ -208,10 +208,10 @@ def test_the_search_goes_to_the_layout_predicted_best_and_leaves_out_what_cannot
     """DDP takes more memory than there is; FSDP2 fits."""
     here = space(4, "model.width=2048", "model.layers=8", "precision=bf16", "model.recompute=none", device="cuda")
     given = machine_of(find_gpu(None), 4)
-    needs = {word: predict(here.at({**here.origin, "parallel": word}), given, 4) for word in here.levers["parallel"]}
+    needs = {word: predict(here.at({**here.baseline, "parallel": word}), given, 4) for word in here.levers["parallel"]}
     given["memory_bytes"] = (needs["dp4"].bytes + needs["dp4+zero3"].bytes) / 2
     search = Search(here, lambda point: predict(here.at(point), given, 4), lambda each: misfit(each, given, None, 4))
-    best = search.descend(here.origin)
+    best = search.descend(here.baseline)
     assert best["parallel"] != "dp4" and misfit(search.prediction(best), given, None, 4) is None
     there = [word for word in here.levers["parallel"] if search._runs({**best, "parallel": word})]
     times = {word: search.prediction({**best, "parallel": word}).seconds for word in there}

@@ -28,7 +28,7 @@ def record(point, seconds, outcome="done", purpose="search", size=10**9):
 
 def explore(search, truth, fails=lambda point: False, most=400):
     """Run until the search has had enough; what a study does, without processes."""
-    records = [record(search.space.origin, truth(search.space.origin), purpose="reference")]
+    records = [record(search.space.baseline, truth(search.space.baseline), purpose="reference")]
     while len(records) < most and (point := search.next(records)) is not None:
         assert key(point) not in {key(each.point) for each in records}, "no point twice"
         assert search.space.refusal(point) is None
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_never_run_and_counted():
 
 def test_where_the_run_as_given_does_not_run_something_else_is_tried_until_nothing_is_left():
     search = Search(SPACE, lambda point: predicted(multiplied(HELPS)(point)))
-    records = [record(SPACE.origin, 1.0, "out of memory", "reference")]
+    records = [record(SPACE.baseline, 1.0, "out of memory", "reference")]
     while (point := search.next(records)) is not None:
         records.append(record(point, 1.0, "crashed"))
         assert len(records) < 60
@@ -138,7 +138,7 @@ def test_a_lever_that_fails_wherever_it_is_tried_is_left_alone():
 
 def test_points_that_others_run_are_not_chosen():
     truth = multiplied(HELPS)
-    records = [record(SPACE.origin, 1.0, purpose="reference")]
+    records = [record(SPACE.baseline, 1.0, purpose="reference")]
     taken = []
     for _ in range(5):
         taken.append(Search(SPACE, lambda point: predicted(truth(point))).next(records, taken))
@@ -146,7 +146,7 @@ def test_points_that_others_run_are_not_chosen():
 
 
 def test_the_fastest_within_a_cap_and_not_wrong():
-    points = [{**SPACE.origin, "micro_batch": size} for size in (8, 4, 2)]
+    points = [{**SPACE.baseline, "micro_batch": size} for size in (8, 4, 2)]
     records = [record(p, s, size=m) for p, s, m in zip(points, (1.0, 2.0, 3.0), (9, 5, 4), strict=True)]
     assert fastest(records).point == points[0]
     assert fastest(records, cap=6).point == points[1]
@@ -161,7 +161,7 @@ def test_the_fastest_within_a_cap_and_not_wrong():
 def test_of_a_model_that_the_plan_does_not_know_compile_comes_first_and_more_bits_never(device):
     space = open_space(read(None, ["global_batch=8", "threads=1"]), device=device, of_any_model=True)
     search = Search(space, lambda point: None)
-    records = [record(space.origin, 1.0, purpose="reference")]
+    records = [record(space.baseline, 1.0, purpose="reference")]
     first = search.next(records)
     assert space.changes(first) == {"compile": "default"}
     ran = explore(search, multiplied({("compile", "default"): 0.9}))
@@ -172,7 +172,7 @@ def test_of_a_model_that_the_plan_does_not_know_compile_comes_first_and_more_bit
 
 def test_where_the_baseline_of_an_unknown_model_fails_more_bits_are_tried():
     space = open_space(read(None, ["global_batch=8"]), device="cuda", of_any_model=True)
-    fails = [record(space.origin, 1.0, "error", purpose="reference")]
+    fails = [record(space.baseline, 1.0, "error", purpose="reference")]
     search = Search(space, lambda point: None)
     seen = []
     while (point := search.next([*fails, *seen])) is not None and len(seen) < 20:

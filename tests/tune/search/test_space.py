@@ -89,7 +89,7 @@ def test_the_run_as_given_comes_first_and_is_the_origin():
     given = read(None, ["global_batch=12", "micro_batch=3"])
     found = open_space(given, device="cuda", search=["all"])
     assert found.levers["micro_batch"] == (3, 12, 6)
-    assert found.at(found.origin) == found.start
+    assert found.at(found.baseline) == found.start
     assert (found.start.precision, found.start.global_batch, found.start.micro_batch) == ("bf16", 12, 3)
     assert open_space(given, device="cpu").start.precision == "fp32"
 
@@ -117,7 +117,7 @@ def test_what_was_set_stays_and_search_opens_it(names, data):
     assert again.levers.keys() - found.levers.keys() == reopened
     assert open_space(given, device="cuda", numerics="rule", search=["all"]).levers.keys() == whole().levers.keys()
     for name in names:  # wherever the search goes, they are as set
-        for _, point in found.neighbours(found.origin):
+        for _, point in found.neighbours(found.baseline):
             assert str(_of(found.at(point), name)).lower() == SETTABLE[name]
 
 
@@ -200,7 +200,7 @@ def test_no_precision_is_below_the_floor(floor):
 def test_a_run_that_leaves_its_precision_open_begins_at_the_floor():
     for floor, residuals in (("fp32", None), ("tf32", None), ("bf16", ("auto", "bf16"))):
         found = open_space(read(None, []), device="cuda", precision_floor=floor)
-        assert found.origin.get("precision", found.start.precision) == found.start.precision == floor
+        assert found.baseline.get("precision", found.start.precision) == found.start.precision == floor
         assert set(found.levers.get("precision", ())) <= set(PRECISIONS[1 : PRECISIONS.index(floor) + 1])
         assert found.levers.get("model.residual") == residuals
     assert open_space(read(None, []), device="cpu", precision_floor="bf16").start.precision == "fp32"
@@ -236,7 +236,7 @@ def test_devices_have_levers_of_their_own():
     own = open_space(
         read(None, ["model.preset=125m", "model.attention=hopper"]), device="cuda", search=["model.attention"]
     )
-    assert own.origin["model.attention"] == "hopper" and "auto" in own.levers["model.attention"]
+    assert own.baseline["model.attention"] == "hopper" and "auto" in own.levers["model.attention"]
 
 
 @given(st.integers(1, 4096))
@@ -257,9 +257,9 @@ def test_at_and_changes_are_each_others_inverse(point):
     run = space.at(point)
     assert {name: _of(run, name) for name in point} == point
     moved = space.changes(point)
-    assert {**space.origin, **moved} == point and all(space.origin[name] != value for name, value in moved.items())
+    assert {**space.baseline, **moved} == point and all(space.baseline[name] != value for name, value in moved.items())
     assert space.at(moved) == run  # what was not moved is the baseline's
-    assert Space(run, space.levers, space.device).at(space.origin) == space.start
+    assert Space(run, space.levers, space.device).at(space.baseline) == space.start
     assert (space.label(point) == "baseline") == (not moved) == (run == space.start)
 
 
@@ -316,7 +316,7 @@ def test_a_label_says_what_was_moved():
 )
 def test_levers_that_do_not_go_together_are_refused_with_the_trainers_own_words(moved, words):
     space = whole()
-    point = {**space.origin, "micro_batch": 16, **moved}
+    point = {**space.baseline, "micro_batch": 16, **moved}
     assert words in space.refusal(point) if words else space.refusal(point) is None
 
 
@@ -325,7 +325,7 @@ def test_levers_that_do_not_go_together_are_refused_with_the_trainers_own_words(
 def test_the_origin_and_what_leaves_the_dangerous_levers_alone_is_never_refused(point):
     dangerous = ["compile", "cuda_graphs", "model.residual"]
     dangerous += ["model.mlp"] * (point["model.mlp"] == "tilesync")  # which takes 16 bits alone
-    quiet = {**point, **{name: whole().origin[name] for name in dangerous}}
+    quiet = {**point, **{name: whole().baseline[name] for name in dangerous}}
     assert whole().refusal(quiet) is None
 
 

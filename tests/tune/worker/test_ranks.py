@@ -44,7 +44,7 @@ def one_server():
 
 
 def job(word, kind="measure", **changes):
-    run = SPACE.at({**SPACE.origin, "parallel": word})
+    run = SPACE.at({**SPACE.baseline, "parallel": word})
     return {
         "kind": kind, "configuration": dataclasses.asdict(run), "own_model": "", "path": [], "ranks": 2, "warm": 1,
         "fewest": 3, "most": 6, "least": 0.0, "seconds": 5.0, "spread": 1.0, "profile": False, "stop_above": 0.0,
@@ -96,7 +96,7 @@ def test_the_links_between_ranks_are_measured():
 @pytest.mark.parametrize("word", ["tp2+sp"])
 def test_a_layout_is_compared_with_one_process(word):
     """And gradients that are added up wrongly are found, though AdamW learns the same of them."""
-    shared = SPACE.at({**SPACE.origin, "parallel": word, "model.gpt_block": "optimized"})
+    shared = SPACE.at({**SPACE.baseline, "parallel": word, "model.gpt_block": "optimized"})
     found = []
     for count, each in zip((2, 1), together_and_alone(shared), strict=True):
         steps = {"kind": "first steps", "ranks": count, "configuration": dataclasses.asdict(each), "steps": STEPS}

@@ -26,7 +26,7 @@ from tilewright.runtime import dispatch, paths, register
 __all__ = ["MOST_ROWS", "cost", "few_rows_linear", "reference"]
 
 _NAME = "few_rows_linear"
-MOST_ROWS = 4  # of more, each row's products take the multiprocessors longer than the weight takes memory
+MOST_ROWS = 4  # of more, the arithmetic of the rows takes longer than to read the weight
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "") -> Tensor:

@@ -46,7 +46,7 @@ __device__ __forceinline__ void shrink_registers() { asm volatile("setmaxnreg.de
 template <int COUNT>
 __device__ __forceinline__ void grow_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
-// Bulk copies, of boxes of a matrix. Rows of 128 bytes are swizzled: 16 bytes c of row r are where c ^ (r % 8) would be, so
+// TMA copies of boxes of a matrix. Rows of 128 bytes are swizzled: 16 bytes c of row r are where c ^ (r % 8) would be, so
 // that neither side meets a bank twice.
 struct alignas(64) Map { char bytes[128]; };  // CUtensorMap
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk
 __device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Bulk copies of numbers that lie side by side, a multiple of 16 bytes from a multiple of 16 on.
+// TMA copies of numbers that lie side by side, a multiple of 16 bytes from a multiple of 16 on.
 __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier) : "memory");

@@ -62,12 +62,12 @@ def _ablations(space: Space, records: Sequence[Record], best: Record | None) -> 
     by_key = latest(record for record in records if record.outcome != "lost")
     found = []
     for name, value in space.changes(best.point).items():
-        without = {**best.point, name: space.origin[name]}
+        without = {**best.point, name: space.baseline[name]}
         record, refusal = by_key.get(key(without)), space.refusal(without)
         measured = record.measurement if record is not None else None
         found.append(
             Ablation(
-                name, value, space.origin[name], record.tokens_per_second if record is not None else None,
+                name, value, space.baseline[name], record.tokens_per_second if record is not None else None,
                 measured.bytes if measured else None,
                 refusal or (record.error if record is not None else NOT_TRIED),
             )

@@ -29,7 +29,7 @@ def with_gaining_rules(known: Known) -> list[Point]:
 def _ablations(known: Known, search: Search) -> list[Point]:
     best, space = known.best(), known.space
     names = space.changes(best.point) if best is not None else ()
-    found = [{**best.point, name: space.origin[name]} for name in names] if best is not None else []
+    found = [{**best.point, name: space.baseline[name]} for name in names] if best is not None else []
     return sorted((p for p in found if space.refusal(p) is None), key=search.expected_seconds)
 
 

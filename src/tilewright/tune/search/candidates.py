@@ -14,11 +14,11 @@ from tilewright.tune.store.record import CONFIRMATION
 
 def predicted_best(search: Search) -> list[Point]:
     """Return the run that the plan predicts to be fastest, the first to try; empty without predictions."""
-    origin = search.space.origin
-    if search.prediction(origin) is None:
+    baseline = search.space.baseline
+    if search.prediction(baseline) is None:
         return []
-    guess = search.descend(origin)
-    return [guess] if guess != origin else []
+    guess = search.descend(baseline)
+    return [guess] if guess != baseline else []
 
 
 def most_promising(

@@ -98,7 +98,7 @@ def best_of(space: Space, records: Sequence[Record], cap: float = math.inf, wron
     ran = {key(record.point): record for record in _sound(records, cap, wrong)}
     chosen = fastest(record for record in ran.values() if confirmed(records, record) and _as_fast(record, top)) or top
     while True:
-        without = [{**chosen.point, name: space.origin[name]} for name in space.changes(chosen.point)]
+        without = [{**chosen.point, name: space.baseline[name]} for name in space.changes(chosen.point)]
         if chosen.point.get("rules") == "all":  # or some of them
             without += [run.point for run in ran.values() if run.point == {**chosen.point, "rules": run.point["rules"]}]
         names = {key(point) for point in without} - {key(chosen.point)}
@@ -182,7 +182,7 @@ def proved(
         return best, None
     if (found := proofs.get(key(best.point))) is not None:
         return best, found
-    if best.point == space.origin:  # which asks nobody to change anything
+    if best.point == space.baseline:  # which asks nobody to change anything
         return best, None
     sound = {name for name, proof in proofs.items() if proof.verdict in VERDICTS[:3]}
     if (run := fastest((r for r in records if key(r.point) in sound), cap, wrong)) is not None:

@@ -90,7 +90,7 @@ class GeneratingSpace(Space):
 
     def parse(self, text: str) -> Point:
         """The point that `name=value`, or several with commas between, makes of the baseline."""
-        point = self.origin
+        point = self.baseline
         for name, value in parse_fields(text.split(",")).items():
             if name not in self.levers or value not in self.levers[name]:
                 allowed = ", ".join(map(str, self.levers.get(name, self.levers)))

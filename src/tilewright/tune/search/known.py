@@ -72,7 +72,7 @@ class Known:
 
     def has_baseline_only(self) -> bool:
         """Whether nothing but the baseline has run."""
-        return all(record.point == self.space.origin for record in self.records)
+        return all(record.point == self.space.baseline for record in self.records)
 
     def own_baselines(self) -> list[Record]:
         """The baseline's runs by this worker."""

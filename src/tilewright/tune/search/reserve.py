@@ -69,18 +69,18 @@ class Reserve:
 
     def has_time_to_search(self, baseline_is_due: bool) -> bool:
         """Whether a trial, and the baseline where it is time for that, leaves enough for what follows."""
-        given = self.expected(self._space.origin)
+        given = self.expected(self._space.baseline)
         rest = self.end_takes(searching=True) + (given if baseline_is_due else 0.0)
         return self.pace.left > max(rest, given)
 
     def has_time_for_the_baseline(self) -> bool:
         """Whether the baseline takes no time from what follows."""
         rest = self.end_takes(searching=True, all_of_it=True)
-        return self.pace.left - self.expected(self._space.origin) > rest
+        return self.pace.left - self.expected(self._space.baseline) > rest
 
     def has_time_for_both(self, point: Point, spare: float) -> bool:
         """Whether the baseline before a run takes no time from what else is to be done."""
-        both = self.expected(self._space.origin) + self.expected(point)
+        both = self.expected(self._space.baseline) + self.expected(point)
         return both < min(spare, self.pace.left - self.end_takes())
 
     def fits(self, point: Point) -> bool:
@@ -152,7 +152,7 @@ class Reserve:
         must = self.must_take()
         if searching and self._known.has_baseline_only():
             return must  # the first that is tried is worth more than all the rest
-        again = self.expected(self._space.origin) + self.expected(best.point)
+        again = self.expected(self._space.baseline) + self.expected(best.point)
         more = self.expected(best.point) + self.rules_take()
         if searching:
             left = untried(self._known, self._search)

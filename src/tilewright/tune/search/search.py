@@ -142,9 +142,9 @@ class Search:
 
     def _by_prediction(self, tried: set[str], records: Sequence[Record]) -> Point | None:
         """Nothing has run yet: what fits, as the plan has it the quickest first, then whatever is near."""
-        guess = self.descend(self.space.origin)
+        guess = self.descend(self.space.baseline)
         near = [guess, *(point for _, point in self.space.neighbours(guess))]
-        near += [point for _, point in self.space.neighbours(self.space.origin)]
+        near += [point for _, point in self.space.neighbours(self.space.baseline)]
         free = [p for p in near if key(p) not in tried and self._runs(p) and not self._broken(p, records)]
         return min(free, key=self.expected_seconds, default=None)
 

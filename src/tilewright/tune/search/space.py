@@ -32,7 +32,7 @@ class Space:
     ranks: int = 1  # that every run is on
 
     @property
-    def origin(self) -> Point:
+    def baseline(self) -> Point:
         """The point that is the baseline."""
         return {name: values[0] for name, values in self.levers.items()}
 
@@ -72,7 +72,7 @@ class Space:
     def parse(self, text: str) -> Point:
         """The point that `name=value`, or several with commas between, makes of the baseline."""
         given = {part.partition("=")[0].strip(): part.strip() for part in text.split(",")}
-        run, point = read(None, [part for name, part in given.items() if name != LAYOUT]).train, self.origin
+        run, point = read(None, [part for name, part in given.items() if name != LAYOUT]).train, self.baseline
         for name, part in given.items():
             value = part.partition("=")[2].strip() if name == LAYOUT else value_of(run, name)
             if name not in self.levers:

@@ -58,7 +58,7 @@ class Runner:
         """The next that waits and fits, one of a purpose first; before it the baseline, where it is time for it."""
         failed = [r for r in self._known.records if r.purpose == "reference" and r.outcome != "done"]
         if self.baseline_is_due and (self._jobs.reference or len(failed) < 2):
-            self._ledger.propose([(self._known.space.origin, "reference")])
+            self._ledger.propose([(self._known.space.baseline, "reference")])
             return self._ledger.take("reference")
         return self._ledger.take(purpose, fits)
 
@@ -100,7 +100,7 @@ class Runner:
             purpose: of the trials.
             until: seconds to leave for what follows.
         """
-        ran, reserve, origin = False, self._reserve, self._known.space.origin
+        ran, reserve, baseline = False, self._reserve, self._known.space.baseline
         while True:
             self.heed()
             self._ledger.recover()
@@ -117,11 +117,11 @@ class Runner:
                 ran = True
             else:
                 self._ledger.propose([(free[0], purpose)])
-                tight = reserve.expected(origin) + reserve.expected(free[0]) >= spare
+                tight = reserve.expected(baseline) + reserve.expected(free[0]) >= spare
                 if (claim := self._ledger.take(purpose) if tight else self.take(purpose)) is not None:
                     self.run(claim)
                     ran = True
-        if ran and reserve.pace.left - reserve.expected(origin) > until():
+        if ran and reserve.pace.left - reserve.expected(baseline) > until():
             self.run_baseline()
         return ran
 
