@@ -15,7 +15,7 @@ The weight's gradient is a sum over chunks, and between chunks it is kept
 - in float32 where the weight is float32 (also under autocast): the gradient's own memory is the sum;
 - in float32 and in memory of its own, where half of `memory` has room for it;
 - for a bfloat16 weight and large chunks in the gradient's own memory, in a float16 with scales that is three bits finer
-  than bfloat16 (`linear_cross_entropy_kernels`): neither a float32 buffer, of twice the size of the gradient,
+  than bfloat16 (`kernels.py`): neither a float32 buffer, of twice the size of the gradient,
   nor a sum that is rounded to bfloat16 at every chunk; what is added is added in float32;
 - for a float16 weight, for small chunks, where adding up would cost more than the matmul itself, and where the caller
   wants no sum in 16 bits (`sum_dtype`): nowhere. A second pass computes the logits again, by columns, and writes each
