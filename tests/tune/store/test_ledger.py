@@ -232,7 +232,7 @@ def test_who_was_taken_for_gone_and_finishes_is_heard_and_counts_once(book):
     ledger, other = book(lease=0.4), book()
     ledger.propose([(point(1), "search"), (point(1), "reference")])
     late = [ledger.take(), ledger.take()]
-    ledger._closed.set()
+    ledger._held.close()
     time.sleep(0.6)
     assert other.recover() == 2
     running = other.take()  # the search once more, while the reference waits
@@ -274,7 +274,7 @@ def test_a_worker_that_died_before_its_last_word_has_finished(book):
     ledger.propose([(point(1), "search")])
     claim = ledger.take()
     ledger._storage.attach(claim.number, "record", record(claim).as_dict())
-    ledger._storage.attach(claim.number, ledger._lease_name, None)
+    ledger._storage.attach(claim.number, ledger._held.name, None)
     assert other.recover() == 1 and other.take() is None
     assert len(other.records()) == 1
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 import uuid
 import warnings
@@ -34,7 +33,8 @@ from tilewright.errors import UserError
 from tilewright.measure.checked import Point
 from tilewright.tune.store import journal
 from tilewright.tune.store import lease as leases
-from tilewright.tune.store.entry import LEASE, Entry, comes_before, ending_of, entry_of, records_of
+from tilewright.tune.store.entry import Entry, comes_before, ending_of, entry_of, records_of
+from tilewright.tune.store.held import Held
 from tilewright.tune.store.record import CONFIRMATION, Record, key
 from tilewright.tune.store.storage import Storage, StorageLost
 
@@ -61,15 +61,10 @@ class Ledger:
         levers: Mapping[str, Sequence[Any]],
     ) -> None:  # fmt: skip
         self.worker, self.journal = worker, folder / "trials.jsonl"
-        self._storage, self._head, self._lease = storage, dict(head), lease
+        self._storage, self._head = storage, dict(head)
         self._distributions = {name: CategoricalDistribution(tuple(values)) for name, values in levers.items()}
-        self._lease_name = LEASE + uuid.uuid4().hex
         self._ended: dict[int, Entry | None] = {}  # what cannot change any more
-        self._held: dict[int, float] = {}  # number of a trial, since when
-        self._lock = threading.Lock()  # of _held and the writing of leases
-        self._closed = threading.Event()
-        self._renewer = threading.Thread(target=self._renew, daemon=True)
-        self._renewer.start()
+        self._held = Held(storage, worker, lease)
 
     @classmethod
     def open(
@@ -154,13 +149,13 @@ class Ledger:
                 key=lambda entry: (any(leases.holds(one, now) for one in entry.leases), entry.purpose != purpose)
             )
             entry = waiting[0]
-            if not self._claim(entry.number, now):
+            if not self._held.claim(entry.number, now):
                 continue
             if not any(comes_before(other, entry) for other in entries):
                 return Claim(entry.id, entry.number, entry.point, entry.purpose, entry.slot)
             self._storage.attach(entry.number, "outcome", "duplicate")
             self._storage.move(entry.number, TrialState.PRUNED)
-            self._drop(entry.number)
+            self._held.drop(entry.number)
 
     def finish(self, claim: Claim, record: Record) -> None:
         """Write down what came of a trial; one whose figures make no sense is an error."""
@@ -177,7 +172,7 @@ class Ledger:
                 full = error  # the storage may be elsewhere, and have room
             self._tell(claim.number, claim.id, claim.slot, record)
         finally:
-            self._drop(claim.number)
+            self._held.drop(claim.number)
         if full is not None:
             raise UserError(
                 f"Cannot write {self.journal}: {full.strerror}; make room and go on with --resume: nothing that was "
@@ -186,9 +181,9 @@ class Ledger:
 
     def release(self, claim: Claim) -> None:
         """Hand a trial back unfinished. Where the storage is away its lease runs out instead."""
-        self._drop(claim.number)
+        self._held.drop(claim.number)
         try:
-            self._storage.attach(claim.number, self._lease_name, None, patient=False)
+            self._held.withdraw(claim.number)
             self._storage.move(claim.number, TrialState.WAITING, patient=False)
         except UserError:
             pass
@@ -236,8 +231,7 @@ class Ledger:
 
     def close(self) -> None:
         """Renew no lease any more and close the storage."""
-        self._closed.set()
-        self._renewer.join()
+        self._held.close()
         self._storage.close()
 
     # Entries
@@ -321,36 +315,6 @@ class Ledger:
             else:
                 self._add_record(id, slot, record)
         return count
-
-    # Leases
-
-    def _claim(self, number: int, since: float) -> bool:
-        """Take a trial; False where somebody was quicker."""
-        # The lease is there before the trial is taken: who dies between the two is found all the same.
-        if not self._storage.attach(number, self._lease_name, self._terms(since)):
-            return False
-        if not self._storage.move(number, TrialState.RUNNING):
-            self._storage.attach(number, self._lease_name, None)
-            return False
-        with self._lock:
-            self._held[number] = since
-        return True
-
-    def _terms(self, since: float) -> leases.Lease:
-        return leases.write(self.worker, since, self._storage.now() + self._lease)
-
-    def _renew(self) -> None:
-        while not self._closed.wait(self._lease / 4):
-            with self._lock:
-                for number, since in self._held.items():
-                    try:
-                        self._storage.attach(number, self._lease_name, self._terms(since), patient=False)
-                    except UserError:
-                        break  # the storage is away; the next time will do
-
-    def _drop(self, number: int) -> None:
-        with self._lock:
-            self._held.pop(number, None)
 
 
 def _touch(path: Path) -> None:
