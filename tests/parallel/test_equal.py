@@ -65,6 +65,8 @@ MESHES = {
         "ddp x pp, 2 pieces": {"dp": 2, "pp": 2, "pieces": 2},
         "zero 3 x pp": {"zero": 3, "pp": 2},
         "zero 3 x pp, 2 pieces": {"zero": 3, "pp": 2, "pieces": 2},
+        "tp + sp x pp": {"tp": 2, "sp": True, "pp": 2},
+        "pp x cp": {"pp": 2, "cp": 2},
         "zero 2 x cp": {"zero": 2, "cp": 2},
         "zero 3 in 2 groups x cp": {"zero": 3, "cp": 2, "dp_replicate": 2},
         "ddp x ep": {"dp": 4, "ep": 2},
@@ -86,7 +88,7 @@ MODELS_OF = dict.fromkeys(ONE_IS_ENOUGH, DENSE[:1]) | {
     "pp": (*DENSE, "experts"), "ep": ("experts", "standard experts"), "zero 3, ep": ("experts",),
     "ddp x ep": ("experts",), "zero 3 x ep": ("standard experts",), "zero 2 x cp, ep": ("experts",),
     "tp": (*DENSE, "full recompute", "standard experts"), "tp + sp": (*DENSE, "experts"),
-    "ddp x pp, 2 pieces, ep": ("experts",),
+    "ddp x pp, 2 pieces, ep": ("experts",), "pp x cp": DENSE[1:],
     "zero 3 x pp, ep": ("standard experts",), "tp x cp, ep": ("experts",),
     "zero 3 x tp + sp, ep": ("experts",), "zero 3 in 2 groups, ep": ("experts",), "zero 3, reshard, ep": ("experts",),
 }  # fmt: skip

@@ -56,7 +56,11 @@ class StageGPT(SplitGPT):
             positions = positions.of(int(seed[0]))
         with philox.by_position(positions):
             x, residual = self.run(self.begin(x) if self.is_first else x, residual)
-            return self.finish(x, residual, targets) if self.is_last else (x, residual)
+            if self.is_last:
+                return self.finish(x, residual, targets)
+            assert residual is not None
+            # What sequence parallel scatters is transposed, and PyTorch sends what is contiguous alone.
+            return x.contiguous(), residual.contiguous()
 
 
 def keep_stages(model: Any, mesh: Mesh) -> list[StageGPT]:
