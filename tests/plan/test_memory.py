@@ -205,20 +205,39 @@ def test_gated_experts_keep_what_their_tokens_pass_through():
     assert more == 2 * (64 + 64) + 4 * (4 + 4)
 
 
-def test_a_pipelines_ends_hold_what_its_schedule_leaves_in_flight():
-    model = load("1b")
+@pytest.mark.parametrize("recompute, first, count, flight", [
+    ("none", True, 16, (4, 4 + 3 / 2)), ("full", False, 32, (3, 4 + 1 / 2)),
+])  # fmt: skip
+def test_a_pipelines_ranks_hold_what_its_schedule_leaves_in_flight(recompute, first, count, flight):
+    """The first is the fullest; with little kept of a micro batch the second, which receives from both sides."""
+    model, how = load("1b"), Training(pipeline=4, micro_batch=8, loss="fused", recompute=recompute)
 
     def activations(**options):
-        training = Training(pipeline=4, micro_batch=8, loss="fused", recompute="full", **options)
-        return memory.train(model, training)["activations"]
+        return memory.train(model, dataclasses.replace(how, **options))["activations"]
 
-    kept = memory.kept_activations(
-        model, Training(micro_batch=8, recompute="full", pipeline=4), layers=6, first=True, last=False
-    )
-    working = activations(accumulation=16) - 4 * kept  # 4 of 16 in flight, and one layer at work
-    assert working > 0
-    within(activations(accumulation=16, interleave=2) - working, (4 + 3 / 2) * kept, 0.001)
-    within(activations(accumulation=2) - working, 2 * kept, 0.001)  # never more than there are
+    kept = memory.kept_activations(model, how, layers=6, first=first, last=False)
+    working = activations(accumulation=count) - flight[0] * kept  # and under full a layer at work
+    assert working == 0 if first else working > 0
+    within(activations(accumulation=count, interleave=2) - working, flight[1] * kept, 0.001)
+    if first:
+        within(activations(accumulation=2), 2 * kept, 0.001)  # never more than there are
+
+
+def test_a_pipeline_receives_into_a_buffer_for_every_micro_batch():
+    model, how = load("1b"), Training(pipeline=4, micro_batch=2, tensor=2, recompute="full")
+    one = 2 * model.sequence * model.width * (2 + 4)
+    assert memory.receive_buffers(model, dataclasses.replace(how, pipeline=1), first=True, last=True) == 0
+    for micro_batches, pieces in ((8, 1), (16, 3)):
+        many = dataclasses.replace(how, accumulation=micro_batches, interleave=pieces)
+        for first, last, ways in ((True, False, -1), (False, False, 0), (False, True, -1)):
+            found = memory.receive_buffers(model, many, first=first, last=last)
+            assert found == micro_batches * (2 * pieces + ways) * one
+    assert memory.receive_buffers(model, how, first=True, last=False) == 4 * one  # as few micro batches as fill it
+    shared = dataclasses.replace(how, sequence_parallel=True)
+    assert memory.receive_buffers(model, shared, first=True, last=False) == 2 * one
+    # Under full recompute what the second rank keeps of micro batches in flight lies in these buffers.
+    more = [memory.train(model, dataclasses.replace(how, accumulation=count))["receive buffers"] for count in (64, 65)]
+    assert more[0] == (2 * 64 - 3) * one and more[1] - more[0] == 2 * one
 
 
 def test_fsdp_gathers_two_layers():

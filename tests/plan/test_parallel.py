@@ -30,9 +30,12 @@ def test_sixteen_thousand_gpus_take_seconds_and_every_plan_fits():
     assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
     best = plans[0]
     assert best.training.tensor == 8 and best.training.pipeline in (16, 32) and best.training.recompute != "full"
-    # Its makers: tensor 8, pipeline 16, 41 %.
-    made = search(LLAMA_405B, Cluster(H100, 16384), 2048, 1, given={"tensor": 8, "pipeline": 16})[0]
-    assert 0.75 < made.mfu / 0.41 < 1.1
+    # Its makers: tensor 8, pipeline 16, 41 %, by an engine of their own. PyTorch's buffers leave less for the rest.
+    layout = {"tensor": 8, "pipeline": 16}
+    how = Training(precision="fsdp", loss="fused")
+    theirs = dataclasses.replace(how, releases=True)
+    made, here = (search(LLAMA_405B, Cluster(H100, 16384), 2048, 1, base, layout)[0] for base in (theirs, how))
+    assert 0.75 < made.mfu / 0.41 < 1.1 and here.mfu < made.mfu
 
 
 def test_a_hundred_thousand_gpus_too():

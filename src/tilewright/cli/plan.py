@@ -43,6 +43,11 @@ OPTIMIZER = typer.Option(None, help="Default: adamw. Or: " + ", ".join(OPTIMIZER
 RECOMPUTE = typer.Option(None, help="none (the default), selective or full.")
 TENSOR = typer.Option(1, min=1, help="Tensor-parallel ranks.")
 LORA = typer.Option(0, min=0, help="Rank of LoRA's adapters beside all linear layers, which alone are trained.")
+RELEASES = typer.Option(
+    False, "--release-buffers",
+    help="The pipeline's engine releases what it has received, as Megatron's does; PyTorch's schedules, and so "
+    "`tilewright train`, have a buffer for every micro batch of a step.",
+)  # fmt: skip
 COMPILED = typer.Option(False, "--compiled", help="As torch.compile makes it of the model.")
 
 
@@ -138,6 +143,7 @@ def train(
     ),
     interleave: int = typer.Option(1, min=1, help="Pieces of a pipeline stage."),
     replicate: int = typer.Option(1, min=1, help="Groups of data ranks that each share the weights (HSDP)."),
+    releases: bool = RELEASES,
     memory_gb: float = typer.Option(None, help="Memory of a GPU in GB, in place of the table's."),
     as_json: bool = AS_JSON,
     page: Path = PAGE,
@@ -156,7 +162,7 @@ def train(
     shape, how = load_run(
         model, changes or [],
         dict(data=data, zero=zero, tensor=tensor, sequence_parallel=sequence_parallel, pipeline=pipeline,
-             interleave=interleave, context=context, expert=expert, replicate=replicate),
+             interleave=interleave, context=context, expert=expert, replicate=replicate, releases=releases),
         micro_batch=micro_batch, precision=precision, optimizer=optimizer, recompute=recompute, attention=attention,
         loss=loss, accumulation=accumulation, compiled=compiled or None, lora=lora or None,
     )  # fmt: skip

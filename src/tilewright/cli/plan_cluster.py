@@ -22,6 +22,7 @@ from tilewright.cli.plan import (
     PAGE,
     PRECISION,
     RECOMPUTE,
+    RELEASES,
     app,
     find_gpu,
     load_run,
@@ -207,6 +208,7 @@ def parallel_command(
     zero: int = typer.Option(None, min=0, max=3, help="This ZeRO stage; 3 is FSDP."),
     recompute: str = typer.Option(None, help="none, selective or full; default: all are tried."),
     micro_batch: int = typer.Option(None, min=1, help="This micro batch."),
+    releases: bool = RELEASES,
     keep: int = typer.Option(10, min=1, help="Plans to show."),
     tokens: str = TOKENS,
     price: float = PRICE,
@@ -227,7 +229,8 @@ def parallel_command(
         tilewright plan parallel 7b --gpu H200-SXM --gpus 64 --global-batch 512 --tokens 1T --price 2.5
     """
     shape, cluster = load_shape(model, changes or []), make_cluster(gpu, count(gpus), node, link, network, memory_gb)
-    base = Training(precision=precision, optimizer=optimizer or "adamw", loss="fused", compiled=compiled, lora=lora)
+    base = Training(precision=precision, optimizer=optimizer or "adamw", loss="fused", compiled=compiled, lora=lora,
+                    releases=releases)  # fmt: skip
     given: dict[str, Any] = dict(tensor=tensor, pipeline=pipeline, interleave=interleave, data=data, zero=zero,
                                  recompute=recompute, micro_batch=micro_batch, context=context,
                                  expert=expert)  # fmt: skip

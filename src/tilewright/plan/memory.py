@@ -196,15 +196,32 @@ def train(decoder: Decoder, training: Training) -> Anatomy:
     p, v = training.pipeline, training.interleave
     if p == 1:
         return _stage(decoder, training, decoder.layers, 1, first=True, last=True)
-    # Micro batches that one-forward-one-backward leaves in flight, in whole stages: interleaved, both ends hold more.
-    most = training.accumulation or math.inf
-    first, last = (p, 1.0) if v == 1 else (p + (p - 1) / v, ((v - 1) * p + 1) / v)
-    layers = stage_layers(decoder, training)
-    ends = (
-        _stage(decoder, training, layers, min(first, most), first=True, last=False),
-        _stage(decoder, training, layers, min(last, most), first=False, last=True),
-    )
-    return max(ends, key=lambda anatomy: anatomy.total)
+    most, layers = training.accumulation or math.inf, stage_layers(decoder, training)
+
+    def of(rank: int) -> Anatomy:
+        # Micro batches that one-forward-one-backward leaves in flight, in whole stages: interleaved, all hold more.
+        held = p - rank if v == 1 else ((v - 1) * p + 2 * (p - 1 - rank) + 1) / v
+        return _stage(decoder, training, layers, min(held, most), first=rank == 0, last=rank == p - 1)
+
+    # Both ends have a table. The second rank holds nearly as much as the first, and receives from two sides.
+    return max((of(rank) for rank in sorted({0, 1, p - 1})), key=lambda anatomy: anatomy.total)
+
+
+def message_bytes(decoder: Decoder, training: Training) -> float:
+    """Bytes that a pipeline's stage sends of a micro batch: what the last sublayer gave, and the residual stream."""
+    tokens = rank_tokens(decoder, training) / (training.tensor if training.sequence_parallel else 1)
+    return tokens * decoder.width * (training.compute_bytes + training.residual_bytes)
+
+
+def receive_buffers(decoder: Decoder, training: Training, *, first: bool, last: bool) -> float:
+    """Bytes of a pipeline's rank that PyTorch's schedules receive into: a buffer for every micro batch of a step.
+
+    From the stage before a piece, and its gradients from the one behind. They stay from step to step.
+    """
+    if training.pipeline == 1 or training.releases:
+        return 0.0
+    ways = 2 * training.interleave - first - last
+    return (training.accumulation or training.pipeline) * ways * message_bytes(decoder, training)
 
 
 def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, first: bool, last: bool) -> Anatomy:
@@ -248,6 +265,9 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
 
     full = training.recompute == "full"
     activations = held * kept_activations(decoder, training, layers, first=first, last=last)
+    received = receive_buffers(decoder, training, first=first, last=last)
+    if full and received:  # of which those of micro batches in flight are what a piece's first layer keeps
+        received -= held * (training.interleave - first) * message_bytes(decoder, training)
     # One layer at work in backward, with gradients of its own beside what it kept.
     # What runs a second time as a whole keeps all while it does.
     again = training.mlp_recompute and not full
@@ -274,6 +294,7 @@ def _stage(decoder: Decoder, training: Training, layers: int, held: float, *, fi
         Part("gradients", grads, f"{stored} B a parameter, where they are there at the peak"),
         Part("optimizer", states, f"{optimizer_bytes(decoder, training):.3g} B a parameter, {training.optimizer}"),
         Part("activations", acts, f"{acts / tokens:,.0f} B x {tokens:,} tokens; {layers} layers, {held:g} in flight"),
+        Part("receive buffers", received, "of the pipeline, for every micro batch of a step"),
         Part("logits and loss", loss, f"{training.loss} loss, {tokens:,} x {decoder.vocabulary:,} logits"),
         Part("temporary buffers", WORKSPACE_BYTES, "workspaces of cuBLAS, measured on an H200"),
     ]

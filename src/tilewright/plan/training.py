@@ -55,6 +55,7 @@ class Training:
     sequence_parallel: bool = False
     pipeline: int = 1
     interleave: int = 1  # pieces of a pipeline stage; more of them make a smaller bubble and more traffic
+    releases: bool = False  # the pipeline's engine gives up what it has received; PyTorch's has a buffer a micro batch
     lora: int = 0  # rank of adapters beside every linear layer, which alone are trained; 0: all parameters are
     context: int = 1  # ranks that share every sequence
     expert: int = 1  # of the data and context ranks, those that share the experts of a mixture, with those of tensor
