@@ -102,6 +102,26 @@ def test_groups_that_share_the_weights_go_on_as_fewer(tmp_path, start):
     assert written(out) == alone(tmp_path / "alone", *changes)
 
 
+def test_torchrun_starts_all_ranks_anew(tmp_path, start):
+    """Whichever of them was killed, the run goes on from its checkpoint, and nobody is left behind."""
+    out = tmp_path / "run"
+    agent = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", "--no-python"]
+    changes = "steps=100", "checkpoint.every=5"
+    launcher = start(*agent, "tilewright", "train", "parallel.zero=3", f"out={out}", *RUN, *changes)
+    killed, seen = [], set()
+    for rank in (1, 0):
+        reached = len(written(out)) + 3
+        wait_until(lambda: len(launcher.ranks()) == 2, launcher)
+        wait_until(lambda step=reached: len(written(out)) >= step, launcher)
+        seen |= set(launcher.ranks())
+        killed.append(launcher.ranks()[rank])
+        os.kill(killed[-1], signal.SIGKILL)
+        wait_until(lambda ended=frozenset(seen): not ended & set(launcher.ranks()), launcher)
+    assert launcher.wait() == 0, launcher.output.read_text()
+    assert len(seen) == 4 and not any(Path(f"/proc/{process}").exists() for process in seen)
+    assert written(out) == alone(tmp_path / "alone", *changes)
+
+
 @pytest.fixture
 def networks():
     """Two network namespaces with a cable between them: their names, and how to cut it."""

@@ -13,12 +13,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from tilewright.errors import UserError
 from tilewright.parallel.agree import meeting, told_once
 from tilewright.parallel.alive import alive, watched
 from tilewright.parallel.layout import Layout
 from tilewright.parallel.mesh import Mesh
+from tilewright.parallel.own_store import own_store
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,11 @@ class World:
             torch.cuda.set_device(local)
         with alive(rank):
             with meeting(rank, ranks):
-                dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
+                limit = timedelta(seconds=timeout)
+                store, _, _ = next(rendezvous("env://", timeout=limit))
+                store = own_store(store, rank, ranks, timeout)
+                backend = "nccl" if on_gpu else "gloo"
+                dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
             try:
                 with watched(rank, ranks), told_once():
                     yield
