@@ -136,8 +136,9 @@ def test_an_optimizer_steps_parts_as_it_does_the_whole(everything, tmp_path, nam
     _, (found, *_) = everything
     alone = losses(run_of(tmp_path, **OPTIMIZERS[name]))
     for split, parallel in SPLITS.items():
-        # A loss of 5 in bfloat16 goes in steps of 1/32; one that ranks of tp share is in float32.
-        near = 2**-5 if name == "bf16_kahan" and parallel.get("tp") else 1e-5
+        # A loss of 5 in bfloat16 goes in steps of 1/32; one that ranks of tp share is in float32. Where a gradient's
+        # last bit differs, a state rounds to another bfloat16, and changes a weight by 2^-8 of what a step does.
+        near = {"bf16_kahan": 2**-5 if parallel.get("tp") else 1e-5, "adamw_bf16": 1e-4}.get(name, 1e-5)
         assert found[f"{name}, {split}"] == pytest.approx(alone, abs=near, rel=0), split
 
 
