@@ -14,7 +14,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tilewright.errors import UserError
 
-_PATIENCE = 5.0  # seconds that a rank waits for rank zero to have the same problem
+_PATIENCE = 5.0  # seconds that rank zero and another rank wait for each other to have the same problem
+_HEARD = "tilewright/heard"  # how many ranks have read rank zero's problem
 
 
 def require_same(facts: Mapping[str, Any], what: str) -> None:
@@ -101,10 +102,13 @@ def told_once() -> Iterator[None]:
             store = _get_default_store()
             if rank == 0:
                 store.set("tilewright/problem", sentence)
-                time.sleep(0.5)  # the store may live in this process: others have to read it
+                end = time.monotonic() + _PATIENCE  # the store may live in this process: others have to read it
+                while store.add(_HEARD, 0) < dist.get_world_size() - 1 and time.monotonic() < end:
+                    time.sleep(0.02)
             else:
                 store.wait(["tilewright/problem"], timedelta(seconds=_PATIENCE))
                 same = store.get("tilewright/problem").decode() == sentence
+                store.add(_HEARD, 1)
         if same:
             raise Silent from error
         raise UserError(sentence if rank == 0 else f"Rank {rank}: {sentence}") from error
