@@ -136,7 +136,7 @@ def _run_child(
         try:
             process, note = _start(command, token, server, limits)
         except TimeoutError as error:
-            return Ended("timed out", f"It was not done after {limits.seconds:g} s: {error}", "", None)
+            return Ended("timed out", f"It was not done after {round(limits.seconds, 1):g} s: {error}", "", None)
         except OSError as error:
             return Ended("error", f"Its process could not be started: {error}", "", None)
         assert process.stdin and process.stdout and process.stderr
@@ -322,9 +322,9 @@ def _told(child: _Child, ended_as: str | None, limits: Limits, kind: Any) -> End
         elif code:
             notes.append(f"after its result it {_exit(code)}")
     elif ended_as == "timed out":
-        outcome, error = ended_as, f"It was not done after {limits.seconds:g} s{raised}"
+        outcome, error = ended_as, f"It was not done after {round(limits.seconds, 1):g} s{raised}"
     elif ended_as == "hung":
-        outcome, error = ended_as, f"It gave no sign of life for {limits.silence:g} s{raised}"
+        outcome, error = ended_as, f"It gave no sign of life for {round(limits.silence, 1):g} s{raised}"
     elif starved := [
         line for line in (strays + errors).splitlines() if any(word in line.lower() for word in NO_MEMORY)
     ]:
