@@ -62,6 +62,8 @@ def test_what_changes_nothing_and_what_speculation_gives_is_said(run, tilewright
     found = json.loads(tilewright(*arguments, "--json")[1])
     assert 1 <= found["tokens_per_forward"] <= 4
     assert json.loads(tilewright(*arguments[:5], "--json")[1])["tokens_per_forward"] == 1
+    err = tilewright(*arguments[:5], "--device", "cpu", "--pdl")[2]
+    assert err.startswith("--pdl changes nothing: PDL is for CUDA.\n")
 
 
 def test_mistakes_are_one_sentence_and_exit_code_2(run, tmp_path, tilewright):
@@ -76,6 +78,7 @@ def test_mistakes_are_one_sentence_and_exit_code_2(run, tmp_path, tilewright):
         ((run, "ab", "--dtype", "int3"), "choose bf16, fp16 or fp32"), ((run, "ab", "--device", "tpu"), "cuda or cpu"),
         ((tmp_path / "nothing", "ab"), "is not a folder"), ((tmp_path, "ab"), "no checkpoint"),
         ((bare, "ab"), "has weights and no config.json"),
+        ((run, "ab", "--draft", run, "--speculate", 0), "leaves --draft nothing to propose"),
         ((run, "ab", "--temperature", -1, "--max-tokens", 3), "temperature is -1.0"),
     ):  # fmt: skip
         code, _, err = tilewright("generate", *arguments)

@@ -106,7 +106,8 @@ def test_what_lies_behind_a_shorter_prompt_of_an_earlier_call_is_not_seen(genera
     ("arguments", "sentence"),
     [
         ({"prompts": "a" * 90, "max_tokens": 10}, "more than the cache's context of 96"),
-        ({"prompts": ""}, "no tokens"), ({"prompts": []}, "no tokens"), ({"prompts": [[256]]}, "the token 256"),
+        ({"prompts": None}, "A prompt is None; give text"), ({"prompts": ""}, "no tokens"),
+        ({"prompts": []}, "no tokens"), ({"prompts": [[256]]}, "the token 256"),
         ({"prompts": "a", "max_tokens": 0}, "max_tokens is 0"), ({"prompts": "a", "temperature": -1.0}, "temperature"),
         ({"prompts": "a", "temperature": float("nan")}, "temperature"), ({"prompts": "a", "top_k": -1}, "top_k"),
         ({"prompts": "a", "top_p": 0.0}, "top_p"), ({"prompts": "a", "min_p": 1.5}, "min_p"),

@@ -75,6 +75,8 @@ def test_fewer_bits_are_further_from_the_model_and_the_model_from_itself_is_not(
         (Fixed(torch.zeros(4, 5)), torch.zeros(4, dtype=torch.int64), r"shape \(4,\)"),
         (Fixed(torch.zeros(4, 5)), torch.zeros(2, 1, dtype=torch.int64), r"at least 2 tokens"),
         (Fixed(torch.zeros(4, 5)), torch.full((1, 4), 5), "not one of the 5"),
+        (torch.nn.Embedding(5, 5), torch.full((1, 4), 5), "not one of the 5 that the model has embeddings for"),
+        (torch.nn.Embedding(5, 5), torch.full((1, 4), -1), "not one of the 5 that the model has embeddings for"),
         (Fixed(torch.zeros(4, 6)), torch.full((1, 4), 4), "give a copy of the same model"),
         (Fixed(torch.full((4, 5), math.nan)), torch.zeros(1, 4, dtype=torch.int64), "model returns NaN"),
         (Fixed(torch.zeros(3, 5)), torch.zeros(1, 4, dtype=torch.int64), r"\(1, 4, vocabulary\) is needed"),

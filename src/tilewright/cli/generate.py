@@ -29,7 +29,9 @@ def generate(
     min_p: float = typer.Option(0.0, help="Draw from tokens of at least this share of the likeliest's probability."),
     seed: int = typer.Option(0, help="The same seed draws the same text."),
     stop: list[str] = typer.Option([], help="End at this text, which is left out; may be given more than once."),
-    speculate: int = typer.Option(0, help="Tokens that the text so far, or --draft, may propose at a time; 0: none."),
+    speculate: int = typer.Option(
+        None, help="Tokens that the text so far, or --draft, may propose at a time. [default: none, and 4 with --draft]"
+    ),
     draft: Path = typer.Option(None, help="A smaller model with the same tokenizer, which proposes tokens instead."),
     context: int = typer.Option(None, help="Tokens the cache has room for. [default: as many as are needed]"),
     graph: bool = typer.Option(None, help="One CUDA graph for each step. [default: on a GPU]"),
@@ -60,10 +62,15 @@ def generate(
     options: dict[str, Any] = {"kv_cache": kv_cache or None, "graph": graph, "compile": compile, "weights": weights}
     options |= {"decode": decode, "pdl": pdl}
     if draft is not None:
-        options["draft"], speculate = _open(draft, dtype, device), speculate or _DRAFTED
+        if speculate == 0:
+            raise UserError("--speculate 0 leaves --draft nothing to propose; leave one of them out.")
+        options["draft"] = _open(draft, dtype, device)
+        speculate = _DRAFTED if speculate is None else speculate
     if temperature == 0 and (top_k or top_p < 1 or min_p):
         typer.echo("--top-k, --top-p and --min-p are about drawing, and --temperature 0 draws nothing.", err=True)
     generator = _open(folder, dtype, device, **options)
+    if pdl and generator.why_no_pdl:
+        typer.echo(f"--pdl changes nothing: {generator.why_no_pdl}.", err=True)
     if generator.tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json, which makes text of tokens; put it beside the model.")
     tokens = generator.tokenizer.encode(prompt)
@@ -78,7 +85,7 @@ def generate(
     generator.set_context(max(2, len(tokens) + max_tokens) if context is None else context)
     asked: dict[str, Any] = {
         "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "seed": seed, "stop": stop, "speculate": speculate,
+        "seed": seed, "stop": stop, "speculate": speculate or 0,
     }  # fmt: skip
     if as_json:
         (found,) = generator.generate([tokens], **asked)

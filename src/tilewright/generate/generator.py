@@ -19,7 +19,7 @@ from tilewright.generate.load import from_gpt, load_huggingface
 from tilewright.generate.metrics import Metrics, weight_bytes
 from tilewright.generate.sampling import Sampling
 from tilewright.generate.speculate import DraftSpeculating, LookupSpeculating, Speculating, refuse_draft
-from tilewright.generate.step import Decoding
+from tilewright.generate.step import Decoding, why_no_pdl
 from tilewright.generate.text import Detokenizer, Stopper, Tokenizer
 from tilewright.models import GPT
 from tilewright.models.folder import read_tokenizer
@@ -129,6 +129,11 @@ class Generator:
     def longest(self) -> int:
         """Tokens that a row may have, by the positions of the model and of the one that makes drafts."""
         return min(each.longest for each in (self.model, self.draft) if each is not None)
+
+    @property
+    def why_no_pdl(self) -> str:
+        """Why no kernel of a step would begin early by `pdl`; nothing where they would."""
+        return why_no_pdl(self.model.device, self._how["graph"], self._how["decode"])
 
     def set_context(self, context: int) -> None:
         """Give every row room for so many tokens; caches and graphs of another context are dropped."""
@@ -324,6 +329,8 @@ def _decoder(model: Decoder | GPT, what: str) -> Decoder:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
+    if not hasattr(prompts, "__len__"):
+        raise UserError(f"A prompt is {prompts!r}; give text, a list of tokens, or a list of such prompts.")
     if hasattr(prompts, "tolist"):  # an array
         prompts = prompts.tolist()
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):

@@ -51,6 +51,24 @@ def decode_one_token(
     return sample(logits[:, -1], sampling, generator)
 
 
+def uses_graph(device: torch.device, graph: bool | None) -> bool:
+    """Whether a step is a CUDA graph: where nobody says so, on a GPU."""
+    return device.type == "cuda" if graph is None else graph
+
+
+def why_no_pdl(device: torch.device, graph: bool | None, decode: str) -> str:
+    """Say why no kernel of a step begins early; nothing where they do.
+
+    >>> why_no_pdl(torch.device("cpu"), None, "graph")
+    'PDL is for CUDA'
+    """
+    if decode == "tilesync":
+        return "the layers of a step by tiles are one kernel"
+    if device.type == "cuda" and not uses_graph(device, graph):
+        return "PDL is for the kernels of a CUDA graph, and there is none"
+    return why_not(device)
+
+
 class Decoding:
     """Decoding steps of one batch size and one way of sampling: on a GPU one CUDA graph, replayed for every token.
 
@@ -82,8 +100,8 @@ class Decoding:
             self.forward = TiledDecoder(model, cache)
         self.tokens = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self.generator = None if sampling.is_greedy else torch.Generator(model.device)
-        self._why_no_pdl = why_not(model.device) if pdl and not self.is_tiled else "it is off"
-        self.uses_graph = model.device.type == "cuda" if graph is None else graph
+        self.uses_graph = uses_graph(model.device, graph)
+        self._why_no_pdl = why_no_pdl(model.device, graph, decode) if pdl else "it is off"
         self._tables: list[object] = []  # which graphs read: others may make longer ones
         self._graph = self.capture(self._decode) if self.uses_graph else None
 

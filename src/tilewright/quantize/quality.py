@@ -72,7 +72,7 @@ def check_quality(model: torch.nn.Module, quantized: torch.nn.Module, tokens: Te
     >>> quality.tokens, quality.divergence < 1e-3
     (30, True)
     """
-    _check_tokens(tokens)
+    _check_tokens(tokens, model)
     comparison = Comparison()
     with torch.no_grad(), evaluation(model), evaluation(quantized):
         for window in tokens:
@@ -121,7 +121,7 @@ class Comparison:
         return Quality(count, *perplexities, self._divergence / count, self._worst, self._same / count)
 
 
-def _check_tokens(tokens: Any) -> None:
+def _check_tokens(tokens: Any, model: torch.nn.Module) -> None:
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise UserError(f"The tokens are {kind}; give a tensor of int64, as a tokenizer makes it.")
@@ -129,6 +129,9 @@ def _check_tokens(tokens: Any) -> None:
         raise UserError(
             f"The tokens have shape {tuple(tokens.shape)}; give (windows, length), with at least 2 tokens a window."
         )
+    rows = [each.num_embeddings for each in model.modules() if isinstance(each, torch.nn.Embedding)]
+    if rows and not 0 <= int(tokens.min()) <= int(tokens.max()) < max(rows):  # no model says so itself on a GPU
+        raise UserError(f"A token is not one of the {max(rows)} that the model has embeddings for; use its tokenizer.")
 
 
 def _logits(model: torch.nn.Module, window: Tensor, name: str) -> Tensor:
