@@ -4,6 +4,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_torchrun_starts_all_ranks_anew(tmp_path, start):
 
 @pytest.fixture
 def networks():
-    """Two network namespaces with a cable between them: their names, and how to cut it."""
+    """Two network namespaces with a cable between them: their names, and how to set it down and up."""
     names = [f"tilewright-{os.getpid()}-{number}" for number in range(2)]
 
     def ip(words):
@@ -138,7 +139,7 @@ def networks():
             ip(f"-n {name} address add 10.77.0.{number + 1}/24 dev cable")
             ip(f"-n {name} link set cable up")
             ip(f"-n {name} link set lo up")
-        yield names, lambda: ip(f"-n {names[1]} link set cable down")
+        yield names, lambda state: ip(f"-n {names[1]} link set cable {state}")
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs root and iproute2: {error}")
     finally:
@@ -146,17 +147,24 @@ def networks():
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def test_ranks_that_the_network_cuts_off_end_with_a_sentence_each(tmp_path, start, networks):
-    names, cut = networks
-    ranks = [
-        start(
-            "train", f"out={tmp_path / 'run'}", *RUN, "steps=100000", silent=8.0, network=name, RANK=str(number),
-            WORLD_SIZE="2", MASTER_ADDR="10.77.0.1", MASTER_PORT="29511", GLOO_SOCKET_IFNAME="cable",
-        )
-        for number, name in enumerate(names)
-    ]  # fmt: skip
-    wait_until(lambda: len(written(tmp_path / "run")) >= 3, *ranks)
-    cut()
+def test_ranks_that_the_network_cuts_off_end_with_a_sentence_each_and_go_on_when_started_again(
+    tmp_path, start, networks
+):
+    names, cable = networks
+    out, changes = tmp_path / "run", ("steps=200", "checkpoint.every=5")
+
+    def start_both():
+        return [
+            start(
+                "train", f"out={out}", *RUN, *changes, silent=8.0, network=name, RANK=str(number), WORLD_SIZE="2",
+                MASTER_ADDR="10.77.0.1", MASTER_PORT="29511", GLOO_SOCKET_IFNAME="cable",
+            )
+            for number, name in enumerate(names)
+        ]  # fmt: skip
+
+    ranks = start_both()
+    wait_until(lambda: len(written(out)) >= 8, *ranks)
+    cable("down")
     began = time.monotonic()
     assert [rank.wait(30.0) for rank in ranks] == [1, 1] and time.monotonic() - began < 30.0
     heads = (
@@ -166,3 +174,29 @@ def test_ranks_that_the_network_cuts_off_end_with_a_sentence_each(tmp_path, star
     for rank, head in zip(ranks, heads, strict=True):
         (line,) = rank.said("error:")
         assert line.startswith(f"error: {head}") and "Traceback" not in rank.output.read_text()
+    reached = len(written(out))
+    cable("up")
+    assert [rank.wait() for rank in start_both()] == [0, 0]
+    assert 8 <= reached < 200 and written(out) == alone(tmp_path / "alone", *changes)
+
+
+def test_ranks_that_do_not_fit_each_other_end_and_rank_zero_says_why(tmp_path, start):
+    """As processes of their own: each ends, and the sentence is said once."""
+    with socket.socket() as taken:  # a port that nobody else has
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    ranks = [
+        start(
+            "train", f"out={tmp_path / 'run'}", *RUN, f"model.heads={2 - number}", RANK=str(number), WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    assert [rank.wait() for rank in ranks] == [2, 2], [rank.output.read_text() for rank in ranks]
+    (line,) = [line for rank in ranks for line in rank.said("error:")]
+    assert (
+        line
+        == "error: Rank 1 has another configuration than rank 0: model.heads is 1 and there 2; start all ranks alike."
+    )
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert not any("Traceback" in rank.output.read_text() for rank in ranks)
