@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.ops.activation.kernels import activate
 from tilewright.runtime import dispatch
+from tilewright.runtime.activation_kernels import activate
 from tilewright.runtime.pdl_kernels import let_next_begin, wait_for_previous
 
 _THREAD = 16  # columns that a thread loads at a time

@@ -20,8 +20,8 @@ waits. The wait is in front of the loop: a load that is pipelined could get past
 import triton
 import triton.language as tl
 
-from tilewright.ops.activation.kernels import activate
 from tilewright.runtime import dispatch
+from tilewright.runtime.activation_kernels import activate
 from tilewright.runtime.pdl_kernels import let_next_begin, prefetch_rows, wait_for_previous
 
 _INTERPRETED = tl.constexpr(dispatch.INTERPRETED)
